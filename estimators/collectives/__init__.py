@@ -1,0 +1,49 @@
+"""How ranks talk to each other: one file a library, all behind one protocol."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from ringspark.estimators.collectives.base import (
+    Collective,
+    CollectiveError,
+    GradientSync,
+    Member,
+    Rendezvous,
+)
+
+# Name -> (module, class, the package it needs). Modules are imported when chosen, not before.
+COLLECTIVES: dict[str, tuple[str, str, str]] = {
+    "horovod": ("ringspark.estimators.collectives.horovod_collective", "HorovodCollective", "horovod"),
+    "torch": ("ringspark.estimators.collectives.torch_collective", "TorchCollective", "torch"),
+    "local": ("ringspark.estimators.collectives.local_collective", "LocalCollective", "torch"),
+}
+
+
+def collective_class(name: str) -> Any:
+    """The class registered as `name`; it has `open_rendezvous` and `connect`.
+
+    Raises:
+        ValueError: The name is unknown or its library is not installed.
+    """
+    if name not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {sorted(COLLECTIVES)}, got {name!r}")
+    module, class_name, package = COLLECTIVES[name]
+    if find_spec(package) is None:
+        raise ValueError(
+            f"collective {name!r} is not installed; pip install 'ringspark[{name}]' or set collective='torch'"
+        )
+    return getattr(import_module(module), class_name)
+
+
+__all__ = [
+    "COLLECTIVES",
+    "Collective",
+    "CollectiveError",
+    "GradientSync",
+    "Member",
+    "Rendezvous",
+    "collective_class",
+]

@@ -1,0 +1,67 @@
+"""A gang of one: every operation is the identity."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives.base import GradientSync, Member, PlainSync, ReduceOp
+
+
+class LocalRendezvous:
+    """Nobody to meet."""
+
+    address = "local:0"
+
+    def close(self) -> None:
+        return
+
+
+class LocalCollective:
+    """Runs where there is one rank only, also without Spark."""
+
+    name = "local"
+
+    def __init__(self, member: Member | None = None) -> None:
+        self.member = member or Member()
+        if self.member.size != 1:
+            raise ValueError(
+                f"collective 'local' serves one worker, got {self.member.size}; "
+                "set collective='horovod' or 'torch'"
+            )
+
+    @staticmethod
+    def open_rendezvous(member: Member, members: list[Member], timeout_seconds: float) -> LocalRendezvous:
+        return LocalRendezvous()
+
+    @classmethod
+    def connect(cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool) -> LocalCollective:
+        return cls(member)
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        return tensor.clone()
+
+    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
+        return
+
+    def barrier(self) -> None:
+        return
+
+    def synchronize(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
+    ) -> GradientSync:
+        return PlainSync(module, optimizer)
+
+    def close(self) -> None:
+        return
+
+    def abort(self) -> None:
+        return

@@ -1,0 +1,192 @@
+"""A gang: one Spark barrier stage whose tasks become the ranks of a collective.
+
+The stage is a `mapInArrow(..., barrier=True)` of the DataFrame API, so Spark Connect runs it too.
+Each task learns its rank from the hosts of all tasks, rank 0 opens the rendezvous, everybody
+connects, and the work runs. A task never raises what the work raised: it returns the failure as
+its row, so Spark neither retries a deterministic error nor buries it in a JVM trace, and the
+peers, whose pending operations fail when the communicator is aborted, return theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.launch.devices import choose_device
+from ringspark.estimators.training.status import Failure, Status, WorkerError
+
+# Gets the connected collective, this rank's device and the status to keep; returns a short text.
+Work = Callable[[Collective, str, Status], str]
+
+SCHEMA = "rank int, result string, failure string"
+
+
+def run_gang(
+    spark: SparkSession,
+    num_workers: int,
+    collective: str,
+    work: Work,
+    *,
+    use_gpu: bool = False,
+    timeout_seconds: float = 600.0,
+) -> list[str]:
+    """Runs `work` on `num_workers` ranks at the same time; returns their texts in rank order.
+
+    Args:
+        work: Picklable. Its result is collected, so it must stay small.
+        timeout_seconds: How long a rank waits for the others in one operation.
+
+    Raises:
+        WorkerError: A rank failed; names its rank, host and phase.
+    """
+    task = GangTask(collective=collective, work=work, use_gpu=use_gpu, timeout_seconds=timeout_seconds)
+    frame = spark.range(0, num_workers, 1, num_workers)
+    rows = frame.mapInArrow(task, SCHEMA, barrier=True).collect()
+    failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
+    if failures:
+        # None: the driver's own stack says nothing about what happened on the rank.
+        raise WorkerError(failures) from None
+    return [row.result for row in sorted(rows, key=lambda row: int(row.rank))]
+
+
+def assign_ranks(hosts: Sequence[str]) -> list[Member]:
+    """The place of each task: ranks of one host are neighbours, hosts in order of first appearance.
+
+    Args:
+        hosts: Host of task 0, 1, ...; the result is in the same order.
+    """
+    names = list(dict.fromkeys(hosts))
+    local_sizes = {name: hosts.count(name) for name in names}
+    first_rank, ranks_before = {}, 0
+    for name in names:
+        first_rank[name] = ranks_before
+        ranks_before += local_sizes[name]
+    seen = dict.fromkeys(names, 0)
+    members = []
+    for host in hosts:
+        local_rank = seen[host]
+        seen[host] += 1
+        # The "cross" group of a rank: those with its local rank on all hosts that have one.
+        cross = [name for name in names if local_sizes[name] > local_rank]
+        members.append(
+            Member(
+                rank=first_rank[host] + local_rank,
+                size=len(hosts),
+                local_rank=local_rank,
+                local_size=local_sizes[host],
+                cross_rank=cross.index(host),
+                cross_size=len(cross),
+                host=host,
+            )
+        )
+    return members
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangTask:
+    """The function of the barrier stage. Runs on every rank."""
+
+    collective: str
+    work: Work
+    use_gpu: bool
+    timeout_seconds: float
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
+        member = members[context.partitionId()]
+        result, failure = self._run(context, member, members)
+        yield pa.RecordBatch.from_arrays(
+            [
+                pa.array([member.rank], pa.int32()),
+                pa.array([result], pa.string()),
+                pa.array([failure.to_json() if failure else None], pa.string()),
+            ],
+            names=["rank", "result", "failure"],
+        )
+
+    def _run(
+        self, context: Any, member: Member, members: list[Member]
+    ) -> tuple[str | None, Failure | None]:
+        import torch
+
+        status = Status()
+        # One task has as many cores as Spark gave it; torch would take all of the host's.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, context.cpus()))
+        try:
+            return self._connected(context, member, members, status), None
+        except Exception as error:
+            return None, Failure.of(
+                error, member.rank, status.phase, from_peer=isinstance(error, CollectiveError)
+            )
+        finally:
+            torch.set_num_threads(threads)
+
+    def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
+        """Opens the rendezvous, connects, works, and leaves: in order, or by aborting."""
+        kind = collective_class(self.collective)
+        status.phase = "opening the rendezvous"
+        rendezvous = None
+        problem, device = "", "cpu"
+        try:
+            device = self._device(context, member)
+            if member.rank == 0:
+                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds)
+        except Exception as error:
+            problem = str(error)
+        # Every task reaches this exchange, also one that cannot go on: the others must hear of it.
+        told = [
+            json.loads(text)
+            for text in context.allGather(
+                json.dumps({"address": rendezvous.address if rendezvous else "", "problem": problem})
+            )
+        ]
+        try:
+            if problem:
+                raise RuntimeError(problem)
+            if any(entry["problem"] for entry in told):
+                raise CollectiveError("another rank could not start")
+            address = next(entry["address"] for entry in told if entry["address"])
+            status.phase = f"connecting by {self.collective}"
+            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu)
+            try:
+                result = self.work(collective, device, status)
+                status.phase = "leaving the gang"
+                collective.barrier()
+            except BaseException:
+                collective.abort()
+                raise
+            collective.close()
+            return result
+        finally:
+            if rendezvous is not None:
+                rendezvous.close()
+
+    def _device(self, context: Any, member: Member) -> str:
+        import torch
+
+        gpu = context.resources().get("gpu")
+        device = choose_device(
+            self.use_gpu,
+            gpu.addresses if gpu else [],
+            member.local_rank,
+            member.local_size,
+            torch.cuda.device_count() if self.use_gpu else 0,
+        )
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        return device
+
+
+__all__ = ["GangTask", "WorkerError", "assign_ranks", "run_gang"]

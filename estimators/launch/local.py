@@ -1,0 +1,122 @@
+"""Training without Spark: a gang of one in this process, or ranks in processes of their own.
+
+The spawned ranks go through the same collectives as a barrier stage; tests and machines without
+Spark use them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.status import Failure, Status, WorkerError
+from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.pipelines import ShardManifest
+
+Work = Callable[[Collective, str, Status], str]
+
+
+def train_here(
+    config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu"
+) -> TrainResult:
+    """Checks and trains on one rank in this process.
+
+    Raises:
+        ValueError: As `check_training`.
+    """
+    objects = objects or UserObjects()
+    config = replace(config, num_workers=1, collective="local")
+    config = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    return train_worker(config, LocalCollective(), objects, device)
+
+
+def run_spawned(
+    num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0, num_threads: int = 1
+) -> list[str]:
+    """Runs `work` on `num_workers` ranks, each a new process of this host; texts in rank order.
+
+    Raises:
+        WorkerError: A rank failed.
+    """
+    members = [
+        Member(rank=r, size=num_workers, local_rank=r, local_size=num_workers, host="127.0.0.1")
+        for r in range(num_workers)
+    ]
+    kind = collective_class(collective)
+    rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds)
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    processes = [
+        context.Process(
+            target=_spawned,
+            args=(queue, member, collective, rendezvous.address, work, timeout_seconds, num_threads),
+        )
+        for member in members
+    ]
+    try:
+        for process in processes:
+            process.start()
+        rows = _receive(queue, processes)
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        rendezvous.close()
+    failures = [failure for _, _, failure in rows if failure is not None]
+    if failures:
+        raise WorkerError([Failure.from_json(text) for text in failures])
+    return [result for _, result, _ in sorted(rows)]
+
+
+def _receive(queue: Any, processes: list[Any]) -> list[tuple[int, str, str | None]]:
+    """One row per rank; a process that died without one is reported by its exit code."""
+    from queue import Empty
+
+    rows: list[tuple[int, str, str | None]] = []
+    while len(rows) < len(processes):
+        try:
+            rows.append(queue.get(timeout=0.2))
+        except Empty:
+            heard = {rank for rank, _, _ in rows}
+            for rank, process in enumerate(processes):
+                if rank not in heard and process.exitcode not in (None, 0) and queue.empty():
+                    error = RuntimeError(f"the process ended with exit code {process.exitcode}")
+                    failure = Failure.of(error, rank, "running", from_peer=False)
+                    raise WorkerError([failure]) from None
+    return rows
+
+
+def _spawned(
+    queue: Any,
+    member: Member,
+    collective: str,
+    address: str,
+    work: Work,
+    timeout_seconds: float,
+    num_threads: int,
+) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)
+    status = Status("connecting")
+    try:
+        connected = collective_class(collective).connect(member, address, timeout_seconds, False)
+        try:
+            result = work(connected, "cpu", status)
+            connected.barrier()
+        except BaseException:
+            connected.abort()
+            raise
+        connected.close()
+        queue.put((member.rank, result, None))
+    except Exception as error:
+        failure = Failure.of(error, member.rank, status.phase, isinstance(error, CollectiveError))
+        queue.put((member.rank, "", failure.to_json()))

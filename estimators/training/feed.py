@@ -1,0 +1,74 @@
+"""NumPy columns of the reader -> tensors on the device, in the dtypes that training wants.
+
+Integers stay integers (an id of 16,777,217 must not become 16,777,216), floating columns become
+fp32 like the parameters, booleans become fp32 zeros and ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One rank's rows of one step; all three may have zero rows.
+
+    Attributes:
+        inputs: One tensor per argument of `forward`, each (rows, ...).
+        label: (rows,) or (rows, width).
+        weight: (rows,) fp32, None where every row counts one.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    label: torch.Tensor
+    weight: torch.Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.label.shape[0])
+
+    def split(self, parts: int) -> list[Batch]:
+        """Cuts into at most `parts` micro-batches that all have rows."""
+        parts = max(1, min(parts, self.num_rows))
+        if parts == 1:
+            return [self]
+        inputs = [torch.tensor_split(t, parts) for t in self.inputs]
+        weights = torch.tensor_split(self.weight, parts) if self.weight is not None else [None] * parts
+        return [
+            Batch(inputs=tuple(t[i] for t in inputs), label=label, weight=weights[i])
+            for i, label in enumerate(torch.tensor_split(self.label, parts))
+        ]
+
+
+def to_tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """One column on the device; copies are pinned and do not wait where the device is a GPU."""
+    if values.dtype.kind in "fb" and values.dtype != np.float32:
+        values = values.astype(np.float32)
+    if not values.flags.writeable:
+        values = values.copy()
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def to_batch(
+    columns: dict[str, np.ndarray],
+    input_columns: Sequence[str],
+    label_column: str,
+    weight_column: str | None,
+    device: torch.device,
+) -> Batch:
+    """The reader's columns as a batch on `device`."""
+    weight = None
+    if weight_column is not None:
+        weight = to_tensor(columns[weight_column].astype(np.float32), device)
+    return Batch(
+        inputs=tuple(to_tensor(columns[name], device) for name in input_columns),
+        label=to_tensor(columns[label_column], device),
+        weight=weight,
+    )

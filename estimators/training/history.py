@@ -1,0 +1,84 @@
+"""The run directory's small files: what the training has done so far, for whoever watches.
+
+`history.json` holds one entry per finished epoch, `progress.json` the present position. Rank 0
+replaces them atomically, so a reader on any machine that sees the store can follow, also where
+the driver cannot be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from ringspark.pipelines import storage
+
+HISTORY = "history.json"
+PROGRESS = "progress.json"
+# The store may be far away: at most this often.
+PROGRESS_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """One finished epoch; losses are means per row (per unit of weight) over all ranks."""
+
+    epoch: int
+    steps: int
+    rows: int
+    seconds: float
+    learning_rate: float
+    train_loss: float
+    validation_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The present position: `step` of `num_steps` optimizer steps over the whole training."""
+
+    epoch: int
+    epochs: int
+    step: int
+    num_steps: int
+    rows: int
+    seconds: float
+
+
+class RunLog:
+    """Rank 0's writer of the run directory; on the other ranks nothing is written."""
+
+    def __init__(self, run_uri: str, writes: bool) -> None:
+        self._run_uri = run_uri
+        self._writes = writes
+        self._last_progress = 0.0
+        self.history: list[EpochRecord] = []
+
+    def progress(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if self._writes and now - self._last_progress >= PROGRESS_SECONDS:
+            self._last_progress = now
+            self._write(PROGRESS, asdict(progress))
+
+    def epoch(self, record: EpochRecord) -> None:
+        self.history.append(record)
+        if self._writes:
+            self._write(HISTORY, [asdict(r) for r in self.history])
+
+    def _write(self, name: str, value: object) -> None:
+        storage.write_atomic(storage.join(self._run_uri, name), json.dumps(value).encode())
+
+
+def read_history(run_uri: str) -> list[EpochRecord]:
+    """The epochs finished so far; empty before the first."""
+    uri = storage.join(run_uri, HISTORY)
+    if not storage.exists(uri):
+        return []
+    return [EpochRecord(**entry) for entry in json.loads(storage.read_bytes(uri))]
+
+
+def read_progress(run_uri: str) -> Progress | None:
+    """The present position, None before the first step."""
+    uri = storage.join(run_uri, PROGRESS)
+    if not storage.exists(uri):
+        return None
+    return Progress(**json.loads(storage.read_bytes(uri)))

@@ -1,0 +1,79 @@
+"""Losses per row, so that weights and uneven shards are exact.
+
+Every loss maps (output, label) to one value per row, shape (batch,). The trainer sums them, times
+the rows' weights, and divides by the weight of the GLOBAL batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _match(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Drops the trailing unit dimension of (batch, 1) outputs against (batch,) labels."""
+    return output.squeeze(-1) if output.dim() == label.dim() + 1 and output.shape[-1] == 1 else output
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> RowLoss:
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        values = function(_match(output, label), label.to(output.dtype), reduction="none")
+        return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+    return loss
+
+
+def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, label.long(), reduction="none")
+
+
+# The loss itself is computed in fp32 also under autocast: torch's autocast lists say so.
+LOSSES: dict[str, RowLoss] = {
+    "cross_entropy": _cross_entropy,
+    "bce_with_logits": _elementwise(functional.binary_cross_entropy_with_logits),
+    "mse": _elementwise(functional.mse_loss),
+    "l1": _elementwise(functional.l1_loss),
+    "huber": _elementwise(functional.huber_loss),
+}
+
+DEFAULT_LOSS = {"regression": "mse", "any": "mse"}
+
+
+def default_loss(task: str, output_width: int) -> str:
+    """The loss that `loss="auto"` stands for.
+
+    Args:
+        task: "classification", "regression" or "any".
+        output_width: Size of the module's last output dimension.
+    """
+    if task == "classification":
+        return "bce_with_logits" if output_width == 1 else "cross_entropy"
+    return DEFAULT_LOSS[task]
+
+
+def from_user(loss: Callable[..., torch.Tensor]) -> RowLoss:
+    """A user's loss as a per-row loss; `nn` losses lose their reduction.
+
+    Raises:
+        ValueError: When called, if the loss gives one number for many rows.
+    """
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        loss = copy.copy(loss)
+        loss.reduction = "none"  # type: ignore[assignment]
+
+    def row_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        values = loss(_match(output, label), label)
+        if values.dim() == 0 or values.shape[0] != label.shape[0]:
+            raise ValueError(
+                f"loss must return one value per row, shape ({label.shape[0]},), got {tuple(values.shape)}; "
+                "drop the mean over rows (reduction='none')"
+            )
+        return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+    return row_loss
