@@ -32,7 +32,7 @@ def train_here(
     """
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
-    config = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
     return train_worker(config, LocalCollective(), objects, device)
 
 

@@ -19,7 +19,7 @@ from ringspark.estimators.training.losses import LOSSES, default_loss
 from ringspark.estimators.training.optimizers import OPTIMIZERS, check_name
 from ringspark.estimators.training.schedules import SCHEDULES
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.pipelines import ShardManifest
+from ringspark.pipelines import ShardManifest, check_engine
 
 PROBE_ROWS = 2
 
@@ -37,6 +37,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
     if objects.loss is None and config.loss != "auto":
         check_name("loss", config.loss, LOSSES)
     collective_class(config.collective)
+    check_engine(config.reader)
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
@@ -49,8 +50,14 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
     return module
 
 
-def check_training(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> TrainConfig:
-    """Checks data and model against each other; returns the config with its loss named.
+def check_training(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> tuple[TrainConfig, int | None]:
+    """Checks data and model against each other.
+
+    Returns:
+        The config with its loss named, and the module's output values per row (None where the
+        output has no second dimension).
 
     Raises:
         ValueError: One sentence that names the column or the module, and the remedy.
@@ -70,7 +77,7 @@ def check_training(config: TrainConfig, objects: UserObjects, manifest: ShardMan
         _check_classes(config, manifest, type(module).__name__, shape, config.loss == "bce_with_logits")
     elif config.task == "regression":
         _check_regression(config, manifest, type(module).__name__, shape)
-    return config
+    return config, int(np.prod(shape[1:])) if len(shape) > 1 else None
 
 
 def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:

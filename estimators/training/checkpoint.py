@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+import uuid
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,12 +29,13 @@ COMMIT = "checkpoint.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """The committed record of a checkpoint."""
+    """The committed record of a checkpoint; `checkpoint_id` tells it from any other."""
 
     epoch: int
     step: int
     num_bytes: int
     num_tensors: int
+    checkpoint_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     format_version: int = FORMAT_VERSION
 
 

@@ -96,7 +96,7 @@ class Trainer:
                 EpochRecord(
                     epoch=epoch + 1,
                     steps=train.num_steps,
-                    rows=train.num_rows,
+                    rows=train.manifest.num_rows,
                     seconds=time.monotonic() - epoch_start,
                     learning_rate=self._sync.optimizer.param_groups[0]["lr"],
                     train_loss=train_loss,
@@ -108,7 +108,7 @@ class Trainer:
         totals = Totals.zero(self._device)
         num_steps = self._config.epochs * reader.num_steps
         plan = reader.plan(epoch)
-        rows = epoch * reader.num_rows
+        rows = epoch * reader.manifest.num_rows
         self._sync.module.train()
         for step, columns in enumerate(reader.batches(epoch)):
             self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"

@@ -96,7 +96,7 @@ def train_worker(
     return TrainResult(
         run_uri=config.run_uri,
         checkpoint_uri=checkpoint_uri,
-        rows=config.epochs * train.num_rows,
+        rows=config.epochs * train.manifest.num_rows,
         steps=steps,
         seconds=time.monotonic() - start,
         history=tuple(log.history),

@@ -1,0 +1,173 @@
+"""Batched inference as a Spark SQL expression.
+
+Only the model's input columns go to Python; every other column stays in the JVM, untouched. The
+expression is lazy, has a declared type and no state, so it serves batch and streaming alike.
+Weights are read once per Python worker and kept for the tasks that the worker runs later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Iterator, Literal, Tuple  # noqa: UP035 (pandas_udf reads these hints)
+
+import numpy as np
+import pandas as pd
+import torch
+from pyspark.sql import Column
+from pyspark.sql.functions import pandas_udf
+from torch import nn
+
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.models import ModelSpec
+
+Kind = Literal["classification", "regression"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """What a Python worker needs to predict; small, the weights stay on the store.
+
+    Attributes:
+        model: `ModelSpec` as JSON, or the user's module itself.
+        weights_uri: Folder of the checkpoint.
+        weights_id: The checkpoint's identity: another id means other weights in the same folder.
+        output_width: Values per row, None where the module gives one number without a dimension.
+        batch_size: Rows per forward pass.
+    """
+
+    model: str | nn.Module
+    weights_uri: str
+    weights_id: str
+    kind: Kind
+    output_width: int | None
+    batch_size: int
+    input_columns: tuple[str, ...]
+
+    def load(self) -> nn.Module:
+        """The trained module in eval mode, on the CPU."""
+        module = ModelSpec.from_json(self.model).build() if isinstance(self.model, str) else self.model
+        load_checkpoint(self.weights_uri, module)
+        return module.eval()
+
+    def predict(self, module: nn.Module, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """Raw outputs, (rows, width) float64."""
+        num_rows = len(columns[0])
+        width = self.output_width or 1
+        outputs = np.empty((num_rows, width), dtype=np.float64)
+        with torch.inference_mode():
+            for start in range(0, num_rows, self.batch_size):
+                inputs = [torch.from_numpy(c[start : start + self.batch_size]) for c in columns]
+                output = module(*inputs).float()
+                outputs[start : start + self.batch_size] = output.reshape(len(inputs[0]), width).numpy()
+        return outputs
+
+
+# Modules that this Python worker has loaded, by (folder, checkpoint id), the oldest first.
+_modules: dict[tuple[str, str], nn.Module] = {}
+# A worker of a CrossValidator switches between models; more than a few would hold memory for nothing.
+MAX_MODULES = 2
+
+
+def cached_module(predictor: Predictor) -> nn.Module:
+    """The predictor's module, from this process's cache where it is there."""
+    key = (predictor.weights_uri, predictor.weights_id)
+    if key not in _modules:
+        while len(_modules) >= MAX_MODULES:
+            _modules.pop(next(iter(_modules)))
+        _modules[key] = predictor.load()
+    return _modules[key]
+
+
+def to_input(name: str, series: pd.Series[Any]) -> np.ndarray:
+    """A pandas column as the module takes it: fp32 for floating values, int64 for integers.
+
+    Raises:
+        ValueError: A null, or arrays of different lengths.
+    """
+    if series.isna().any():
+        raise ValueError(f"column {name!r} has a null in transform; fill or drop nulls first, e.g. by df.na.drop")
+    values = series.to_numpy()
+    if values.dtype == object:
+        lengths = {len(value) for value in values}
+        if len(lengths) > 1:
+            raise ValueError(f"column {name!r} has arrays of {min(lengths)} to {max(lengths)} elements in transform")
+        values = np.stack(values)
+    if values.dtype.kind in "fb":
+        return np.ascontiguousarray(values, dtype=np.float32)
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Row-wise softmax, (rows, classes)."""
+    shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+    result: np.ndarray = shifted / shifted.sum(axis=1, keepdims=True)
+    return result
+
+
+def classify(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(raw predictions, probabilities, classes) from logits.
+
+    One logit z is the binary case, with raw predictions (-z, z) as Spark's LogisticRegression has.
+    """
+    if outputs.shape[1] == 1:
+        raw = np.concatenate([-outputs, outputs], axis=1)
+        # softmax of (0, z) is the sigmoid of z, without overflow on either side.
+        probability = softmax(np.concatenate([np.zeros_like(outputs), outputs], axis=1))
+    else:
+        raw, probability = outputs, softmax(outputs)
+    return raw, probability, probability.argmax(axis=1).astype(np.float64)
+
+
+def prediction_type(kind: Kind, output_width: int | None) -> str:
+    """Spark SQL type of what the expression gives."""
+    if kind == "classification":
+        return "struct<raw: array<double>, probability: array<double>, prediction: double>"
+    return "double" if output_width is None or output_width == 1 else "array<double>"
+
+
+def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
+    """The model applied to `columns`; its type is `prediction_type`."""
+    function = _batch_function(predictor)
+    udf: Any = pandas_udf(function, prediction_type(predictor.kind, predictor.output_width))  # type: ignore[call-overload]
+    expression: Column = udf(*columns)
+    return expression
+
+
+def _batch_function(predictor: Predictor) -> Callable[..., Any]:
+    """The body of the pandas UDF; the two differ in what Spark reads from their type hints."""
+    if predictor.kind == "classification":
+
+        def classes(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006
+            for outputs in run(predictor, batches):
+                raw, probability, prediction = classify(outputs)
+                yield pd.DataFrame(
+                    {"raw": list(raw), "probability": list(probability), "prediction": prediction}
+                )
+
+        return classes
+
+    def values(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.Series]:  # noqa: UP006
+        for outputs in run(predictor, batches):
+            yield pd.Series(outputs[:, 0] if outputs.shape[1] == 1 else list(outputs))
+
+    return values
+
+
+def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[np.ndarray]:
+    """Raw outputs of each batch of pandas columns. Runs in a Spark task."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    threads = torch.get_num_threads()
+    # Tasks share the host: one that took all cores for itself would slow the others down.
+    torch.set_num_threads(context.cpus() if context is not None else threads)
+    try:
+        module = cached_module(predictor)
+        for batch in batches:
+            # Spark passes a bare Series where there is one column.
+            series = (batch,) if isinstance(batch, pd.Series) else batch
+            columns = [to_input(n, s) for n, s in zip(predictor.input_columns, series, strict=True)]
+            yield predictor.predict(module, columns)
+    finally:
+        torch.set_num_threads(threads)
