@@ -1,0 +1,13 @@
+"""Plain `nn.Module` networks, the spec that names one, and activation checkpointing.
+
+Nothing here knows of Spark or Arrow: a network trains, saves and loads without either.
+"""
+
+from ringspark.models.activation_checkpoint import apply_activation_checkpoint
+from ringspark.models.linear import Linear
+from ringspark.models.mlp import MLP
+from ringspark.models.registry import MODELS
+from ringspark.models.spec import ModelSpec
+from ringspark.models.tabular import TabularNet
+
+__all__ = ["MLP", "MODELS", "Linear", "ModelSpec", "TabularNet", "apply_activation_checkpoint"]

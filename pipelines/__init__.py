@@ -1,0 +1,26 @@
+"""From a Spark DataFrame to batches of NumPy columns. Never imports torch.
+
+`write_shards` writes the shards and their manifest, `plan_epoch` says which
+rows every worker reads in every step, `open_reader` reads them. Importing this
+package imports neither pyspark nor petastorm.
+"""
+
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
+from ringspark.pipelines.manifest import ShardFile, ShardManifest
+from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
+from ringspark.pipelines.shards import write_shards
+
+__all__ = [
+    "READERS",
+    "Column",
+    "EpochPlan",
+    "ShardFile",
+    "ShardManifest",
+    "ShardReader",
+    "check_engine",
+    "default_engine",
+    "open_reader",
+    "plan_epoch",
+    "write_shards",
+]

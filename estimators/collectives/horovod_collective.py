@@ -49,6 +49,8 @@ class HorovodRendezvous:
 
     def close(self) -> None:
         self._server.stop()
+        # Horovod's own stop leaves the listening socket, and so the port, open.
+        self._server._httpd.server_close()
 
 
 class HorovodCollective:

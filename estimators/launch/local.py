@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
+
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.check import check_training
@@ -52,10 +54,12 @@ def run_spawned(
     rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds)
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
+    # As Spark would: closures and functions of the main script too.
+    pickled = cloudpickle.dumps(work)
     processes = [
         context.Process(
             target=_spawned,
-            args=(queue, member, collective, rendezvous.address, work, timeout_seconds, num_threads),
+            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds, num_threads),
         )
         for member in members
     ]
@@ -99,7 +103,7 @@ def _spawned(
     member: Member,
     collective: str,
     address: str,
-    work: Work,
+    pickled: bytes,
     timeout_seconds: float,
     num_threads: int,
 ) -> None:
@@ -110,7 +114,7 @@ def _spawned(
     try:
         connected = collective_class(collective).connect(member, address, timeout_seconds, False)
         try:
-            result = work(connected, "cpu", status)
+            result = cloudpickle.loads(pickled)(connected, "cpu", status)
             connected.barrier()
         except BaseException:
             connected.abort()

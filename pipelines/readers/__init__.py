@@ -1,0 +1,87 @@
+"""Readers: one file an engine, one registry, one contract.
+
+To add an engine: subclass `ShardReader` in a file of its own, list it in
+`READERS`, and tests/pipelines/test_readers.py tests it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import cast
+
+from ringspark.pipelines.manifest import ShardManifest
+from ringspark.pipelines.readers.base import Batch, ShardReader
+
+READERS: dict[str, str] = {
+    "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
+    "arrow": "ringspark.pipelines.readers.arrow_reader:ArrowReader",
+}
+"""Engine name -> "module:class". By name, so that Petastorm is imported only where it is used."""
+
+# Petastorm reads through pyarrow's legacy dataset and uses np.unicode_: both are gone since.
+_PETASTORM_LIMITS = {"pyarrow": 15, "numpy": 2}
+
+__all__ = ["READERS", "Batch", "ShardReader", "check_engine", "default_engine", "open_reader"]
+
+
+def open_reader(
+    manifest: ShardManifest,
+    columns: Sequence[str] | None = None,
+    shard: int = 0,
+    num_shards: int = 1,
+    batch_size: int = 1024,
+    seed: int = 0,
+    engine: str = "petastorm",
+    shuffle: bool = True,
+) -> ShardReader:
+    """Opens one shard's reader over all files of `manifest`.
+
+    Args:
+        manifest: What to read; `manifest.select("train")` for one split.
+        columns: Names of the columns to read; all by default.
+        shard: Which of `num_shards` this is.
+        num_shards: How many readers share every batch.
+        batch_size: Rows per step over all shards.
+        seed: Any whole number; the same on all shards.
+        engine: A key of `READERS`. All engines give the same bytes.
+        shuffle: False keeps the order of the files.
+
+    Raises:
+        ValueError: The engine is unknown or not installed, a column is unknown, or a number is out
+            of range.
+    """
+    check_engine(engine)
+    module, _, name = READERS[engine].partition(":")
+    reader_class = cast("type[ShardReader]", getattr(import_module(module), name))
+    return reader_class(manifest, columns, shard, num_shards, batch_size, seed, shuffle)
+
+
+def check_engine(engine: str) -> None:
+    """Raises ValueError if the engine is unknown or cannot run here. Does not import it."""
+    if engine not in READERS:
+        raise ValueError(f"reader must be one of {', '.join(sorted(READERS))}, got {engine!r}")
+    if engine != "petastorm":
+        return
+    if find_spec("petastorm") is None:
+        raise ValueError(
+            "reader 'petastorm' is not installed; pip install 'ringspark[petastorm]' or set reader='arrow'"
+        )
+    for package, limit in _PETASTORM_LIMITS.items():
+        installed = version(package)
+        if int(installed.split(".")[0]) >= limit:
+            raise ValueError(
+                f"reader 'petastorm' needs {package} before version {limit}, got {installed}; "
+                "pip install 'ringspark[petastorm]' or set reader='arrow'"
+            )
+
+
+def default_engine() -> str:
+    """Returns "petastorm" where it can run, otherwise "arrow"."""
+    try:
+        check_engine("petastorm")
+    except ValueError:
+        return "arrow"
+    return "petastorm"

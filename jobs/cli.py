@@ -1,0 +1,152 @@
+"""What the jobs share: options, refusals in one sentence, the Spark session, rates.
+
+Nothing here imports Spark before a job needs it, so `--help` and a misspelt option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from ringspark.pipelines import storage
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+DEFAULT_ROOT = "artifacts/flights"
+DEFAULT_MASTER = "local[2]"
+
+
+class JobParser(argparse.ArgumentParser):
+    """Options of one job: defaults in the help, and one line, exit code 2, for a wrong option."""
+
+    def __init__(self, job: str, description: str) -> None:
+        super().__init__(
+            prog=job,
+            description=description,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+
+    def add_master(self) -> None:
+        """Add `--master`, which every job that starts Spark takes."""
+        self.add_argument(
+            "--master",
+            metavar="URL",
+            help=f"Spark master; without it spark-submit's, the running session's, or {DEFAULT_MASTER}",
+        )
+
+
+def main(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], None],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse the options and run the job.
+
+    Returns:
+        The exit code: 0, or 1 where the job refused its input (a ValueError, printed as one line).
+        Any other exception is a defect and keeps its traceback.
+    """
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def positive_int(text: str) -> int:
+    """An option's value that must be a whole number from 1 on."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """An option's value that must be above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return value
+
+
+def under(root: str, name: str) -> str:
+    """The place `name` below the job's root folder; relative roots become absolute."""
+    return storage.join(storage.normalize(root), name)
+
+
+@contextlib.contextmanager
+def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
+    """The Spark session of a job; stopped at the end if it was started here, left alone if it ran before.
+
+    A master given by name wins; then a running session's, spark-submit's or SPARK_REMOTE's; else
+    `DEFAULT_MASTER` on this machine.
+    """
+    running = _running_session()
+    if running is not None:
+        if master is not None:
+            print(f"--master {master} has no effect: a Spark session is running already", file=sys.stderr)
+        yield running
+        return
+    session = _start_session(app_name, master)
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _start_session(app_name: str, master: str | None) -> SparkSession:
+    # spark-submit starts the JVM first and tells the script its port; its settings hold the master.
+    if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ and "SPARK_REMOTE" not in os.environ:
+        master = DEFAULT_MASTER
+    if master is not None and master.startswith("local"):
+        # Set before the JVM starts: it would look up the host's name, which containers often lack.
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    # Executors must run this very Python, not the first python3 on the PATH.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName(app_name)
+    if master is not None and master.startswith("sc://"):
+        return builder.remote(master).getOrCreate()
+    if master is not None:
+        builder = builder.master(master)
+    if master is not None and master.startswith("local"):
+        # One JVM holds driver and executors; 200 shuffle partitions would be 200 tiny tasks.
+        builder = builder.config("spark.sql.shuffle.partitions", 8).config("spark.driver.memory", "3g")
+    return (
+        builder.config("spark.ui.enabled", False)
+        .config("spark.ui.showConsoleProgress", False)
+        .config("spark.log.level", "ERROR")
+        .config("spark.sql.execution.arrow.pyspark.enabled", True)
+        .getOrCreate()
+    )
+
+
+def print_rate(job: str, rows: int, seconds: float) -> None:
+    """Print a job's throughput in the one format that all jobs share."""
+    print(f"{job}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s", flush=True)
+
+
+def _running_session() -> SparkSession | None:
+    if "pyspark" not in sys.modules:
+        return None
+    from pyspark.sql import SparkSession
+
+    return SparkSession.getActiveSession()

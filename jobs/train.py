@@ -1,0 +1,129 @@
+"""The encoded shards become a trained network, saved as one pipeline with the features.
+
+    python jobs/train.py --data artifacts/flights
+    spark-submit --py-files dist/ringspark.zip jobs/train.py --data s3a://bucket/flights
+
+Reads `shards` and `features` below `--data`, as jobs/etl.py wrote them. Writes `model`, a Spark ML
+PipelineModel (features + network), and `history.json`, one entry per epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from ringspark.jobs import cli
+from ringspark.pipelines import ShardManifest, storage
+
+
+def build_parser() -> cli.JobParser:
+    """The job's options."""
+    parser = cli.JobParser("train", "Train the entity-embedding network on the shards of jobs/etl.py.")
+    parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
+    parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")
+    parser.add_argument("--num-workers", type=cli.positive_int, default=2, help="workers that train together")
+    parser.add_argument("--epochs", type=cli.positive_int, default=4, help="passes over the training rows")
+    parser.add_argument(
+        "--batch-size", type=cli.positive_int, default=1024, help="rows per step over all workers"
+    )
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of the one-cycle schedule")
+    parser.add_argument("--weight-decay", type=float, default=1e-2, help="of AdamW")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the passes")
+    parser.add_argument(
+        "--gradient-checkpointing",
+        default="none",
+        metavar="POLICY",
+        help="activations to recompute: none, sqrt, all or a number of segments",
+    )
+    parser.add_argument(
+        "--gradient-accumulation", type=cli.positive_int, default=1, help="micro-batches per step"
+    )
+    parser.add_argument(
+        "--collective", choices=["horovod", "torch"], help="without it horovod where it is installed"
+    )
+    parser.add_argument(
+        "--reader", choices=["petastorm", "arrow"], help="without it petastorm where it is installed"
+    )
+    parser.add_argument("--use-gpu", action="store_true", help="one GPU per worker")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order of rows")
+    parser.add_master()
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train and save. Runs on the driver.
+
+    Raises:
+        ValueError: There is nothing to train on, or an option cannot be used.
+    """
+    data = storage.normalize(args.data)
+    shards = storage.join(data, "shards")
+    # Before Spark starts: a wrong folder should not cost half a minute.
+    ShardManifest.load(shards)
+    from pyspark.ml import PipelineModel
+    from pyspark.ml.feature import StringIndexerModel
+
+    from ringspark.estimators import TorchClassifier, WorkerError
+    from ringspark.models import ModelSpec
+    from ringspark.pipelines import flights
+
+    spark = cli.spark_session("ringspark train", args.master)
+    try:
+        features = PipelineModel.load(storage.join(data, "features"))
+        indexers = [stage for stage in features.stages if isinstance(stage, StringIndexerModel)]
+        # One index more than labels: unseen values have their own embedding.
+        cardinalities = [len(labels) + 1 for indexer in indexers for labels in indexer.labelsArray]
+        estimator = TorchClassifier(
+            model=ModelSpec(
+                "tabular",
+                {
+                    "cardinalities": cardinalities,
+                    "num_numeric": flights.NUM_NUMERIC,
+                    "hidden": [128, 64],
+                    "out_features": 1,
+                    "dropout": 0.3,
+                    "embedding_dropout": 0.2,
+                },
+            ),
+            inputCols=["categorical", "numeric"],
+            numWorkers=args.num_workers,
+            epochs=args.epochs,
+            batchSize=args.batch_size,
+            optimizer="adamw",
+            lrSchedule="one_cycle",
+            learningRate=args.learning_rate,
+            weightDecay=args.weight_decay,
+            precision=args.precision,
+            gradientCheckpointing=args.gradient_checkpointing,
+            gradientAccumulation=args.gradient_accumulation,
+            collective=args.collective,
+            reader=args.reader,
+            useGpu=args.use_gpu,
+            seed=args.seed,
+            storageUri=storage.join(data, "runs"),
+        )
+        print(
+            f"train: {args.num_workers} workers, {estimator.getCollective()} over shards read by "
+            f"{estimator.getReader()}, {args.precision}",
+            flush=True,
+        )
+        try:
+            model = estimator.fitOnShards(shards)
+        except WorkerError as error:
+            # With the worker's own trace, without the driver's.
+            raise SystemExit(f"train: error: {error}") from None
+        output = storage.normalize(args.output) if args.output else storage.join(data, "model")
+        PipelineModel([*features.stages, model]).write().overwrite().save(output)
+        summary = model.summary
+        history = [asdict(record) for record in summary.epochs]
+        storage.write_atomic(storage.join(data, "history.json"), json.dumps(history, indent=1).encode())
+    finally:
+        spark.stop()
+    print(f"train: pipeline saved to {output}")
+    cli.print_rate("train", summary.rows, summary.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(build_parser(), run))

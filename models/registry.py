@@ -1,0 +1,12 @@
+"""The networks that ship with ringspark, by name.
+
+Values are import paths, not classes: listing a name costs no import, and a saved `ModelSpec` holds
+the same string. `tests/models/test_contract.py` runs over every entry, so a new one needs a line
+here and a line of example arguments there.
+"""
+
+MODELS: dict[str, str] = {
+    "linear": "ringspark.models.linear:Linear",
+    "mlp": "ringspark.models.mlp:MLP",
+    "tabular": "ringspark.models.tabular:TabularNet",
+}

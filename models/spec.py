@@ -1,0 +1,160 @@
+"""`ModelSpec`: which network to build, as an import path and JSON keyword arguments.
+
+A spec travels from the driver to the ranks and lies in plain text beside the saved weights, so a
+model can be rebuilt without unpickling anything. Invariant: a spec that was constructed survives
+`from_json(to_json())` unchanged; arguments that JSON would alter or refuse never get in.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ringspark.models.registry import MODELS
+from torch import nn
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class ModelSpec:
+    """A network by name: `ModelSpec("mlp", {"in_features": 4, "hidden": [32], "out_features": 1})`.
+
+    Attributes:
+        target: A name in `MODELS`, or `"package.module:Class"` for a network of your own.
+        kwargs: Keyword arguments of the class. Tuples become lists, as they would in JSON.
+
+    Raises:
+        ValueError: If the target is no known name or import path, or an argument is not JSON.
+    """
+
+    target: str
+    kwargs: dict[str, JSON]
+
+    def __init__(self, target: str, kwargs: Mapping[str, object] | None = None) -> None:
+        if not isinstance(target, str):
+            raise ValueError(
+                f"ModelSpec's target must be a name or 'package.module:Class', got {type(target).__name__}"
+            )
+        _check_target(target)
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValueError(f"ModelSpec({target!r}): kwargs must be a dict, got {type(kwargs).__name__}")
+        checked: dict[str, JSON] = {}
+        for key, value in (kwargs or {}).items():
+            if not isinstance(key, str):
+                raise ValueError(f"ModelSpec({target!r}): argument names must be strings, got {key!r}")
+            checked[key] = _to_json_value(value, where=f"ModelSpec({target!r}): argument {key!r}")
+        object.__setattr__(self, "target", target)
+        object.__setattr__(self, "kwargs", checked)
+
+    def build(self) -> nn.Module:
+        """Import the class and call it with the keyword arguments.
+
+        Raises:
+            ValueError: If it cannot be imported, is not an `nn.Module`, or refuses the arguments.
+        """
+        cls = _import_class(self.target)
+        try:
+            inspect.signature(cls).bind(**self.kwargs)
+        except TypeError as error:
+            raise ValueError(f"model {self.target!r} does not take these arguments: {error}") from error
+        try:
+            # A copy, because a network may keep and change the lists it is given.
+            return cls(**copy.deepcopy(self.kwargs))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model {self.target!r} could not be built: {error}") from error
+
+    def to_json(self) -> str:
+        """The spec as one line of JSON, keys sorted: equal specs give equal text."""
+        return json.dumps({"target": self.target, "kwargs": self.kwargs}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelSpec:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: If the text is not JSON, or is not a spec.
+        """
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a ModelSpec must be JSON: {error}") from error
+        if not isinstance(fields, dict) or not {"target"} <= set(fields) <= {"target", "kwargs"}:
+            raise ValueError(f"a ModelSpec holds 'target' and 'kwargs', got {text[:80]}")
+        return cls(fields["target"], fields.get("kwargs"))
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def __repr__(self) -> str:
+        return f"ModelSpec({self.target!r}, {self.kwargs!r})"
+
+
+def _check_target(target: str) -> None:
+    """Refuse a target that no worker could resolve; imports nothing."""
+    if ":" not in target:
+        if target in MODELS:
+            return
+        near = difflib.get_close_matches(target, MODELS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown model {target!r}; {hint}Known are {', '.join(sorted(MODELS))}, "
+            "or give 'package.module:Class'"
+        )
+    module_name, _, class_name = target.partition(":")
+    parts = [*module_name.split("."), *class_name.split(".")]
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError(f"a model's import path must read 'package.module:Class', got {target!r}")
+    if module_name == "__main__":
+        raise ValueError(
+            f"model {target!r} is defined in the main script, which workers cannot import; "
+            "move the class into a module, or pass the nn.Module itself"
+        )
+
+
+def _import_class(target: str) -> type[nn.Module]:
+    module_name, _, class_path = MODELS.get(target, target).partition(":")
+    try:
+        found: object = importlib.import_module(module_name)
+    # Importing runs the user's module, which may raise anything.
+    except Exception as error:
+        raise ValueError(
+            f"model {target!r} could not be imported: {type(error).__name__}: {error}"
+        ) from error
+    for part in class_path.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"model {target!r} could not be imported: {module_name} has no {class_path!r}")
+        found = getattr(found, part)
+    # Checked before the call: a spec may come from a file, and must not be a way to call any function.
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"model {target!r} must be a subclass of torch.nn.Module, got {found!r}")
+    return found
+
+
+def _to_json_value(value: object, where: str) -> JSON:
+    """A deep copy of `value` in JSON's own types, or a refusal that says where the odd one is."""
+    if value is None or isinstance(value, bool | int | str):
+        # An exact type: a str or int subclass (an Enum, numpy.str_) would come back as another type.
+        if value is None or type(value) in (bool, int, str):
+            return value
+    elif type(value) is float:
+        if math.isfinite(value):
+            return value
+        raise ValueError(f"{where} must be a finite number, got {value}")
+    elif isinstance(value, list | tuple):
+        return [_to_json_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    elif isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} must have strings as keys, got {key!r}")
+        return {key: _to_json_value(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise ValueError(
+        f"{where} must be JSON (None, bool, int, float, str, list or dict), got {type(value).__name__}"
+    )

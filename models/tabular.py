@@ -1,0 +1,113 @@
+"""Entity-embedding network for tables of categories and numbers.
+
+Each categorical column has an embedding table learnt with the rest (Guo and Berkhahn 2016, "Entity
+Embeddings of Categorical Variables"); the embeddings and the numbers of a row are joined and go
+through a chain of dense blocks, `trunk`, which activation checkpointing can cut into segments.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from ringspark.models.mlp import check_dropout, dense_trunk
+from torch import nn
+
+
+def embedding_dim(cardinality: int) -> int:
+    """Width for a column with so many categories: fastai's rule of thumb, 1.6 n^0.56, at most 50."""
+    return max(1, min(50, round(1.6 * math.pow(cardinality, 0.56))))
+
+
+class TabularNet(nn.Module):
+    """Embeddings of K categorical columns beside M numbers, dense blocks, a linear head.
+
+    Args:
+        cardinalities: For each categorical column how many indices it has: 0 up to that number less 1.
+            Spark's `StringIndexer(handleInvalid="keep")` uses one more than it has labels.
+        num_numeric: Numbers per row; 0 for none.
+        hidden: Width of each dense block.
+        out_features: Outputs per row (logits or values).
+        embedding_dims: Width of each embedding; by `embedding_dim` if not given.
+        dropout: Probability of zeroing a hidden unit in training.
+        embedding_dropout: Probability of zeroing an embedded number in training. It keeps the net from
+            leaning on columns that nearly name the row, such as an aircraft's registration.
+        activation: A name in `ringspark.models.mlp.ACTIVATIONS`.
+        norm: `"none"`, `"batch"` or `"layer"`, in every dense block.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no input at all.
+    """
+
+    def __init__(
+        self,
+        cardinalities: Sequence[int],
+        num_numeric: int,
+        hidden: Sequence[int],
+        out_features: int,
+        embedding_dims: Sequence[int] | None = None,
+        dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
+        activation: str = "relu",
+        norm: str = "none",
+    ) -> None:
+        super().__init__()
+        dims = [embedding_dim(n) for n in cardinalities] if embedding_dims is None else list(embedding_dims)
+        if len(dims) != len(cardinalities):
+            raise ValueError(
+                f"embedding_dims must have one width for each of {len(cardinalities)} categorical columns, "
+                f"got {len(dims)}"
+            )
+        if min([*cardinalities, *dims], default=1) < 1:
+            raise ValueError(
+                f"cardinalities and embedding_dims must be at least 1, got {list(cardinalities)} and {dims}"
+            )
+        if num_numeric < 0 or num_numeric + len(dims) == 0:
+            raise ValueError(f"there must be a categorical or numeric column, got num_numeric={num_numeric}")
+        if out_features < 1:
+            raise ValueError(f"out_features must be at least 1, got {out_features}")
+        check_dropout("embedding_dropout", embedding_dropout)
+        self.num_numeric = num_numeric
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(n, dim) for n, dim in zip(cardinalities, dims, strict=True)
+        )
+        self.embedding_dropout = nn.Dropout(embedding_dropout)
+        in_dim = sum(dims) + num_numeric
+        self.trunk = dense_trunk(in_dim, hidden, activation, dropout, norm)
+        self.head = nn.Linear(hidden[-1] if hidden else in_dim, out_features)
+        for table in self.embeddings.parameters():
+            # PyTorch's N(0, 1) would drown the standardised numbers in the noise of rare categories.
+            nn.init.normal_(table, std=0.05)
+
+    def forward(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
+        """Map (batch, K) indices and (batch, M) numbers to (batch, out_features).
+
+        Raises:
+            ValueError: If the number of columns is not what the network was built for, or, on the CPU,
+                an index is beyond its column's cardinality.
+        """
+        num_categorical = len(self.embeddings)
+        if categorical.shape[1:] != (num_categorical,) or numeric.shape[1:] != (self.num_numeric,):
+            raise ValueError(
+                f"TabularNet takes (batch, {num_categorical}) categories and (batch, {self.num_numeric}) "
+                f"numbers, got {tuple(categorical.shape)} and {tuple(numeric.shape)}"
+            )
+        parts = [self._embed(column, categorical[:, column]) for column in range(num_categorical)]
+        joined = numeric
+        if parts:
+            embedded = self.embedding_dropout(torch.cat(parts, dim=1))  # (batch, sum of dims)
+            joined = torch.cat([embedded, numeric], dim=1)
+        out: torch.Tensor = self.head(self.trunk(joined))
+        return out
+
+    def _embed(self, column: int, indices: torch.Tensor) -> torch.Tensor:
+        table = self.embeddings[column]
+        assert isinstance(table, nn.Embedding)
+        try:
+            out: torch.Tensor = table(indices)
+        except IndexError as error:
+            # Found here, after the fact, because looking for it in every batch would stall a GPU.
+            raise ValueError(
+                f"categorical column {column} takes indices 0 to {table.num_embeddings - 1}, "
+                f"got {int(indices.min())} to {int(indices.max())}"
+            ) from error
+        return out

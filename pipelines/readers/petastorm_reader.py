@@ -1,0 +1,155 @@
+"""Reads row groups with Petastorm: its Reader, ventilator, thread pool and Arrow worker.
+
+Petastorm decides by itself what a shard reads and in which order, converts
+lists row by row, and loads files it finds in the folder. Here three of its own
+hooks are overridden instead: the choice of row groups (exactly those asked for,
+repeats included, from exactly the manifest's files), the worker's read (the
+table as it is, where the original copies it), and the results reader (hands the
+Arrow table on, so that `columns.to_numpy` makes the same arrays as for "arrow").
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from petastorm.arrow_reader_worker import ArrowReaderWorker
+from petastorm.reader import Reader
+from petastorm.workers_pool import EmptyResultError
+from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
+from pyarrow.filesystem import DaskFileSystem, LocalFileSystem
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import to_numpy
+from ringspark.pipelines.readers.base import Batch, ShardReader
+
+
+class PetastormReader(ShardReader):
+    """Engine "petastorm"."""
+
+    engine: ClassVar[str] = "petastorm"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Petastorm uses pyarrow's legacy dataset, which warns at every call, in several threads:
+        # catch_warnings is not safe there. Only warnings about Petastorm's own lines are dropped.
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings(
+                "ignore", category=category, module=rf"petastorm\.|{re.escape(__name__)}$"
+            )
+
+    def read_row_groups(self, indexes: Sequence[int]) -> Iterator[Batch]:
+        """Yields the row groups in order, read ahead by one Petastorm worker thread."""
+        if not indexes:
+            return
+        try:
+            reader = _OrderedReader(self, indexes)
+        except (OSError, ValueError, RuntimeError, pa.ArrowException) as error:
+            # The frames hold Petastorm's pool that reads the footers: its threads live as long.
+            traceback.clear_frames(error.__traceback__)
+            raise self._footer_error(indexes[0], error) from error
+        try:
+            for index in indexes:
+                try:
+                    table = next(reader)
+                    columns = {
+                        column.name: to_numpy(table.column(column.name), column) for column in self.columns
+                    }
+                except (OSError, ValueError, KeyError, EmptyResultError, pa.ArrowException) as error:
+                    raise self.read_error(index, error) from error
+                yield columns
+        finally:
+            reader.stop()
+            reader.join()
+
+    def _footer_error(self, index: int, error: Exception) -> RuntimeError:
+        """Petastorm reads all footers first and does not say over which file it stumbled."""
+        try:
+            self.manifest.verify_files()
+        except ValueError as problem:
+            return RuntimeError(str(problem))
+        return self.read_error(index, error)
+
+
+class _OrderedReader(Reader):  # type: ignore[misc]
+    """A Petastorm reader of given row groups in a given order."""
+
+    def __init__(self, reader: ShardReader, indexes: Sequence[int]) -> None:
+        self._wanted = [self._place(*reader.locate(index)) for index in indexes]
+        files = sorted({path for path, _ in self._wanted})
+        super().__init__(
+            _legacy_filesystem(reader.manifest.uri),
+            files,
+            # Petastorm takes names as regular expressions.
+            schema_fields=[f"^{re.escape(column.name)}$" for column in reader.columns],
+            shuffle_row_groups=False,
+            # One worker: the order of the results is the order of the requests in every version.
+            reader_pool=ThreadPool(1),
+            num_epochs=1,
+            worker_class=_TableWorker,
+            is_batched_reader=True,
+        )
+
+    def _filter_row_groups(self, dataset: Any, row_groups: Any, *args: Any) -> tuple[list[int], None]:
+        """Replaces Petastorm's sharding: returns the indexes into `row_groups` to read."""
+        index_of = {(piece.path, piece.row_group): index for index, piece in enumerate(row_groups)}
+        return [index_of[place] for place in self._wanted], None
+
+    @staticmethod
+    def _place(uri: str, row_group: int) -> tuple[str, int]:
+        return storage.filesystem(uri)[1], row_group
+
+
+def _legacy_filesystem(uri: str) -> Any:
+    """Returns `uri`'s file system in the only form in which pyarrow still opens a legacy dataset."""
+    if storage.is_local(uri):
+        return _LocalFiles()
+    # Despite its name a plain adapter for any fsspec file system.
+    return DaskFileSystem(storage.filesystem(uri)[0])
+
+
+class _LocalFiles(LocalFileSystem):  # type: ignore[misc]
+    """Opens Arrow's own files: Petastorm never closes them, these close without a warning."""
+
+    def open(self, path: str, mode: str = "rb") -> Any:
+        return pa.memory_map(path)
+
+
+class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
+    """Petastorm's worker, publishing each row group's Arrow table as it was read."""
+
+    @staticmethod
+    def new_results_queue_reader() -> _TableResults:
+        return _TableResults()
+
+    def process(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().process(*args, **kwargs)
+        except WorkerTerminationRequested:
+            raise
+        except Exception as error:
+            # The pool raises a published error in the consumer; an error that leaves this
+            # function would also be printed to stderr.
+            self.publish_func(error)
+
+    def _read_with_shuffle_row_drop(self, piece: Any, pq_file: Any, column_names: Any, *args: Any) -> Any:
+        return pq_file.read_row_group(piece.row_group, columns=sorted(column_names), use_threads=False)
+
+
+class _TableResults:
+    """Hands the published tables on unchanged."""
+
+    batched_output = True
+
+    def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> Any:
+        try:
+            return workers_pool.get_results()
+        except EmptyResultError:
+            # Petastorm 0.13 looks first whether its workers are idle, then whether all work was handed
+            # out. When the last row group is handed out between the two it believes to be at the end,
+            # and would drop it. Asked again, all work has been handed out, and the answer is right.
+            return workers_pool.get_results()

@@ -1,0 +1,79 @@
+"""Runs an iterator ahead of its consumer in one thread.
+
+The thread never outlives the iterator: it ends with the source, with an error
+(raised where the consumer waits), or when the consumer closes early.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.05
+
+
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _End:
+    pass
+
+
+def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """Yields what `source` yields, with up to `depth` items made in advance.
+
+    The source is run, and closed if it is a generator, in a thread of its own that starts with the
+    first item asked for.
+
+    Args:
+        source: Used by the thread alone from now on.
+        depth: Items held at most, besides the one being made and the one being used.
+    """
+    assert depth >= 1, depth
+    items: queue.Queue[T | _Failure | _End] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+
+    def put(item: T | _Failure | _End) -> bool:
+        while not stopped.is_set():
+            try:
+                items.put(item, timeout=_POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def run() -> None:
+        last: _Failure | _End = _End()
+        try:
+            for item in source:
+                if not put(item):
+                    break
+        except BaseException as error:
+            last = _Failure(error)
+        try:
+            if isinstance(source, Generator):
+                # In this thread: a generator can only be closed where it is not running.
+                source.close()
+        except BaseException as error:
+            last = _Failure(error)
+        put(last)
+
+    thread = threading.Thread(target=run, name="ringspark-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = items.get()
+            if isinstance(item, _End):
+                return
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+    finally:
+        stopped.set()
+        thread.join()

@@ -1,0 +1,185 @@
+"""Files behind a URI, through fsspec: local disks, object stores, HDFS.
+
+Nothing else in `pipelines` knows where a file lives. The invariant kept here:
+a file written by `write_atomic` is either absent, or the old bytes, or the new
+bytes, never a part of them. That is what lets a manifest be the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import IO, Any, cast
+from urllib.parse import unquote
+
+from fsspec.core import url_to_fs
+
+# A single put is atomic on these, while their "move" is a copy followed by a delete.
+_ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
+
+
+def normalize(uri: str | os.PathLike[str]) -> str:
+    """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
+
+    Local paths and `file://` URIs become absolute paths; `dbfs:/` becomes the
+    `/dbfs` mount where there is one. Other URIs keep their scheme.
+
+    Raises:
+        ValueError: `uri` is empty.
+    """
+    text = os.fspath(uri)
+    if not text:
+        raise ValueError(
+            "a storage URI must not be empty; pass a folder such as '/data/shards' or 's3://bucket/shards'"
+        )
+    if text.startswith("dbfs:/") and os.path.isdir("/dbfs"):
+        text = "/dbfs/" + text[len("dbfs:/") :].lstrip("/")
+    if text.startswith("file:"):
+        path = text[len("file:") :]
+        if path.startswith("//"):
+            # file://host/path is not a thing here: the authority is empty or localhost.
+            path = path[2:].removeprefix("localhost")
+        text = unquote(path) if "%" in path else path
+    if is_local(text):
+        return os.path.abspath(os.path.expanduser(text))
+    return text.rstrip("/")
+
+
+def is_local(uri: str) -> bool:
+    """Whether `uri` is a path on this machine's file system."""
+    return "://" not in uri and "::" not in uri
+
+
+def join(uri: str, *parts: str) -> str:
+    """Joins path parts below `uri` with forward slashes."""
+    return "/".join([uri.rstrip("/") or "/", *parts]) if uri != "/" else "/" + "/".join(parts)
+
+
+def filesystem(uri: str) -> tuple[Any, str]:
+    """Returns the fsspec file system of `uri` and the path inside it."""
+    fs, path = url_to_fs(uri)
+    return fs, path
+
+
+def open_file(uri: str, mode: str = "rb") -> IO[Any]:
+    """Opens `uri`; the caller closes it."""
+    fs, path = filesystem(uri)
+    return cast("IO[Any]", fs.open(path, mode))
+
+
+def read_bytes(uri: str) -> bytes:
+    """Returns the whole content of a small file."""
+    fs, path = filesystem(uri)
+    # A listing cached before another process committed must not hide or age the file.
+    fs.invalidate_cache()
+    return cast(bytes, fs.cat_file(path))
+
+
+def exists(uri: str) -> bool:
+    """Whether a file or folder is there now (not in a cached listing)."""
+    fs, path = filesystem(uri)
+    fs.invalidate_cache()
+    return bool(fs.exists(path))
+
+
+def size(uri: str) -> int:
+    """Returns the size of a file in bytes; FileNotFoundError when it is missing."""
+    fs, path = filesystem(uri)
+    return int(fs.info(path)["size"])
+
+
+def make_dirs(uri: str) -> None:
+    """Makes the folder and its parents; nothing happens on object stores or when it exists."""
+    fs, path = filesystem(uri)
+    fs.makedirs(path, exist_ok=True)
+
+
+def list_names(uri: str) -> list[str]:
+    """Returns the sorted names directly inside a folder; empty when there is no such folder."""
+    fs, path = filesystem(uri)
+    fs.invalidate_cache()
+    try:
+        entries = fs.ls(path, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+
+
+def remove(uri: str, *, recursive: bool = False) -> None:
+    """Removes a file, or a folder with all it holds; a missing one is fine."""
+    fs, path = filesystem(uri)
+    try:
+        fs.rm(path, recursive=recursive)
+    except FileNotFoundError:
+        return
+
+
+def remove_if_empty(uri: str) -> None:
+    """Removes a folder that holds nothing; any other is left alone. Object stores have no folders."""
+    fs, path = filesystem(uri)
+    if not list_names(uri):
+        try:
+            fs.rmdir(path)
+        except (OSError, NotImplementedError):
+            return
+
+
+def write_atomic(uri: str, data: bytes) -> None:
+    """Writes a small file so that no reader ever sees a part of it.
+
+    Locally: a temporary file beside it, flushed to disk, then a rename. On
+    object stores a put is atomic already. Elsewhere (HDFS): temporary, then move.
+    """
+    fs, path = filesystem(uri)
+    parent, _, name = path.rpartition("/")
+    if is_local(uri):
+        os.makedirs(parent or "/", exist_ok=True)
+    if _protocols(fs) & _ATOMIC_PUT:
+        fs.pipe_file(path, data)
+        return
+    temporary = f"{parent}/.{name}.{uuid.uuid4().hex}"
+    try:
+        if is_local(uri):
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            return
+        fs.makedirs(parent, exist_ok=True)
+        fs.pipe_file(temporary, data)
+        if fs.exists(path):
+            # HDFS refuses to rename onto a file.
+            fs.rm(path)
+        fs.mv(temporary, path)
+    except BaseException:
+        if fs.exists(temporary):
+            fs.rm(temporary)
+        raise
+
+
+def check_writable(uri: str) -> None:
+    """Writes, reads back and removes a probe file in the folder `uri`.
+
+    Raises:
+        ValueError: The folder cannot be written, with the cause in the message.
+    """
+    probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
+    try:
+        existed = exists(uri)
+        write_atomic(probe, b"ringspark")
+        if read_bytes(probe) != b"ringspark":
+            raise OSError("the probe file read back differently")
+        remove(probe)
+        if not existed and is_local(uri):
+            os.rmdir(uri)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "
+            "choose a folder that this process may write to"
+        ) from error
+
+
+def _protocols(fs: Any) -> set[str]:
+    protocol = fs.protocol
+    return {protocol} if isinstance(protocol, str) else set(protocol)

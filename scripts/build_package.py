@@ -1,0 +1,71 @@
+"""Builds the wheel, and the `.zip` of the same content that Spark ships to executors.
+
+`spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` take a `.zip` and no `.whl`.
+The two differ in more than the name: `ringspark` is a namespace package, and up to Python 3.12
+`zipimport` finds one only where the archive has an entry for the folder itself. Wheels have none.
+
+The sources are copied first, and setuptools builds in the copy: its `build/` folder would otherwise
+stay in the checkout and put files that were deleted since into the next wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipelines", "models", "estimators", "jobs")
+
+
+def build_wheel(root: Path, folder: Path) -> Path:
+    """Builds the wheel of the checkout at `root` into `folder`, with the tools of this Python."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name, "ringspark")
+        copy.mkdir()
+        for source in SOURCES:
+            if (root / source).is_dir():
+                shutil.copytree(root / source, copy / source, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(root / source, copy / source)
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
+        subprocess.run([*pip, "wheel", *options, str(copy)], check=True, stdin=subprocess.DEVNULL)
+        (wheel,) = Path(name, "wheel").glob("*.whl")
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(wheel, folder))
+
+
+def zip_for_spark(wheel: Path) -> Path:
+    """Writes the wheel's content beside it as `<name>-<version>.zip`, with an entry for every folder."""
+    archive = wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".zip")
+    with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
+        folders = {folder for name in packed.namelist() for folder in PurePosixPath(name).parents}
+        for folder in sorted(folders - {PurePosixPath()}):
+            target.writestr(zipfile.ZipInfo(f"{folder}/"), b"")
+        for entry in packed.infolist():
+            target.writestr(entry, packed.read(entry), zipfile.ZIP_DEFLATED)
+    return archive
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Build the wheel and the zip for spark-submit.")
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder to build into")
+    options = parser.parse_args()
+    try:
+        wheel = build_wheel(ROOT, options.output)
+    except subprocess.CalledProcessError as error:
+        print(f"building the wheel failed: pip exited with {error.returncode}", file=sys.stderr)
+        return 1
+    for file in (wheel, zip_for_spark(wheel)):
+        print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,444 @@
+"""Builds the development environment in `.venv`; a second run is a no-op.
+
+Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
+machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
+Horovod, whose wheel is built from two edited source files once per (horovod, torch, python) and
+kept in the user's cache.
+
+Invariant: the stamp is written last, so it exists only after every phase has passed with the inputs
+whose hash it holds; an interrupted run has no current stamp and is simply run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / ".ringspark-setup"
+BUILD_LOG = VENV / "horovod-build.log"
+PACKAGES = ("pipelines", "models", "estimators", "jobs")
+
+# The pins (pyarrow 14, numpy 1.26) have wheels for this Python, and not for every later one.
+PYTHON = (3, 11)
+# Spark 4 runs on Java 17 and 21; from 24 on Hadoop's use of the security manager fails.
+JAVA = (17, 21)
+CMAKE = (3, 13)
+
+CPP_PROGRAM = """
+#include <optional>
+template <typename T> int size() { if constexpr (sizeof(T) > 1) return 2; else return 1; }
+int main() { std::optional<int> answer = size<int>(); return *answer - 2; }
+"""
+
+HOROVOD_BUILD = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    # CMake 4 refuses the old policy version of the Gloo sources without this; older ones ignore it.
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+}
+
+
+class SetupError(Exception):
+    """Ends the set-up: its text is what the user reads, one sentence a line."""
+
+
+class HorovodError(Exception):
+    """Horovod could not be built or imported; the rest of the environment stands."""
+
+
+# ------------------------------------------------------------------------------ the machine
+
+
+def output_of(command: Sequence[str]) -> str | None:
+    """Returns what a command prints (both streams), or None where it cannot run or fails."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def python_problem() -> str | None:
+    """Names a wrong Python, or one that cannot make environments or compile extensions."""
+    have = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] != PYTHON:
+        return f"Python 3.11 is missing (this is {have}): apt-get install python3.11 python3.11-venv"
+    try:
+        import ensurepip  # noqa: F401  Debian ships it apart from Python itself
+    except ImportError:
+        return "Python's venv module is missing: apt-get install python3.11-venv"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's C headers (Python.h) are missing: apt-get install python3.11-dev"
+    return None
+
+
+def java_problem() -> str | None:
+    """Names a Java that is missing, that Spark does not run on, or that lacks the vector module."""
+    install = "apt-get install openjdk-17-jre-headless"
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else "java"
+    found = re.search(r'version "(\d+)(?:\.(\d+))?', output_of([java, "-version"]) or "")
+    if not found:
+        where = f" (JAVA_HOME is {home})" if home else ""
+        return f"Java 17 or 21 is missing{where}: {install}"
+    major = int(found[2] or 0) if found[1] == "1" else int(found[1])  # "1.8.0_392" is Java 8
+    if not JAVA[0] <= major <= JAVA[1]:
+        return f"Java 17 or 21 is missing (this is Java {major}): {install}"
+    # Spark starts its JVM with this module; some trimmed-down runtimes lack it and die at start-up.
+    if output_of([java, "--add-modules", "jdk.incubator.vector", "-version"]) is None:
+        return f"Java's module jdk.incubator.vector is missing, which Spark 4 needs: {install}"
+    return None
+
+
+def compiler_problem() -> str | None:
+    """Names a C++ compiler that is missing or that does not compile C++17."""
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
+    found = [name for name in compilers if shutil.which(name)]
+    if not found:
+        return "A C++17 compiler is missing (Horovod is compiled with it): apt-get install g++"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "check.cc")
+        source.write_text(CPP_PROGRAM)
+        command = ["-std=c++17", str(source), "-o", str(Path(folder, "check"))]
+        if not any(output_of([name, *command]) is not None for name in found):
+            return f"The C++ compiler {found[0]} does not compile C++17: apt-get install g++"
+    return None
+
+
+def cmake_on_path() -> str | None:
+    """Returns the CMake to build with, or None where there is none that is new enough."""
+    cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
+    found = re.search(r"version (\d+)\.(\d+)", output_of([cmake, "--version"]) or "")
+    return cmake if found and (int(found[1]), int(found[2])) >= CMAKE else None
+
+
+def check_machine() -> None:
+    """Checks every tool.
+
+    Raises:
+        SetupError: something is missing; one sentence for each, with the Debian package.
+    """
+    problems = [problem for problem in (python_problem(), java_problem(), compiler_problem()) if problem]
+    if problems:
+        raise SetupError("\n".join(problems))
+    if cmake_on_path() is None:
+        say("cmake 3.13 or newer is missing (apt-get install cmake): the Horovod build takes pip's")
+
+
+# ------------------------------------------------------------------------------ what is there
+
+
+def pin(name: str) -> str:
+    """Returns the pinned version of a package, wherever under `requirements/` it stands."""
+    for file in sorted((ROOT / "requirements").glob("*.txt")):
+        found = re.search(rf"^{re.escape(name)}==(\S+)", file.read_text(), flags=re.MULTILINE)
+        if found:
+            return found[1]
+    raise SetupError(f"requirements/ holds no pin for {name}")
+
+
+def inputs_hash() -> str:
+    """Hashes all that decides what the environment holds, its own path and Python included."""
+    digest = hashlib.sha256(f"{ROOT} {sys.version_info[:3]}".encode())
+    for file in [*sorted((ROOT / "requirements").glob("*.txt")), ROOT / "pyproject.toml", Path(__file__)]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def read_stamp() -> dict[str, str]:
+    """Returns the stamp of the last run that came to its end; empty where there is none."""
+    try:
+        stamp = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(stamp: dict[str, str]) -> None:
+    """Writes the stamp in one step."""
+    fresh = STAMP.with_suffix(".new")
+    fresh.write_text(json.dumps(stamp, indent=1))
+    fresh.replace(STAMP)
+
+
+def wheel_folder(horovod: str, torch: str) -> Path:
+    """Returns the cache folder of the Horovod wheel for these versions and this Python.
+
+    Args:
+        horovod: Version of Horovod.
+        torch: Installed version of torch; its local part (`+cpu`) counts, as the binary differs.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = f"horovod-{horovod}-torch-{torch}-cp{PYTHON[0]}{PYTHON[1]}"
+    operations = os.environ.get("HOROVOD_GPU_OPERATIONS")  # another binary: NCCL instead of Gloo alone
+    return cache / "ringspark" / "wheels" / (f"{key}-{operations.lower()}" if operations else key)
+
+
+# ------------------------------------------------------------------------------ phases
+
+
+def say(text: str) -> None:
+    """Prints one line at once, also into a pipe."""
+    print(f"set-up: {text}", flush=True)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Prints what was done and how many seconds it took."""
+    start = time.monotonic()
+    yield
+    say(f"{name} ({time.monotonic() - start:.1f} s)")
+
+
+def run(command: Sequence[str]) -> None:
+    """Runs a command quietly.
+
+    Raises:
+        SetupError: it failed; carries the last lines it printed.
+    """
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-15:])
+        raise SetupError(f"{tail}\n{' '.join(command[1:])} failed; run the set-up again once that is mended")
+
+
+def pip(*arguments: str) -> list[str]:
+    """Returns the command line of the environment's pip."""
+    return [str(VENV_PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+
+
+def make_venv() -> None:
+    """Makes the environment where there is none with a working Python of the right version."""
+    version = output_of([str(VENV_PYTHON), "-c", "import sys; print(*sys.version_info[:2])"])
+    if version is not None and version.split() == [str(part) for part in PYTHON]:
+        # pip writes RECORD last. A package without it was cut off half-way, and pip would take it
+        # for installed; without its metadata pip installs it again, over what is there.
+        for metadata in VENV.glob("lib/python*/site-packages/*.dist-info"):
+            if not (metadata / "RECORD").exists():
+                shutil.rmtree(metadata)
+        return
+    with phase("virtual environment"):
+        run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+
+
+def link_packages() -> None:
+    """Makes `.dev/ringspark`, the layout that mypy and editors read (they see no import hooks)."""
+    tree = ROOT / ".dev" / "ringspark"
+    tree.mkdir(parents=True, exist_ok=True)
+    for package in PACKAGES:
+        if not (tree / package).exists():
+            (tree / package).unlink(missing_ok=True)
+            (tree / package).symlink_to(Path("..", "..", package))
+
+
+def edit_horovod_sources(sources: Path) -> None:
+    """Moves Horovod from C++14, which it asks for, to C++17, which torch's headers need.
+
+    Raises:
+        HorovodError: a file does not hold the line that the edit is about.
+    """
+    for file in (sources / "CMakeLists.txt", sources / "horovod" / "torch" / "CMakeLists.txt"):
+        text = file.read_text()
+        edited = text.replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+        if edited == text:
+            raise HorovodError(f"{file.relative_to(sources)} does not set C++14")
+        file.write_text(edited)
+
+
+def build_horovod(version: str, folder: Path) -> None:
+    """Builds the wheel of Horovod into its cache folder, which appears only when it is whole.
+
+    Raises:
+        HorovodError: a step of the build failed; the log holds what it printed.
+    """
+    with BUILD_LOG.open("w") as log, tempfile.TemporaryDirectory(prefix="ringspark-horovod-") as name:
+
+        def step(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            done = subprocess.run(
+                command, cwd=name, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+            if done.returncode != 0:
+                raise HorovodError(f"{' '.join(command[1:3])} exited with {done.returncode}")
+
+        # make hands its own flags on to what it starts; Horovod's are to be one job a core.
+        env = {key: value for key, value in os.environ.items() if key not in ("MFLAGS", "MAKELEVEL")}
+        env.update(HOROVOD_BUILD, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
+        env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+        if cmake_on_path() is None:
+            step(pip("install", "--target", f"{name}/cmake", "-r", str(ROOT / "requirements" / "cmake.txt")))
+            # The package's own script needs it importable; this is the binary behind the script.
+            env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
+
+        # Without build isolation: only Horovod is to come as source, not what builds it, and the
+        # build asks the installed torch for its headers and flags.
+        source = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
+        step(pip("download", *source, "--dest", name, f"horovod=={version}"))
+        (archive,) = Path(name).glob("horovod-*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(name)
+        sources = Path(name, f"horovod-{version}")
+        edit_horovod_sources(sources)
+        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
+        step(pip("wheel", *options, str(sources)), env)
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
+        try:
+            for wheel in Path(name, "wheel").glob("*.whl"):
+                shutil.copy(wheel, fresh)
+            os.chmod(fresh, 0o755)
+            with contextlib.suppress(OSError):  # another checkout was first: take its wheel
+                os.rename(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def install_horovod(installed: str | None) -> str:
+    """Installs Horovod from the cache, after building it into the cache where it is not there.
+
+    Args:
+        installed: Name of the cache folder that the environment's Horovod came from, if known.
+
+    Returns:
+        The name of the cache folder.
+
+    Raises:
+        HorovodError: it could not be built, or cannot be imported.
+    """
+    torch = output_of(
+        [str(VENV_PYTHON), "-c", "import importlib.metadata as m; print(m.version('torch'), end='')"]
+    )
+    version = pin("horovod")
+    folder = wheel_folder(version, torch or pin("torch"))
+    if not list(folder.glob("*.whl")):
+        say("building Horovod once for this torch, a few minutes ...")
+        with phase("Horovod wheel built"):
+            build_horovod(version, folder)
+    wheels = [str(wheel) for wheel in folder.glob("*.whl")]
+    if not wheels:
+        raise HorovodError(f"the build left no wheel in {folder}")
+    with phase(f"Horovod {version}"):
+        # pip sees only the version: a wheel built for another torch has to be put in by force.
+        stale = installed is not None and installed != folder.name
+        for force in [True] if stale else [False, True]:
+            run(pip("install", "--no-deps", *(["--force-reinstall"] if force else []), *wheels))
+            imported = subprocess.run(
+                [str(VENV_PYTHON), "-c", "import horovod.torch"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            if imported.returncode == 0:
+                return folder.name
+    with BUILD_LOG.open("a") as log:
+        log.write(imported.stdout)
+    raise HorovodError(f"its wheel cannot be imported, delete {folder} to build it anew")
+
+
+def report_horovod(reason: str) -> int:
+    """Says in one line that Horovod is not there and what serves instead.
+
+    Returns:
+        The exit status: an error only where the environment demands Horovod.
+    """
+    say(f"Horovod could not be installed ({reason}; log: {BUILD_LOG}); collective='torch' serves instead")
+    return 1 if horovod_required() else 0
+
+
+def horovod_required() -> bool:
+    """Says whether a missing Horovod is an error here."""
+    return os.environ.get("RINGSPARK_REQUIRE_HOROVOD", "0") not in ("", "0")
+
+
+def set_up() -> int:
+    """Brings `.venv` to what the inputs ask for; returns the exit status."""
+    link_packages()
+    inputs, stamp = inputs_hash(), read_stamp()
+    current = stamp.get("inputs") == inputs and os.access(VENV_PYTHON, os.X_OK)
+    failure = stamp.get("horovod_failure")
+    if current and not failure:
+        say(".venv is up to date")
+        return 0
+    if current and failure and not horovod_required():
+        return report_horovod(failure)
+
+    check_machine()
+    make_venv()
+    STAMP.unlink(missing_ok=True)
+    if not current:
+        lock = str(ROOT / "requirements" / "lock.txt")
+        with phase(f"torch {pin('torch')}"):
+            run(pip("install", f"torch=={pin('torch')}", "--constraint", lock))
+        with phase("pinned requirements"):
+            run(pip("install", "--requirement", lock))
+        with phase(f"petastorm {pin('petastorm')}"):
+            run(pip("install", "--no-deps", "-r", str(ROOT / "requirements" / "petastorm.txt")))
+        with phase("ringspark itself, editable"):
+            run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+
+    status, stamp = 0, {"inputs": inputs, "horovod": stamp.get("horovod", "")}
+    try:
+        stamp["horovod"] = install_horovod(stamp["horovod"] or None)
+    except HorovodError as error:
+        stamp["horovod_failure"] = str(error)
+        status = report_horovod(str(error))
+    write_stamp(stamp)
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Build the development environment in .venv.")
+    parser.add_argument("--check", action="store_true", help="check the machine's tools, install nothing")
+    options = parser.parse_args(arguments)
+    try:
+        if options.check:
+            check_machine()
+            return 0
+        lock = ROOT / ".dev" / "setup.lock"
+        lock.parent.mkdir(exist_ok=True)
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # two `make`s in one checkout: the second finds it done
+            return set_up()
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("set-up: interrupted; run it again to finish", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

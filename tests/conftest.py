@@ -1,0 +1,106 @@
+"""Fixtures of all tests: one Spark session, shards made without Spark, and guards against leaks.
+
+The session's master comes from RINGSPARK_TEST_MASTER: `local[4]` by default, `local-cluster[...]`,
+or `connect` for Spark Connect. tests/test_modes.py runs the suite of the stages over all three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.shards import _manifest
+
+os.environ["PYSPARK_PYTHON"] = sys.executable
+os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+
+MakeShards = Callable[..., ShardManifest]
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """The one session of this process."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName("ringspark-tests")
+    if MASTER == "connect":
+        session = builder.remote("local[4]").getOrCreate()
+    else:
+        session = (
+            builder.master(MASTER)
+            .config("spark.ui.enabled", "false")
+            .config("spark.ui.showConsoleProgress", "false")
+            .config("spark.sql.shuffle.partitions", "4")
+            .config("spark.driver.bindAddress", "127.0.0.1")
+            .getOrCreate()
+        )
+        session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def make_shards(tmp_path: Path) -> MakeShards:
+    """Writes shards from NumPy columns with the product's own writer, without Spark."""
+
+    def make(
+        columns: dict[str, np.ndarray],
+        *,
+        row_group_rows: int = 64,
+        num_files: int = 2,
+        validation: np.ndarray | None = None,
+        name: str = "shards",
+    ) -> ShardManifest:
+        folder = tmp_path / name
+        folder.mkdir()
+        kinds = tuple(
+            Column(name=key, kind="scalar" if value.ndim == 1 else "array", dtype=value.dtype.name)
+            for key, value in columns.items()
+        )
+        plan = WritePlan(
+            uri=str(folder),
+            run_id="test",
+            columns=kinds,
+            validation_col=None if validation is None else "is_validation",
+            row_group_rows=row_group_rows,
+            compression="zstd",
+        )
+        data = {key: pa.array(list(value)) if value.ndim > 1 else pa.array(value) for key, value in columns.items()}
+        if validation is not None:
+            data["is_validation"] = pa.array(validation)
+        table = pa.table(data)
+        reports = []
+        for part in np.array_split(np.arange(table.num_rows), num_files):
+            batches = table.take(pa.array(part)).to_batches()
+            (report,) = write_partition(plan, iter(batches))
+            reports.append(json.loads(report.to_pydict()["report"][0]))
+        manifest = _manifest(plan, reports)
+        manifest.save()
+        return manifest
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """No test leaves a changed environment or a thread of ours behind."""
+    # Spark starts in the first test that needs it, and announces its gateway this way.
+    ours = ("HOROVOD_", "MASTER_", "GLOO_", "NCCL_", "CUDA_VISIBLE", "RANK", "WORLD_SIZE")
+    before = {k: v for k, v in os.environ.items() if k.startswith(ours)}
+    yield
+    assert {k: v for k, v in os.environ.items() if k.startswith(ours)} == before
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("ringspark")]
+    assert not threads, f"threads left behind: {threads}"

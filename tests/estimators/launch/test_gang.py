@@ -1,0 +1,92 @@
+"""Ranks, slots and devices: the pure parts of the launch, and the gang itself on Spark."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.launch.devices import choose_device
+from ringspark.estimators.launch.gang import assign_ranks, run_gang
+from ringspark.estimators.launch.slots import check_slots, count_slots, slots_of_master
+from ringspark.estimators.training.status import Status
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=12))
+def test_ranks_are_grouped_by_host(hosts: list[str]) -> None:
+    members = assign_ranks(hosts)
+    assert sorted(m.rank for m in members) == list(range(len(hosts)))
+    assert [m.host for m in members] == hosts
+    for host in set(hosts):
+        here = sorted((m for m in members if m.host == host), key=lambda m: m.rank)
+        assert [m.local_rank for m in here] == list(range(len(here)))
+        assert {m.local_size for m in here} == {len(here)}
+        # Neighbours: no rank of another host in between.
+        assert here[-1].rank - here[0].rank == len(here) - 1
+    for local_rank in {m.local_rank for m in members}:
+        cross = [m for m in members if m.local_rank == local_rank]
+        assert sorted(m.cross_rank for m in cross) == list(range(len(cross)))
+        assert {m.cross_size for m in cross} == {len(cross)}
+
+
+def test_slots_are_read_from_local_masters() -> None:
+    assert slots_of_master("local") == 1
+    assert slots_of_master("local[3]") == 3
+    assert slots_of_master("local[2,4]") == 2
+    assert slots_of_master("local-cluster[2,3,1024]") == 6
+    assert slots_of_master("local[*]") is None
+    assert slots_of_master("spark://host:7077") is None
+
+
+def test_devices_come_from_spark_then_from_the_local_rank() -> None:
+    assert choose_device(False, ["3"], 0, 1, 8) == "cpu"
+    assert choose_device(True, ["3"], 0, 2, 8) == "cuda:3"
+    assert [choose_device(True, [], r, 2, 2) for r in range(2)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ValueError, match="needs a GPU for each of the 2 workers on this host, torch sees 1"):
+        choose_device(True, [], 0, 2, 1)
+
+
+def _sum_of_ranks(collective: Collective, device: str, status: Status) -> str:
+    total = collective.all_reduce(torch.tensor([float(collective.rank)]))
+    left = [k for k in os.environ if k.startswith(("HOROVOD_", "GLOO_SOCKET"))]
+    return f"{collective.rank} of {collective.size}: {total.item()} {device} {left}"
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("name", [n for n in COLLECTIVES if n != "local"])
+def test_a_gang_runs_in_reused_workers_again_and_again(spark: Any, name: str) -> None:
+    expected = ["0 of 2: 1.0 cpu []", "1 of 2: 1.0 cpu []"]
+    for _ in range(2):
+        assert run_gang(spark, 2, name, _sum_of_ranks) == expected
+
+
+def _fails(collective: Collective, device: str, status: Status) -> str:
+    status.phase = "step 3"
+    if collective.rank == 1:
+        raise ZeroDivisionError("on purpose")
+    collective.all_reduce(torch.ones(1))
+    return "unreachable"
+
+
+@pytest.mark.spark
+def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        run_gang(spark, 2, "horovod", _fails)
+    first_line = str(caught.value).splitlines()[0]
+    assert first_line.startswith("rank 1 on host ")
+    assert first_line.endswith("failed in phase 'step 3': ZeroDivisionError: on purpose")
+    assert "py4j" not in str(caught.value)
+    assert len(run_gang(spark, 2, "horovod", _sum_of_ranks)) == 2
+
+
+@pytest.mark.spark
+def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark: Any) -> None:
+    slots = count_slots(spark)
+    check_slots(spark, slots)
+    with pytest.raises(ValueError, match=rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"):
+        check_slots(spark, slots + 1)

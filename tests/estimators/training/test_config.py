@@ -1,0 +1,45 @@
+"""The config: JSON and back, and every rule refuses with its remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ringspark.estimators.training.config import TrainConfig, segment_policy
+
+CONFIG = TrainConfig(
+    shards_uri="s", run_uri="r", input_columns=("a", "b"), label_column="y", max_grad_norm=1.5, num_workers=2
+)
+
+
+def test_json_gives_the_same_config_back() -> None:
+    assert TrainConfig.from_json(CONFIG.to_json()) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_workers": 0}, "numWorkers must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 1}, r"at least numWorkers \(2\), got 1; raise batchSize or lower numWorkers"),
+        ({"gradient_accumulation": 0}, "at least 1 micro-batch per step, got 0"),
+        ({"gradient_accumulation": 600}, "a micro-batch would have no rows"),
+        ({"learning_rate": 0.0}, "learningRate must be above 0, got 0.0"),
+        ({"learning_rate": float("nan")}, "learningRate must be above 0, got nan"),
+        ({"weight_decay": -1.0}, "weightDecay must not be negative, got -1.0"),
+        ({"max_grad_norm": 0.0}, "maxGradNorm must be above 0, got 0.0"),
+        ({"timeout_seconds": 0.0}, "timeoutSeconds must be above 0"),
+        ({"precision": "fp8"}, "precision must be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ({"gradient_checkpointing": "some"}, "a number of segments, got 'some'"),
+        ({"collective": "local"}, "serves one worker, got numWorkers=2"),
+    ],
+)
+def test_a_bad_setting_is_one_sentence(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        replace(CONFIG, **change)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_segment_counts_are_numbers() -> None:
+    assert segment_policy("4") == 4
+    assert segment_policy("sqrt") == "sqrt"

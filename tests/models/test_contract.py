@@ -1,0 +1,69 @@
+"""What every network in `MODELS` must do; a new entry needs its example arguments here, no more."""
+
+import pytest
+import torch
+from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
+
+EXAMPLES: dict[str, dict[str, object]] = {
+    "linear": {"in_features": 5, "out_features": 2},
+    "mlp": {"in_features": 5, "hidden": [8, 7], "out_features": 2, "dropout": 0.2, "norm": "batch"},
+    "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
+}
+
+
+def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    if name == "tabular":
+        categories = torch.randint(0, 4, (rows, 2), generator=generator)
+        return categories, torch.randn(rows, 3, generator=generator)
+    return (torch.randn(rows, 5, generator=generator),)
+
+
+@pytest.fixture(params=sorted(MODELS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_every_entry_has_an_example() -> None:
+    assert set(EXAMPLES) == set(MODELS)
+
+
+def test_spec_round_trips_and_builds_the_class_listed(name: str) -> None:
+    spec = ModelSpec(name, EXAMPLES[name])
+    again = ModelSpec.from_json(spec.to_json())
+    assert again == spec
+    assert type(again.build()).__name__ == MODELS[name].partition(":")[2]
+
+
+def test_output_is_batch_by_out_features(name: str) -> None:
+    net = ModelSpec(name, EXAMPLES[name]).build()
+    assert net(*example_inputs(name, 6)).shape == (6, 2)
+
+
+def test_state_dict_loads_into_a_second_build(name: str) -> None:
+    spec = ModelSpec(name, EXAMPLES[name])
+    first, second = spec.build().eval(), spec.build().eval()
+    second.load_state_dict(first.state_dict())
+    inputs = example_inputs(name, 6)
+    assert torch.equal(first(*inputs), second(*inputs))
+
+
+def test_gradients_reach_every_parameter(name: str) -> None:
+    net = ModelSpec(name, EXAMPLES[name]).build()
+    net(*example_inputs(name, 64)).square().sum().backward()
+    without = [key for key, p in net.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+def test_a_batch_without_rows_goes_through_in_evaluation(name: str) -> None:
+    net = ModelSpec(name, EXAMPLES[name]).build().eval()
+    assert net(*example_inputs(name, 0)).shape == (0, 2)
+
+
+def test_checkpointing_applies_or_says_why_not(name: str) -> None:
+    net = ModelSpec(name, EXAMPLES[name]).build()
+    if name == "linear":
+        with pytest.raises(ValueError, match="found no chain of blocks in Linear"):
+            apply_activation_checkpoint(net, "sqrt")
+    else:
+        assert apply_activation_checkpoint(net, "sqrt") is net

@@ -1,0 +1,82 @@
+"""Fixtures of the pipelines tests: shards in the order of the rows, and a guard against any thread."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ringspark.pipelines import Column, ShardManifest
+from ringspark.pipelines.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.shards import _manifest
+
+MakeShards = Callable[..., ShardManifest]
+
+
+def _arrow(values: np.ndarray[Any, Any]) -> Any:
+    if values.ndim == 1:
+        return pa.array(values)
+    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, values.ravel())
+
+
+def _column(name: str, values: np.ndarray[Any, Any]) -> Column:
+    return Column(name=name, kind="scalar" if values.ndim == 1 else "array", dtype=values.dtype.name)
+
+
+@pytest.fixture
+def ordered_shards(tmp_path: Path) -> MakeShards:
+    """Writes NumPy columns as shards without Spark; files and row groups keep the order of the rows."""
+
+    def make(
+        data: dict[str, np.ndarray[Any, Any]],
+        *,
+        num_files: int = 2,
+        row_group_rows: int = 10,
+        name: str = "shards",
+    ) -> ShardManifest:
+        folder = tmp_path / name
+        folder.mkdir()
+        plan = WritePlan(
+            uri=str(folder),
+            run_id="test",
+            columns=tuple(_column(key, values) for key, values in data.items()),
+            validation_col=None,
+            row_group_rows=row_group_rows,
+            compression="zstd",
+        )
+        reports = []
+        for part in np.array_split(np.arange(len(next(iter(data.values())))), num_files):
+            batch = pa.RecordBatch.from_arrays([_arrow(v[part]) for v in data.values()], names=list(data))
+            reports += [json.loads(row.column(0)[0].as_py()) for row in write_partition(plan, iter([batch]))]
+        for number, report in enumerate(reports):
+            # Names hold a random part; number them, so that the order of files is the order of rows.
+            for file in report["files"]:
+                path = f"part-{number:05d}.parquet"
+                (folder / file["path"]).rename(folder / path)
+                file["path"] = path
+        manifest = _manifest(plan, reports)
+        manifest.save()
+        return manifest
+
+    return make
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Fails when a test leaves a thread running."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 5
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not left, f"threads left running: {left}"

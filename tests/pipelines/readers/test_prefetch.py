@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ringspark.pipelines.readers.prefetch import prefetch
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+
+def test_items_keep_their_order() -> None:
+    assert list(prefetch(iter(range(1000)), 2)) == list(range(1000))
+
+
+def test_at_most_depth_items_wait() -> None:
+    made: list[int] = []
+
+    def source() -> Iterator[int]:
+        for item in range(100):
+            made.append(item)
+            yield item
+
+    items = prefetch(source(), 3)
+    assert next(items) == 0
+    time.sleep(0.2)
+    # One used, three waiting, one in the thread's hand.
+    assert len(made) <= 5
+    items.close()
+
+
+def test_an_error_surfaces_after_the_items_before_it() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise RuntimeError("file x is broken")
+
+    items = prefetch(source(), 1)
+    assert [next(items), next(items)] == [1, 2]
+    with pytest.raises(RuntimeError, match="file x is broken"):
+        next(items)
+
+
+def test_closing_early_closes_the_source_in_its_own_thread() -> None:
+    closed_in: list[threading.Thread] = []
+
+    def source() -> Iterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            closed_in.append(threading.current_thread())
+
+    items = prefetch(source(), 1)
+    next(items)
+    items.close()
+    assert [thread.name for thread in closed_in] == ["ringspark-prefetch"]
+
+
+def test_nothing_runs_before_the_first_item_is_asked_for() -> None:
+    before = threading.active_count()
+    items = prefetch(iter([1]), 1)
+    assert threading.active_count() == before
+    assert list(items) == [1]

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
+
+Rows = list[tuple[int, int]]
+
+row_group_lists = st.lists(st.integers(0, 60), max_size=12)
+shard_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 50, 100])
+
+
+def shard_rows(plan: EpochPlan, shard: int, start_step: int = 0) -> list[Rows]:
+    """Follows a shard's reads literally; returns (row group, row) of every row of every step."""
+    part = plan.shard(shard)
+    lanes: list[list[tuple[int, Rows]]] = [[] for _ in part.deal.lanes]
+    for read in part.reads(start_step):
+        for piece, rows in zip(read.pieces, part.rows(read), strict=True):
+            assert len(rows) == piece.stop - piece.start > 0
+            lanes[piece.lane].append((piece.start, [(read.row_group, row) for row in rows.tolist()]))
+    queues = [iter([row for _, rows in sorted(lane) for row in rows]) for lane in lanes]
+    bounds = part.bounds(start_step, plan.num_steps)
+    order = part.deal.lane_of(bounds[0], bounds[-1]).tolist()
+    sequence = [next(queues[lane]) for lane in order]
+    assert all(next(queue, None) is None for queue in queues), "rows were read that no step uses"
+    return [sequence[start - bounds[0] : stop - bounds[0]] for start, stop in itertools.pairwise(bounds)]
+
+
+def global_batches(plan: EpochPlan) -> list[frozenset[tuple[int, int]]]:
+    shards = [shard_rows(plan, shard) for shard in range(plan.num_shards)]
+    assert {len(steps) for steps in shards} == {plan.num_steps}
+    batches = []
+    for step in range(plan.num_steps):
+        rows = [row for steps in shards for row in steps[step]]
+        assert [len(steps[step]) for steps in shards] == [
+            plan.shard_rows(step, s) for s in range(plan.num_shards)
+        ]
+        assert len(rows) == len(set(rows)) == plan.global_rows(step)
+        batches.append(frozenset(rows))
+    return batches
+
+
+@settings(deadline=None)
+@given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 80), shuffle=st.booleans())
+def test_every_row_is_in_exactly_one_batch(
+    row_groups: list[int], num_shards: int, batch: int, shuffle: bool
+) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch, epoch=1, seed=5, shuffle=shuffle)
+    batches = global_batches(plan)
+    sizes = [len(rows) for rows in batches]
+    assert sizes[:-1] == [batch] * (len(sizes) - 1)
+    assert plan.num_steps == -(-sum(row_groups) // batch)
+    assert sum(sizes) == sum(row_groups)
+    assert frozenset().union(*batches) == {(g, r) for g, rows in enumerate(row_groups) for r in range(rows)}
+
+
+@settings(deadline=None, max_examples=30)
+@given(row_groups=row_group_lists, batch=st.integers(1, 80), seed=st.integers(-5, 5), shuffle=st.booleans())
+def test_batches_do_not_depend_on_the_number_of_shards(
+    row_groups: list[int], batch: int, seed: int, shuffle: bool
+) -> None:
+    def batches(num_shards: int) -> list[frozenset[tuple[int, int]]]:
+        return global_batches(
+            plan_epoch(
+                row_groups, num_shards=num_shards, batch_size=batch, epoch=0, seed=seed, shuffle=shuffle
+            )
+        )
+
+    expected = batches(1)
+    for num_shards in (2, 3, 4, 5, 6, 7, 50, 100):
+        assert batches(num_shards) == expected
+
+
+@settings(deadline=None)
+@given(
+    row_groups=row_group_lists,
+    num_shards=shard_counts,
+    batch=st.integers(1, 40),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_resuming_gives_the_tail_of_the_epoch(
+    row_groups: list[int], num_shards: int, batch: int, shuffle: bool, data: st.DataObject
+) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch, epoch=2, seed=1, shuffle=shuffle)
+    start = data.draw(st.integers(0, plan.num_steps))
+    shard = data.draw(st.integers(0, num_shards - 1))
+    assert shard_rows(plan, shard, start) == shard_rows(plan, shard)[start:]
+
+
+@settings(deadline=None)
+@given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 40), shuffle=st.booleans())
+def test_reads_come_in_the_order_of_need_and_only_once(
+    row_groups: list[int], num_shards: int, batch: int, shuffle: bool
+) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch, epoch=0, seed=0, shuffle=shuffle)
+    for shard in range(min(num_shards, 4)):
+        reads = plan.shard(shard).reads()
+        steps = shard_rows(plan, shard)
+        assert len({read.row_group for read in reads}) == len(reads)
+        assert [read.first_step for read in reads] == sorted(read.first_step for read in reads)
+        for read in reads:
+            users = [
+                step for step, rows in enumerate(steps) if any(group == read.row_group for group, _ in rows)
+            ]
+            assert read.first_step == users[0]
+
+
+def test_file_order_is_kept_without_shuffling() -> None:
+    plan = plan_epoch([5, 0, 7, 3], num_shards=2, batch_size=4, epoch=9, seed=3, shuffle=False)
+    rows = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), *((2, row) for row in range(7)), (3, 0), (3, 1), (3, 2)]
+    left, right = shard_rows(plan, 0), shard_rows(plan, 1)
+    assert [row for step in zip(left, right, strict=True) for part in step for row in part] == rows
+    assert [plan.shard_rows(step, 0) for step in range(4)] == [2, 2, 2, 1]
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    def rows(epoch: int, seed: int) -> list[Rows]:
+        return shard_rows(plan_epoch([40, 40], num_shards=1, batch_size=16, epoch=epoch, seed=seed), 0)
+
+    assert rows(0, 0) == rows(0, 0)
+    assert rows(0, 0) != rows(1, 0) != rows(0, 1) != rows(0, 0)
+
+
+def test_batches_mix_row_groups() -> None:
+    # Sorted data, 40 row groups: a batch must not be a few neighbouring values.
+    plan = plan_epoch([100] * 40, num_shards=1, batch_size=96, epoch=0, seed=0)
+    groups = [len({group for group, _ in rows}) for rows in shard_rows(plan, 0)[:-1]]
+    assert min(groups) >= 20
+    means = [np.mean([group for group, _ in rows]) for rows in shard_rows(plan, 0)[:-1]]
+    assert 15 < min(means) < max(means) < 25
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5, 7, 48, 64])
+def test_a_shard_reads_little_more_than_its_part(num_shards: int) -> None:
+    plan = plan_epoch([64] * 480, num_shards=num_shards, batch_size=512, epoch=0, seed=0)
+    for shard in range(num_shards):
+        # A lane is ten row groups long; at both ends a neighbour's lane and row group may be shared.
+        assert len(plan.shard(shard).reads()) <= 480 / num_shards + 2 * (10 + 1)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_few_row_groups_are_held_at_a_time(num_shards: int) -> None:
+    plan = plan_epoch([32] * 960, num_shards=num_shards, batch_size=64, epoch=0, seed=0)
+    part = plan.shard(0)
+    last_use: dict[int, int] = {}
+    for step, rows in enumerate(shard_rows(plan, 0)):
+        last_use.update({group: step for group, _ in rows})
+    spans = [(read.first_step, last_use[read.row_group]) for read in part.reads()]
+    held = [sum(first <= step <= last for first, last in spans) for step in range(plan.num_steps)]
+    assert max(held) <= 96 / num_shards + 4
+
+
+def test_counts_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
+        plan_epoch([1], num_shards=0, batch_size=1, epoch=0, seed=0)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        plan_epoch([1], num_shards=1, batch_size=0, epoch=0, seed=0)
+    with pytest.raises(ValueError, match="epoch must be at least 0"):
+        plan_epoch([1], num_shards=1, batch_size=1, epoch=-1, seed=0)
+    with pytest.raises(ValueError, match="row_groups must not be negative"):
+        plan_epoch([1, -1], num_shards=1, batch_size=1, epoch=0, seed=0)
+    plan = plan_epoch([3], num_shards=2, batch_size=2, epoch=0, seed=0)
+    with pytest.raises(ValueError, match="shard must be from 0 to 1"):
+        plan.shard(2)
+    with pytest.raises(ValueError, match="step must be from 0 to 1"):
+        plan.global_rows(2)
+
+
+def test_rows_are_counted_in_python_integers() -> None:
+    plan = plan_epoch([2**33] * 4, num_shards=3, batch_size=2**20, epoch=0, seed=0)
+    assert plan.num_rows == 2**35
+    assert sum(plan.shard_rows(plan.num_steps - 1, shard) for shard in range(3)) == 2**20

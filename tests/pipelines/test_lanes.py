@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspark.pipelines.lanes import NUM_LANES, Deal, OrderedDeal, ShuffledDeal, shuffled_lanes
+
+
+@given(num_rows=st.integers(0, 5000))
+def test_lanes_cover_the_sequence_and_all_positions(num_rows: int) -> None:
+    lanes = shuffled_lanes(num_rows)
+    assert sum(lane.length for lane in lanes) == num_rows
+    assert all(left.start + left.length == right.start for left, right in pairwise(lanes))
+    positions = [lane.position + row * lane.step for lane in lanes for row in range(lane.length)]
+    assert sorted(positions) == list(range(num_rows))
+
+
+def _check(deal: Deal, num_rows: int) -> list[int]:
+    """Checks that a deal's four views agree; returns the positions that it owns."""
+    owned = []
+    for index, lane in enumerate(deal.lanes):
+        count = deal.count(index, lane.length)
+        rows = deal.rows(index, 0, count)
+        assert (np.diff(rows) > 0).all()
+        assert all(0 <= row < lane.length for row in rows.tolist())
+        for row in {0, lane.length // 3, lane.length}:
+            assert deal.count(index, row) == int((rows < row).sum())
+        owned += [(lane.position + row * lane.step, index) for row in rows.tolist()]
+    owned.sort()
+    assert deal.rank(num_rows) == len(owned)
+    assert deal.lane_of(0, len(owned)).tolist() == [index for _, index in owned]
+    positions = [position for position, _ in owned]
+    for position in {0, num_rows // 2, num_rows}:
+        assert deal.rank(position) == int(np.searchsorted(positions, position))
+    return positions
+
+
+@given(num_rows=st.integers(0, 1500), num_shards=st.integers(1, 120))
+def test_shuffled_positions_are_dealt_once(num_rows: int, num_shards: int) -> None:
+    deals = [ShuffledDeal(num_rows, num_shards, shard) for shard in range(num_shards)]
+    positions = [position for deal in deals for position in _check(deal, num_rows)]
+    assert sorted(positions) == list(range(num_rows))
+
+
+@given(num_rows=st.integers(0, 600), num_shards=st.integers(1, 20), batch_size=st.integers(1, 700))
+def test_ordered_positions_are_dealt_once(num_rows: int, num_shards: int, batch_size: int) -> None:
+    deals = [OrderedDeal(num_rows, num_shards, shard, batch_size) for shard in range(num_shards)]
+    positions = [position for deal in deals for position in _check(deal, num_rows)]
+    assert sorted(positions) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 7, 8, 13, 32, 40, 47, 48, 50, 64, 100, 1000])
+def test_any_run_of_positions_is_balanced_over_shards(num_shards: int) -> None:
+    num_rows = NUM_LANES * num_shards * 3
+    deals = [ShuffledDeal(num_rows, num_shards, shard) for shard in range(num_shards)]
+    owners = np.empty(num_rows, dtype=np.int64)
+    for shard, deal in enumerate(deals):
+        owners[_check(deal, num_rows)] = shard
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        start, stop = np.sort(rng.integers(0, num_rows, 2))
+        counts = np.bincount(owners[start:stop], minlength=num_shards)
+        assert abs(counts - (stop - start) / num_shards).max() <= 6
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48])
+def test_divisors_of_the_number_of_lanes_share_no_lane(num_shards: int) -> None:
+    lanes = [lane for shard in range(num_shards) for lane in ShuffledDeal(4800, num_shards, shard).lanes]
+    assert len(lanes) == len(set(lanes)) == NUM_LANES

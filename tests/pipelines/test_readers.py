@@ -1,0 +1,261 @@
+"""One contract, run over every engine in READERS."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringspark.pipelines import READERS, ShardManifest, check_engine, default_engine, open_reader, readers
+from ringspark.pipelines.readers import Batch
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+NUM_ROWS = 237
+
+
+def _installed(engine: str) -> bool:
+    try:
+        check_engine(engine)
+    except ValueError:
+        return False
+    return True
+
+
+ENGINES = [
+    pytest.param(name, marks=[] if _installed(name) else pytest.mark.skip(f"{name} cannot run here"))
+    for name in READERS
+]
+
+COLUMNS = {
+    "id": np.arange(NUM_ROWS, dtype=np.int64) + 16_777_217,
+    "flag": np.arange(NUM_ROWS) % 3 == 0,
+    "byte": (np.arange(NUM_ROWS) % 100).astype(np.int8),
+    "short": np.arange(NUM_ROWS, dtype=np.int16),
+    "int": np.arange(NUM_ROWS, dtype=np.int32) * 1000,
+    "float": np.linspace(-1, 1, NUM_ROWS, dtype=np.float32),
+    "double": np.where(np.arange(NUM_ROWS) % 5 == 0, np.nan, np.linspace(0, 1e300, NUM_ROWS)),
+    "features": np.arange(NUM_ROWS * 3, dtype=np.float32).reshape(-1, 3),
+    "tokens": np.arange(NUM_ROWS * 2, dtype=np.int64).reshape(-1, 2) * 2**40,
+    "mask": np.arange(NUM_ROWS * 4).reshape(-1, 4) % 3 == 1,
+    "a.b (c)": np.arange(NUM_ROWS, dtype=np.int64),
+}
+
+
+@pytest.fixture
+def shards(ordered_shards: Any) -> ShardManifest:
+    """237 rows in three files of row groups of 16."""
+    manifest: ShardManifest = ordered_shards(COLUMNS, num_files=3, row_group_rows=16)
+    return manifest
+
+
+def _joined(batches: list[Batch], name: str = "id") -> np.ndarray[Any, Any]:
+    return np.concatenate([batch[name] for batch in batches])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_dtype_comes_back_bitwise(shards: ShardManifest, engine: str) -> None:
+    batches = list(open_reader(shards, batch_size=50, engine=engine, shuffle=False).batches(0))
+    assert [len(batch["id"]) for batch in batches] == [50, 50, 50, 50, 37]
+    assert list(batches[0]) == list(COLUMNS)
+    for name, expected in COLUMNS.items():
+        values = _joined(batches, name)
+        assert values.dtype == expected.dtype
+        assert values.shape == expected.shape
+        assert values.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("num_shards", [1, 2, 5, 50])
+def test_every_row_is_read_once(shards: ShardManifest, engine: str, num_shards: int) -> None:
+    rows = []
+    for shard in range(num_shards):
+        reader = open_reader(shards, shard=shard, num_shards=num_shards, batch_size=32, seed=4, engine=engine)
+        batches = list(reader.batches(3))
+        assert len(batches) == reader.num_steps == 8
+        plan = reader.plan(3)
+        assert [len(b["id"]) for b in batches] == [plan.shard_rows(step, shard) for step in range(8)]
+        for batch in batches:
+            # Rows stay together over columns.
+            index = batch["a.b (c)"]
+            for name, values in batch.items():
+                assert values.tobytes() == COLUMNS[name][index].tobytes()
+        rows.append(_joined(batches))
+    assert np.array_equal(np.sort(np.concatenate(rows)), COLUMNS["id"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_all_engines_agree(shards: ShardManifest, engine: str, shuffle: bool) -> None:
+    def read(name: str) -> list[Batch]:
+        reader = open_reader(shards, shard=1, num_shards=3, batch_size=20, engine=name, shuffle=shuffle)
+        return list(reader.batches(1))
+
+    for left, right in zip(read(engine), read("arrow"), strict=True):
+        assert list(left) == list(right)
+        for name in left:
+            assert left[name].dtype == right[name].dtype
+            assert left[name].tobytes() == right[name].tobytes()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_are_the_same_for_any_number_of_shards(shards: ShardManifest, engine: str) -> None:
+    def step_ids(num_shards: int, step: int) -> list[int]:
+        parts = [
+            open_reader(shards, ["id"], shard, num_shards, 64, engine=engine).batches(0, start_step=step)
+            for shard in range(num_shards)
+        ]
+        ids = [next(part)["id"] for part in parts]
+        for part in parts:
+            part.close()  # type: ignore[attr-defined]
+        return sorted(np.concatenate(ids).tolist())
+
+    for step in range(4):
+        assert step_ids(1, step) == step_ids(4, step)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_shard_may_be_empty(ordered_shards: Any, engine: str) -> None:
+    manifest = ordered_shards({"x": np.ones((2, 3), dtype=np.float32)}, num_files=1)
+    shapes = [
+        [batch["x"].shape for batch in open_reader(manifest, None, shard, 5, 1, engine=engine).batches(0)]
+        for shard in range(5)
+    ]
+    assert all(len(steps) == 2 for steps in shapes)
+    assert sorted(shape for steps in shapes for shape in steps) == [(0, 3)] * 8 + [(1, 3)] * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_view_without_files_has_no_steps(shards: ShardManifest, engine: str) -> None:
+    reader = open_reader(shards.select("validation"), engine=engine)
+    assert reader.num_steps == 0
+    assert list(reader.batches(0)) == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_resuming_gives_the_tail(shards: ShardManifest, engine: str, shuffle: bool) -> None:
+    reader = open_reader(shards, ["id", "features"], 1, 2, 16, seed=2, engine=engine, shuffle=shuffle)
+    whole = list(reader.batches(5))
+    for start in (0, 1, 7, reader.num_steps - 1, reader.num_steps):
+        tail = list(reader.batches(5, start_step=start))
+        assert len(tail) == len(whole) - start
+        for left, right in zip(tail, whole[start:], strict=True):
+            assert np.array_equal(left["id"], right["id"])
+            assert np.array_equal(left["features"], right["features"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_subset_of_columns_in_the_order_asked_for(shards: ShardManifest, engine: str) -> None:
+    batch = next(open_reader(shards, ["tokens", "id"], engine=engine).batches(0))
+    assert list(batch) == ["tokens", "id"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stray_parquet_file_is_not_read(shards: ShardManifest, engine: str) -> None:
+    folder = Path(shards.uri)
+    (folder / "part-00000-stray.parquet").write_bytes((folder / shards.files[0].path).read_bytes())
+    ids = _joined(list(open_reader(shards, engine=engine).batches(0)))
+    assert np.array_equal(np.sort(ids), COLUMNS["id"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_row_groups_come_in_the_order_asked_for_with_repeats(shards: ShardManifest, engine: str) -> None:
+    reader = open_reader(shards, ["id"], engine=engine)
+    starts = np.cumsum([0, *shards.row_groups])
+    wanted = [3, 0, 14, 3, 3, 7, 0]
+    for index, columns in zip(wanted, reader.read_row_groups(wanted), strict=True):
+        assert np.array_equal(columns["id"], COLUMNS["id"][starts[index] : starts[index + 1]])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_truncated_file_is_named(shards: ShardManifest, engine: str) -> None:
+    path = Path(shards.uri) / shards.files[1].path
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RuntimeError, match=path.name):
+        list(open_reader(shards, engine=engine).batches(0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_damaged_row_group_is_named(shards: ShardManifest, engine: str) -> None:
+    file = shards.files[1]
+    path = Path(shards.uri) / file.path
+    data = bytearray(path.read_bytes())
+    # The first data page's header; the footer stays whole.
+    data[4:60] = b"\xff" * 56
+    path.write_bytes(bytes(data))
+    with pytest.raises(RuntimeError, match=rf"row group 0 of '.*{file.path}' failed"):
+        list(open_reader(shards, engine=engine, shuffle=False).batches(0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_of_another_dtype_is_refused(shards: ShardManifest, engine: str, ordered_shards: Any) -> None:
+    other = ordered_shards({"id": COLUMNS["int"]}, num_files=3, row_group_rows=16, name="other")
+    for mine, theirs in zip(shards.files, other.files, strict=True):
+        (Path(shards.uri) / mine.path).write_bytes((Path(other.uri) / theirs.path).read_bytes())
+    with pytest.raises(RuntimeError, match="column 'id' should hold int64, but the data is int32"):
+        list(open_reader(shards, ["id"], engine=engine).batches(0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_closing_early_stops_all_threads(shards: ShardManifest, engine: str) -> None:
+    # The fixture no_thread_left checks it.
+    for taken in (0, 1, 3):
+        batches = open_reader(shards, batch_size=2, engine=engine).batches(0)
+        assert len(list(itertools.islice(batches, taken))) == taken
+        batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_are_writable_and_independent(shards: ShardManifest, engine: str) -> None:
+    reader = open_reader(shards, ["id"], batch_size=10, engine=engine)
+    clean = list(reader.batches(0))
+    batches = reader.batches(0)
+    next(batches)["id"][:] = -1
+    for left, right in zip(batches, clean[1:], strict=True):
+        assert np.array_equal(left["id"], right["id"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_warning_reaches_the_user(
+    shards: ShardManifest, engine: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    list(open_reader(shards, engine=engine).batches(0))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_an_unknown_engine_names_the_known_ones(shards: ShardManifest) -> None:
+    with pytest.raises(ValueError, match="reader must be one of arrow, petastorm, got 'csv'"):
+        open_reader(shards, engine="csv")
+
+
+def test_petastorm_missing_is_one_sentence(shards: ShardManifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"reader 'petastorm' is not installed; pip install .* or set reader='arrow'"
+    ):
+        open_reader(shards, engine="petastorm")
+    assert default_engine() == "arrow"
+
+
+def test_petastorm_with_a_new_pyarrow_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "find_spec", lambda name: object())
+    monkeypatch.setattr(readers, "version", lambda name: "26.0.0")
+    with pytest.raises(ValueError, match="reader 'petastorm' needs pyarrow before version 15, got 26"):
+        check_engine("petastorm")
+
+
+def test_arguments_out_of_range_are_refused_at_once(shards: ShardManifest) -> None:
+    with pytest.raises(ValueError, match="have no column 'nope'; known: id, flag"):
+        open_reader(shards, ["nope"], engine="arrow")
+    with pytest.raises(ValueError, match="columns must be a list"):
+        open_reader(shards, "id", engine="arrow")
+    with pytest.raises(ValueError, match="shard must be from 0 to 1, got 2"):
+        open_reader(shards, shard=2, num_shards=2, engine="arrow")
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        open_reader(shards, batch_size=0, engine="arrow")
+    with pytest.raises(ValueError, match="start_step must be from 0 to 1, got 2"):
+        open_reader(shards, engine="arrow").batches(0, start_step=2)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ringspark.pipelines import storage
+
+
+def test_local_spellings_become_one_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = str(tmp_path / "a b")
+    for uri in (
+        "a b",
+        "./a b/",
+        f"{tmp_path}/a b",
+        f"file://{tmp_path}/a b",
+        f"file:{tmp_path}/a%20b",
+        Path("a b"),
+    ):
+        assert storage.normalize(uri) == expected
+
+
+def test_other_schemes_are_kept() -> None:
+    assert storage.normalize("s3://bucket/shards/") == "s3://bucket/shards"
+    assert storage.normalize("memory://x") == "memory://x"
+    with pytest.raises(ValueError, match="must not be empty"):
+        storage.normalize("")
+
+
+def test_join_uses_one_slash() -> None:
+    assert storage.join("/data/", "a", "b") == "/data/a/b"
+    assert storage.join("/", "a") == "/a"
+    assert storage.join("s3://bucket", "a") == "s3://bucket/a"
+
+
+@pytest.mark.parametrize("scheme", ["local", "memory"])
+def test_files_come_and_go(tmp_path: Path, scheme: str) -> None:
+    folder = str(tmp_path / "x") if scheme == "local" else f"memory://{tmp_path.name}/x"
+    assert not storage.exists(folder)
+    assert storage.list_names(folder) == []
+    storage.make_dirs(folder)
+    storage.write_atomic(storage.join(folder, "f"), b"one")
+    storage.write_atomic(storage.join(folder, "f"), b"three")
+    assert storage.read_bytes(storage.join(folder, "f")) == b"three"
+    assert storage.size(storage.join(folder, "f")) == 5
+    assert storage.list_names(folder) == ["f"]
+    storage.remove_if_empty(folder)
+    assert storage.exists(folder)
+    storage.remove(storage.join(folder, "f"))
+    storage.remove(storage.join(folder, "f"))
+    storage.remove_if_empty(folder)
+    assert not storage.exists(folder)
+    storage.make_dirs(folder)
+    storage.write_atomic(storage.join(folder, "g"), b"")
+    storage.remove(folder, recursive=True)
+    assert not storage.exists(folder)
+
+
+def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path) -> None:
+    uri = str(tmp_path / "f")
+    contents = [bytes([digit]) * 200_000 for digit in range(4)]
+    storage.write_atomic(uri, contents[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for index in range(40):
+            storage.write_atomic(uri, contents[index % 4])
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        assert storage.read_bytes(uri) in contents
+    writer.join()
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_check_writable_leaves_nothing_behind(tmp_path: Path) -> None:
+    storage.check_writable(str(tmp_path))
+    storage.check_writable(str(tmp_path / "new"))
+    assert os.listdir(tmp_path) == []
+    storage.check_writable("memory://probe/x")
+
+
+def test_check_writable_says_why_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"storage URI '.*file/below' cannot be written \(.*Error: .*; choose a folder"
+    ):
+        storage.check_writable(str(tmp_path / "file" / "below"))
+    with pytest.raises(ValueError, match="storage URI 'nope://x' cannot be written"):
+        storage.check_writable("nope://x")

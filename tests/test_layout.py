@@ -1,0 +1,279 @@
+"""The folders keep their rules: who may import whom, what is packaged, what is written down."""
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("pipelines", "models", "estimators", "jobs")
+
+# Folder -> what nothing below it imports, at no level of nesting: a lazy import counts too.
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "pipelines": ("torch", "horovod", "ringspark.models", "ringspark.estimators", "ringspark.jobs"),
+    "models": ("pyspark", "pyarrow", "ringspark.pipelines", "ringspark.estimators", "ringspark.jobs"),
+    "estimators": ("ringspark.jobs",),
+    "estimators/training": ("pyspark",),
+    "estimators/collectives": ("pyspark",),
+    "estimators/parallel": ("pyspark",),
+    # The rooms by their bare names: found from a checkout's root, and nowhere else.
+    **{f"{room}/": ROOMS for room in ROOMS},
+}
+
+# Written so that the expressions do not match themselves: this file is searched as well.
+ADDRESSES = {
+    "a package registry": re.compile(
+        r"pypi\.org/simple|files\.pythonhosted\.org|download\.pytorch\.org|https?://\S+/simple\b"
+    ),
+    "an option or variable that names a registry": re.compile(
+        r"--(?:extra-)?index-url|--find[-]links|PIP_(?:EXTRA_)?INDEX_URL|PIP_FIND[_]LINKS"
+    ),
+    "a path of one machine": re.compile(
+        r"(?<![\w.])/(?:work/(?:main|shared)|opt/(?:pypi|wheels)|root|home/\w+)\b"
+    ),
+}
+
+
+def pyproject() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def sources(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts]
+
+
+def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Yields line and absolute dotted name of every import in `source`, a module of `package`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from ringspark import models` imports a module; of `from torch import nn` the first
+            # part would do, and naming both is harmless.
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def violations(source: str, package: str, forbidden: tuple[str, ...]) -> list[str]:
+    """Returns `line: name` for every import of a forbidden package or of something inside it."""
+    return [
+        f"{line}: {name}"
+        for line, name in imported_names(source, package)
+        for banned in forbidden
+        if name == banned or name.startswith(f"{banned}.")
+    ]
+
+
+def run_python(code: str, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", **env},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ------------------------------------------------------------------------------ import rules
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_folder_imports_nothing_forbidden(folder: str) -> None:
+    found = []
+    for path in sources(folder):
+        package = ".".join(["ringspark", *path.relative_to(ROOT).parent.parts])
+        for violation in violations(path.read_text(), package, FORBIDDEN[folder]):
+            found.append(f"{path.relative_to(ROOT)}:{violation}")
+    assert not found, f"{folder} must not import {', '.join(FORBIDDEN[folder])}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "import os, torch.nn as nn",
+        "from torch.utils import data",
+        "def late():\n    import torch",
+        "try:\n    from torch import nn\nexcept ImportError:\n    pass",
+        "import importlib\nimportlib.import_module('torch.nn')",
+        "from importlib import import_module\nimport_module('torch')",
+        "from ringspark import models",
+        "import ringspark.models.spec",
+        "from .. import models",
+        "from ..models import ModelSpec",
+        "from ..models.spec import ModelSpec",
+    ],
+)
+def test_forbidden_import_is_found(source: str) -> None:
+    package = "ringspark.pipelines"
+    assert violations(source, package, ("torch", "ringspark.models"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torchmetrics",
+        "from . import shuffle",
+        "from .readers import base",
+        "import_module(name)",
+        "x = 'torch'",
+    ],
+)
+def test_allowed_import_is_not_found(source: str) -> None:
+    assert not violations(source, "ringspark.pipelines", ("torch", "ringspark.models"))
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("ringspark.pipelines", {"torch"}),
+        ("ringspark.models", {"pyspark", "pyarrow"}),
+        # Bare names would mean that the checkout's root, and not `ringspark`, was imported from.
+        ("ringspark.estimators", set(ROOMS)),
+        ("ringspark.jobs", set(ROOMS)),
+    ],
+)
+def test_importing_package_loads_nothing_forbidden(package: str, absent: set[str], tmp_path: Path) -> None:
+    code = f"import sys, {package}; print(*sorted(sys.modules.keys() & {absent!r}))"
+    assert run_python(code, tmp_path) == ""
+
+
+def test_no_module_is_named_after_a_dependency() -> None:
+    project = pyproject()["project"]
+    assert isinstance(project, dict)
+    listed = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower() for requirement in listed}
+    taken = names | {"sklearn", "mlflow", "optuna", "torchmetrics"}
+    clashes = [
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in sources(room)
+        if {path.stem, path.parent.name} & taken
+    ]
+    assert {"torch", "pyspark"} <= taken
+    assert not clashes
+
+
+# ------------------------------------------------------------------------------ packaging
+
+
+def packages_on_disk() -> set[str]:
+    folders = {path.parent for room in ROOMS for path in sources(room)}
+    return {".".join(["ringspark", *folder.relative_to(ROOT).parts]) for folder in folders}
+
+
+def test_every_package_is_listed() -> None:
+    tool = pyproject()["tool"]
+    assert isinstance(tool, dict)
+    assert sorted(tool["setuptools"]["packages"]) == sorted(packages_on_disk())
+
+
+def test_every_package_has_an_init() -> None:
+    folders = {path.parent for room in ROOMS for path in sources(room)}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the zip of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, str(ROOT / "scripts" / "build_package.py"), "--output", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    (archive,) = folder.glob("*.zip")
+    return wheel, archive
+
+
+def test_wheel_holds_every_module_under_ringspark(built: tuple[Path, Path]) -> None:
+    expected = {f"ringspark/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in sources(room)}
+    held = set(zipfile.ZipFile(built[0]).namelist())
+    assert {name for name in held if name.endswith(".py")} == expected
+    assert {name.split("/")[0] for name in held} == {"ringspark", f"{built[1].stem}.dist-info"}
+
+
+def test_zip_holds_what_the_wheel_holds(built: tuple[Path, Path]) -> None:
+    wheel, archive = (zipfile.ZipFile(path) for path in built)
+    files = [name for name in archive.namelist() if not name.endswith("/")]
+    assert sorted(files) == sorted(wheel.namelist())
+    assert all(archive.read(name) == wheel.read(name) for name in files)
+
+
+def test_every_package_is_imported_from_the_zip(built: tuple[Path, Path], tmp_path: Path) -> None:
+    packages = sorted(packages_on_disk())
+    code = f"import importlib; [print(importlib.import_module(name).__file__) for name in {packages}]"
+    files = run_python(code, tmp_path, PYTHONPATH=str(built[1])).splitlines()
+    assert files == [f"{built[1]}/{name.replace('.', '/')}/__init__.py" for name in packages]
+
+
+# ------------------------------------------------------------------------------ what is written
+
+
+def addresses(text: str) -> list[str]:
+    """Returns `line: what (match)` for every registry address or machine path in `text`."""
+    return [
+        f"{number}: {what} ({found[0]})"
+        for number, line in enumerate(text.splitlines(), 1)
+        for what, pattern in ADDRESSES.items()
+        if (found := pattern.search(line))
+    ]
+
+
+def test_no_file_names_a_registry_or_this_machine() -> None:
+    # With what is not added yet, so that a commit cannot bring it in.
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout: nothing says which files belong to the project")
+    found = []
+    for name in listed:
+        path = ROOT / name
+        if path.is_file():
+            found += [f"{name}:{match}" for match in addresses(path.read_text(errors="replace"))]
+    assert listed
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install --index" + "-url x",
+        "--extra-index" + "-url=x",
+        "PIP_INDEX" + "_URL=x",
+        "--find" + "-links wheels",
+        "https://mirror.example" + "/simple/torch",
+        "https://files.python" + "hosted.org/packages/x",
+        "cd /work" + "/main",
+        "see /work" + "/shared/facts.md",
+        "/" + "root/.cache",
+        "/home" + "/someone/data",
+    ],
+)
+def test_address_is_found(line: str) -> None:
+    assert addresses(f"first\n{line}\n")[0].startswith("2: ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["network/main", "file:///tmp/shards", "s3://bucket/root/run", "https://pypi.org/project/petastorm/"],
+)
+def test_harmless_line_is_not_found(line: str) -> None:
+    assert addresses(line) == []

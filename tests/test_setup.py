@@ -1,0 +1,359 @@
+"""`scripts/setup_environment.py`, run as the Makefile runs it; only pip and the build are stand-ins."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "scripts/setup_environment.py"
+
+# Stands in for `.venv/bin/python`: writes down what pip was asked for, and answers as pip would.
+FAKE_PYTHON = """#!{python}
+import os, pathlib, sys, tarfile
+here = pathlib.Path(__file__).resolve().parent
+args = sys.argv[1:]
+if args[0] == "-c":
+    if "version_info" in args[1]: print(*sys.version_info[:2])
+    if "importlib.metadata" in args[1]: print("2.13.0+cpu", end="")
+    if "horovod.torch" in args[1]: sys.exit((here / "unimportable").exists())
+    sys.exit()
+words = [arg for arg in args[2:] if arg not in ("--quiet", "--disable-pip-version-check", "--no-input")]
+with open(here / "calls", "a") as calls: print(*words, file=calls)
+if words[0] == "download":
+    folder = pathlib.Path(words[words.index("--dest") + 1])
+    source = folder / "horovod-0.28.1"
+    (source / "horovod" / "torch").mkdir(parents=True)
+    for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
+        file.write_text((here / "cmakelists").read_text())
+    with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as packed: packed.add(source, source.name)
+if words[0] == "wheel":
+    sources = pathlib.Path(words[-1])
+    for file in (sources / "CMakeLists.txt", sources / "horovod" / "torch" / "CMakeLists.txt"):
+        (here / "edited").open("a").write(file.read_text())
+    (here / "env").write_text(str({{k: v for k, v in os.environ.items() if k[:7] in ("HOROVOD", "MAKEFLA")}}))
+    if (here / "broken").exists(): print("no compiler likes this"); sys.exit(1)
+    folder = pathlib.Path(words[words.index("--wheel-dir") + 1])
+    folder.mkdir()
+    (folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl").write_text("wheel")
+"""
+
+
+def tools_without(folder: Path, *missing: str) -> str:
+    """Returns a PATH whose one folder links to everything on the real PATH but the `missing` names."""
+    folder.mkdir()
+    for place in os.environ["PATH"].split(os.pathsep):
+        for tool in Path(place).iterdir() if Path(place).is_dir() else ():
+            if tool.name not in missing and not (folder / tool.name).is_symlink():
+                (folder / tool.name).symlink_to(tool)
+    return str(folder)
+
+
+def fake_tool(folder: Path, name: str, script: str) -> None:
+    """Puts a shell script before the real tool of that name."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Returns the environment without what would steer the script, with `changes` on top."""
+    steering = {"CXX", "JAVA_HOME", "HOROVOD_CMAKE", "HOROVOD_GPU_OPERATIONS", "RINGSPARK_REQUIRE_HOROVOD"}
+    return {key: value for key, value in os.environ.items() if key not in steering} | changes
+
+
+def run_script(root: Path, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / SCRIPT), *arguments]
+    return subprocess.run(
+        command, env=env, cwd=root, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+
+
+# ------------------------------------------------------------------------------ the machine's tools
+
+
+def test_complete_machine_passes() -> None:
+    done = run_script(ROOT, "--check", env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        (("java",), "Java 17 or 21 is missing: apt-get install openjdk-17-jre-headless"),
+        (
+            ("c++", "g++"),
+            "A C++17 compiler is missing (Horovod is compiled with it): apt-get install g++",
+        ),
+    ],
+)
+def test_missing_tool_is_named_in_one_sentence(
+    missing: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    done = run_script(ROOT, "--check", env=environment(PATH=tools_without(tmp_path / "bin", *missing)))
+    assert done.returncode == 1
+    assert done.stderr == f"{sentence}\n"
+
+
+def test_every_missing_tool_is_named_at_once(tmp_path: Path) -> None:
+    path = tools_without(tmp_path / "bin", "java", "c++", "g++")
+    done = run_script(ROOT, "--check", env=environment(PATH=path))
+    assert [line.split(" is missing")[0] for line in done.stderr.splitlines()] == [
+        "Java 17 or 21",
+        "A C++17 compiler",
+    ]
+
+
+def test_missing_cmake_is_named_but_pip_has_one(tmp_path: Path) -> None:
+    done = run_script(ROOT, "--check", env=environment(PATH=tools_without(tmp_path / "bin", "cmake")))
+    assert done.returncode == 0
+    assert "cmake 3.13 or newer is missing (apt-get install cmake)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tool", "script", "part"),
+    [
+        ("java", """echo 'openjdk version "11.0.2"' >&2""", "this is Java 11"),
+        ("java", """echo 'java version "1.8.0_392"' >&2""", "this is Java 8"),
+        ("java", """echo 'openjdk version "25" 2025-09-16' >&2""", "this is Java 25"),
+        (
+            "java",
+            """[ $# = 1 ] && echo 'openjdk version "17.0.1"' >&2""",
+            "module jdk.incubator.vector is missing",
+        ),
+        ("java", "exit 1", "Java 17 or 21 is missing: apt-get"),
+        ("cmake", "echo cmake version 3.5.1", "cmake 3.13 or newer is missing"),
+    ],
+)
+def test_unfit_tool_is_named(tool: str, script: str, part: str, tmp_path: Path) -> None:
+    path = tools_without(tmp_path / "bin")
+    fake_tool(tmp_path / "bin", tool, script)
+    done = run_script(ROOT, "--check", env=environment(PATH=path))
+    assert part in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if tool == "cmake" else 1)
+
+
+def test_compiler_without_cpp17_is_named(tmp_path: Path) -> None:
+    path = tools_without(tmp_path / "bin")
+    for name in ("c++", "g++"):
+        fake_tool(tmp_path / "bin", name, 'case "$*" in *c++17*) exit 1;; esac')
+    done = run_script(ROOT, "--check", env=environment(PATH=path))
+    assert done.returncode == 1
+    assert done.stderr == "The C++ compiler c++ does not compile C++17: apt-get install g++\n"
+
+
+def test_java_home_goes_before_path(tmp_path: Path) -> None:
+    done = run_script(ROOT, "--check", env=environment(JAVA_HOME=str(tmp_path)))
+    assert done.returncode == 1
+    assert f"JAVA_HOME is {tmp_path}" in done.stderr
+
+
+def test_other_python_is_named() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'scripts'); sys.version_info = (3, 9, 2, 'final', 0);"
+        "import setup_environment; sys.exit(setup_environment.main(['--check']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Python 3.11 is missing (this is 3.9.2): apt-get install python3.11 python3.11-venv\n"
+    )
+
+
+# ------------------------------------------------------------------------------ the whole set-up
+
+
+@dataclass
+class Checkout:
+    """A copy of what the set-up reads, with a stand-in for the environment's Python."""
+
+    root: Path
+    cache: Path
+
+    @property
+    def bin(self) -> Path:
+        return self.root / ".venv" / "bin"
+
+    def set_up(self, **env: str) -> subprocess.CompletedProcess[str]:
+        return run_script(self.root, env=environment(XDG_CACHE_HOME=str(self.cache), **env))
+
+    def calls(self) -> list[str]:
+        """What pip was asked for since the last look."""
+        file = self.bin / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return lines
+
+    def stamp(self) -> dict[str, str]:
+        stamp = json.loads((self.root / ".venv" / ".ringspark-setup").read_text())
+        assert isinstance(stamp, dict)
+        return stamp
+
+
+def make_checkout(root: Path, cache: Path) -> Checkout:
+    for source in (
+        SCRIPT,
+        "pyproject.toml",
+        *(f"requirements/{p.name}" for p in ROOT.glob("requirements/*")),
+    ):
+        (root / source).parent.mkdir(parents=True, exist_ok=True)
+        (root / source).write_bytes((ROOT / source).read_bytes())
+    for package in ("pipelines", "models", "estimators", "jobs"):
+        (root / package).mkdir()
+    checkout = Checkout(root, cache)
+    checkout.bin.mkdir(parents=True)
+    (checkout.bin / "python").write_text(FAKE_PYTHON.format(python=sys.executable))
+    (checkout.bin / "python").chmod(0o755)
+    (checkout.bin / "cmakelists").write_text("set(CMAKE_CXX_STANDARD 14)\n")
+    return checkout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return make_checkout(tmp_path / "checkout", tmp_path / "cache")
+
+
+def test_set_up_installs_in_order(checkout: Checkout) -> None:
+    done = checkout.set_up()
+    assert done.returncode == 0, done.stderr
+    calls = checkout.calls()
+    assert calls[0].startswith("install torch==2.13.0 ")
+    assert calls[1].startswith("install --requirement ")
+    assert calls[1].endswith("lock.txt")
+    assert calls[2].startswith("install --no-deps -r ")
+    assert calls[2].endswith("petastorm.txt")
+    assert calls[3] == f"install --no-deps --no-build-isolation --editable {checkout.root}"
+    assert [call.split()[0] for call in calls[4:]] == ["download", "wheel", "install"]
+    assert calls[6].endswith(
+        "/horovod-0.28.1-torch-2.13.0+cpu-cp311/horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    )
+    assert (checkout.bin / "edited").read_text() == 2 * "set(CMAKE_CXX_STANDARD 17)\n"
+    built_with = (checkout.bin / "env").read_text()
+    for setting in ("WITH_PYTORCH", "WITH_GLOO", "WITHOUT_MPI", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET"):
+        assert f"'HOROVOD_{setting}': '1'" in built_with
+    links = {path.name: path.resolve() for path in (checkout.root / ".dev" / "ringspark").iterdir()}
+    assert links == {name: checkout.root / name for name in ("pipelines", "models", "estimators", "jobs")}
+
+
+def test_second_run_does_nothing(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.set_up()
+    before = checkout.stamp()
+    checkout.calls()
+    # Not even the tools are looked at.
+    done = checkout.set_up(PATH=tools_without(tmp_path / "bin", "java", "c++", "g++"))
+    assert done.returncode == 0
+    assert done.stdout == "set-up: .venv is up to date\n"
+    assert checkout.calls() == []
+    assert checkout.stamp() == before
+
+
+@pytest.mark.parametrize(
+    "changed", ["requirements/lock.txt", "requirements/horovod.txt", "pyproject.toml", SCRIPT]
+)
+def test_changed_input_runs_again(changed: str, checkout: Checkout) -> None:
+    checkout.set_up()
+    checkout.calls()
+    with (checkout.root / changed).open("a") as file:
+        file.write("\n# changed\n")
+    assert checkout.set_up().returncode == 0
+    # The wheel is in the cache: everything is looked at again, nothing is built.
+    assert [call.split()[0] for call in checkout.calls()] == ["install"] * 5
+    assert checkout.set_up().stdout == "set-up: .venv is up to date\n"
+
+
+def test_interrupted_run_is_finished_by_the_next(checkout: Checkout) -> None:
+    checkout.set_up()
+    (checkout.root / ".venv" / ".ringspark-setup").write_text('{"inputs": "cut o')
+    cut_off = checkout.root / ".venv" / "lib" / "python3.11" / "site-packages" / "half-1.0.dist-info"
+    whole = cut_off.with_name("whole-1.0.dist-info")
+    for metadata in (cut_off, whole):
+        metadata.mkdir(parents=True)
+    (whole / "RECORD").touch()
+    checkout.calls()
+    assert checkout.set_up().returncode == 0
+    assert len(checkout.calls()) == 5
+    assert not cut_off.exists(), "pip would take the half-installed package for installed"
+    assert whole.exists()
+
+
+def test_wheel_is_built_once_for_all_checkouts(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.set_up()
+    other = make_checkout(tmp_path / "other", checkout.cache)
+    assert other.set_up().returncode == 0
+    assert "wheel" not in [call.split()[0] for call in other.calls()]
+
+
+def test_cache_lies_in_home_without_xdg(checkout: Checkout, tmp_path: Path) -> None:
+    env = environment(HOME=str(tmp_path / "home"), XDG_CACHE_HOME="")
+    assert run_script(checkout.root, env=env).returncode == 0
+    folders = list((tmp_path / "home" / ".cache" / "ringspark" / "wheels").iterdir())
+    assert [folder.name for folder in folders] == ["horovod-0.28.1-torch-2.13.0+cpu-cp311"]
+
+
+def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:
+    checkout.set_up()
+    (checkout.root / ".venv" / ".ringspark-setup").unlink()
+    checkout.calls()
+    assert checkout.set_up(HOROVOD_GPU_OPERATIONS="NCCL").returncode == 0
+    assert "wheel" in [call.split()[0] for call in checkout.calls()]
+
+
+@pytest.mark.parametrize("reason", ["build", "sources", "import"])
+def test_failed_horovod_is_one_line_and_no_error(reason: str, checkout: Checkout) -> None:
+    if reason == "build":
+        (checkout.bin / "broken").touch()
+    elif reason == "sources":
+        (checkout.bin / "cmakelists").write_text("set(CMAKE_CXX_STANDARD 11)\n")
+    else:
+        (checkout.bin / "unimportable").touch()
+    done = checkout.set_up()
+    assert done.returncode == 0
+    assert done.stderr == ""
+    (line,) = [line for line in done.stdout.splitlines() if "could not be installed" in line]
+    assert str(checkout.root / ".venv" / "horovod-build.log") in line
+    assert "collective='torch' serves instead" in line
+    checkout.calls()
+
+    again = checkout.set_up()
+    assert (again.returncode, again.stdout) == (0, f"{line}\n")
+    assert checkout.calls() == []
+
+
+def test_build_log_holds_what_the_build_printed(checkout: Checkout) -> None:
+    (checkout.bin / "broken").touch()
+    checkout.set_up()
+    assert "no compiler likes this" in (checkout.root / ".venv" / "horovod-build.log").read_text()
+    assert not list(checkout.cache.rglob("horovod-*")), "a failed build must leave nothing to install from"
+
+
+def test_required_horovod_is_an_error_and_tried_again(checkout: Checkout) -> None:
+    (checkout.bin / "broken").touch()
+    checkout.set_up()
+    checkout.calls()
+    done = checkout.set_up(RINGSPARK_REQUIRE_HOROVOD="1")
+    assert done.returncode == 1
+    assert [call.split()[0] for call in checkout.calls()] == ["download", "wheel"]
+
+    (checkout.bin / "broken").unlink()
+    assert checkout.set_up(RINGSPARK_REQUIRE_HOROVOD="1").returncode == 0
+    assert [call.split()[0] for call in checkout.calls()] == ["download", "wheel", "install"]
+    assert checkout.set_up(RINGSPARK_REQUIRE_HOROVOD="1").stdout == "set-up: .venv is up to date\n"
+
+
+def test_failed_install_is_no_traceback_and_leaves_no_stamp(checkout: Checkout) -> None:
+    fake_tool(
+        checkout.bin,
+        "python",
+        'case "$*" in *version_info*) echo 3 11;; *) echo "no matching distribution"; exit 1;; esac',
+    )
+    done = checkout.set_up()
+    assert done.returncode == 1
+    assert "no matching distribution" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (checkout.root / ".venv" / ".ringspark-setup").exists()
