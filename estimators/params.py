@@ -107,7 +107,7 @@ class _InputParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     def inputColumns(self) -> list[str]:
         """The columns that become the positional arguments of `forward`, in order."""
         if self.isSet(self.inputCols):
-            return list(self.getOrDefault(self.inputCols))
+            return list(self.getInputCols())
         return [self.getOrDefault(self.featuresCol)]
 
 
@@ -139,9 +139,7 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         "optimizer by name, or a callable parameters -> torch.optim.Optimizer",
         _to_name_or_callable("optimizer", list(OPTIMIZERS)),
     )
-    learningRate = _param(
-        "learningRate", "learning rate; never scaled by numWorkers", TypeConverters.toFloat
-    )
+    learningRate = _param("learningRate", "learning rate; never scaled by numWorkers", TypeConverters.toFloat)
     lrSchedule = _param(
         "lrSchedule",
         "schedule by name, or a callable (step, num_steps) -> factor on the learning rate",
@@ -152,9 +150,7 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         "maxGradNorm", "bound of the gradient's 2-norm; unset: no clipping", TypeConverters.toFloat
     )
     epochs = _param("epochs", "passes over the training rows", TypeConverters.toInt)
-    batchSize = _param(
-        "batchSize", "rows per optimizer step over all workers together", TypeConverters.toInt
-    )
+    batchSize = _param("batchSize", "rows per optimizer step over all workers together", TypeConverters.toInt)
     shuffle = _param("shuffle", "whether each epoch has its own order of rows", TypeConverters.toBoolean)
     numWorkers = _param("numWorkers", "workers that train at the same time", TypeConverters.toInt)
     useGpu = _param("useGpu", "whether each worker trains on a GPU of its own", TypeConverters.toBoolean)

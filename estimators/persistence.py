@@ -30,7 +30,7 @@ OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 
-Stage = TypeVar("Stage", bound=Params)
+Stage = TypeVar("Stage", bound=Any)
 
 
 class StageWriter(MLWriter):
@@ -114,7 +114,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         found = metadata["class"]
         if found.rsplit(".", 1)[-1] != self._cls.__name__:
             raise ValueError(f"{path} holds a {found}, not a {self._cls.__name__}; load it with that class")
-        stage = self._cls()
+        stage: Stage = self._cls()
         cast(Any, stage)._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(stage, metadata)
         if description["model"] is not None:

@@ -15,10 +15,11 @@ import numpy as np
 import pandas as pd
 import torch
 from pyspark.sql import Column
-from pyspark.sql.functions import pandas_udf
+from pyspark.sql.pandas.functions import pandas_udf
 from torch import nn
 
 from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
 
 Kind = Literal["classification", "regression"]
@@ -50,7 +51,7 @@ class Predictor:
         load_checkpoint(self.weights_uri, module)
         return module.eval()
 
-    def predict(self, module: nn.Module, columns: Sequence[np.ndarray]) -> np.ndarray:
+    def predict(self, module: nn.Module, columns: Sequence[Array]) -> Array:
         """Raw outputs, (rows, width) float64."""
         num_rows = len(columns[0])
         width = self.output_width or 1
@@ -79,33 +80,37 @@ def cached_module(predictor: Predictor) -> nn.Module:
     return _modules[key]
 
 
-def to_input(name: str, series: pd.Series[Any]) -> np.ndarray:
+def to_input(name: str, series: pd.Series[Any]) -> Array:
     """A pandas column as the module takes it: fp32 for floating values, int64 for integers.
 
     Raises:
         ValueError: A null, or arrays of different lengths.
     """
     if series.isna().any():
-        raise ValueError(f"column {name!r} has a null in transform; fill or drop nulls first, e.g. by df.na.drop")
+        raise ValueError(
+            f"column {name!r} has a null in transform; fill or drop nulls first, e.g. by df.na.drop"
+        )
     values = series.to_numpy()
     if values.dtype == object:
         lengths = {len(value) for value in values}
         if len(lengths) > 1:
-            raise ValueError(f"column {name!r} has arrays of {min(lengths)} to {max(lengths)} elements in transform")
-        values = np.stack(values)
+            raise ValueError(
+                f"column {name!r} has arrays of {min(lengths)} to {max(lengths)} elements in transform"
+            )
+        values = np.stack(list(values))
     if values.dtype.kind in "fb":
         return np.ascontiguousarray(values, dtype=np.float32)
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits: Array) -> Array:
     """Row-wise softmax, (rows, classes)."""
     shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-    result: np.ndarray = shifted / shifted.sum(axis=1, keepdims=True)
+    result: Array = shifted / shifted.sum(axis=1, keepdims=True)
     return result
 
 
-def classify(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def classify(outputs: Array) -> tuple[Array, Array, Array]:
     """(raw predictions, probabilities, classes) from logits.
 
     One logit z is the binary case, with raw predictions (-z, z) as Spark's LogisticRegression has.
@@ -129,7 +134,9 @@ def prediction_type(kind: Kind, output_width: int | None) -> str:
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
     """The model applied to `columns`; its type is `prediction_type`."""
     function = _batch_function(predictor)
-    udf: Any = pandas_udf(function, prediction_type(predictor.kind, predictor.output_width))  # type: ignore[call-overload]
+    # Spark's overloads do not know a function chosen at run time.
+    make_udf: Any = pandas_udf
+    udf = make_udf(function, prediction_type(predictor.kind, predictor.output_width))
     expression: Column = udf(*columns)
     return expression
 
@@ -154,7 +161,7 @@ def _batch_function(predictor: Predictor) -> Callable[..., Any]:
     return values
 
 
-def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[np.ndarray]:
+def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Array]:
     """Raw outputs of each batch of pandas columns. Runs in a Spark task."""
     from pyspark import TaskContext
 

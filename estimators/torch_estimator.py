@@ -243,7 +243,7 @@ def _active_session() -> SparkSession:
 def _session_folder(master: str) -> str:
     if not master.startswith("local"):
         raise ValueError(
-            f"storageUri is not set; on master {master!r} give a folder that the driver and all executors reach"
+            f"storageUri is not set; on master {master!r} give a folder that driver and executors share"
         )
     return _temporary_folder()
 

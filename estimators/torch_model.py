@@ -10,7 +10,7 @@ from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 from torch import nn
 
@@ -29,7 +29,7 @@ M = TypeVar("M", bound="TorchModel")
 _RESULT = "__ringspark_result"
 
 
-class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):  # type: ignore[type-arg]
+class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):
     """A trained network. `transform` adds `predictionCol`; all other columns pass through.
 
     The prediction is a double where the network gives one number per row, else an array of doubles.

@@ -92,26 +92,28 @@ def under(root: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """The Spark session of a job; stopped at the end if it was started here, left alone if it ran before.
+def spark(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
+    """`spark_session` for a `with` block: stopped at its end, unless it was running before (a notebook)."""
+    running = _running_session()
+    session = spark_session(app_name, master)
+    try:
+        yield session
+    finally:
+        if running is None:
+            session.stop()
 
-    A master given by name wins; then a running session's, spark-submit's or SPARK_REMOTE's; else
-    `DEFAULT_MASTER` on this machine.
+
+def spark_session(app_name: str, master: str | None = None) -> SparkSession:
+    """The Spark session of a job: the running one, or a new one.
+
+    A new one's master is the one given; else spark-submit's or SPARK_REMOTE's; else `DEFAULT_MASTER`
+    on this machine.
     """
     running = _running_session()
     if running is not None:
         if master is not None:
             print(f"--master {master} has no effect: a Spark session is running already", file=sys.stderr)
-        yield running
-        return
-    session = _start_session(app_name, master)
-    try:
-        yield session
-    finally:
-        session.stop()
-
-
-def _start_session(app_name: str, master: str | None) -> SparkSession:
+        return running
     # spark-submit starts the JVM first and tells the script its port; its settings hold the master.
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ and "SPARK_REMOTE" not in os.environ:
         master = DEFAULT_MASTER

@@ -1,6 +1,6 @@
 """The main job, whole: etl, train and score in a row, each in a process of its own.
 
-    python jobs/demo.py --root artifacts/flights
+python jobs/demo.py --root artifacts/flights
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     for command in (
         ["etl.py", "--output", args.root],
         ["train.py", "--data", args.root, *workers, *epochs],
-        ["score.py", "--model", cli.under(args.root, "model"), "--data", cli.under(args.root, "test")],
+        ["score.py", "--data", args.root],
     ):
         done = subprocess.run([sys.executable, str(HERE / command[0]), *command[1:], *master], check=False)
         if done.returncode:

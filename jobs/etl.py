@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.pipelines import flights, write_shards
 
     raw = args.raw or _unpack(args.output)
-    with cli.spark_session("ringspark etl", args.master) as spark:
+    with cli.spark("ringspark etl", args.master) as spark:
         tables = flights.read_tables(spark, raw)
         num_flights, num_dropped = tables["flights"].agg(
             F.count("*"), F.count("*") - F.count("arr_delay")

@@ -63,24 +63,20 @@ def run(args: argparse.Namespace) -> None:
     # Before Spark starts: a wrong folder should not cost half a minute.
     ShardManifest.load(shards)
     from pyspark.ml import PipelineModel
-    from pyspark.ml.feature import StringIndexerModel
 
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.models import ModelSpec
     from ringspark.pipelines import flights
 
-    spark = cli.spark_session("ringspark train", args.master)
-    try:
+    with cli.spark("ringspark train", args.master):
         features = PipelineModel.load(storage.join(data, "features"))
-        indexers = [stage for stage in features.stages if isinstance(stage, StringIndexerModel)]
-        # One index more than labels: unseen values have their own embedding.
-        cardinalities = [len(labels) + 1 for indexer in indexers for labels in indexer.labelsArray]
+        cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(
             model=ModelSpec(
                 "tabular",
                 {
                     "cardinalities": cardinalities,
-                    "num_numeric": flights.NUM_NUMERIC,
+                    "num_numeric": num_numeric,
                     "hidden": [128, 64],
                     "out_features": 1,
                     "dropout": 0.3,
@@ -119,8 +115,6 @@ def run(args: argparse.Namespace) -> None:
         summary = model.summary
         history = [asdict(record) for record in summary.epochs]
         storage.write_atomic(storage.join(data, "history.json"), json.dumps(history, indent=1).encode())
-    finally:
-        spark.stop()
     print(f"train: pipeline saved to {output}")
     cli.print_rate("train", summary.rows, summary.seconds)
 

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from ringspark.models.mlp import check_dropout, dense_trunk
 from torch import nn
+
+from ringspark.models.mlp import check_dropout, dense_trunk
 
 
 def embedding_dim(cardinality: int) -> int:

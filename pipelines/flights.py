@@ -138,7 +138,9 @@ def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]
         try:
             tables[name] = reader.schema(schema).csv(path)
         except AnalysisException as error:
-            raise ValueError(f"table {name!r} cannot be read from {path}: {error.getErrorClass()}") from error
+            raise ValueError(
+                f"table {name!r} cannot be read from {path}: {str(error).splitlines()[0]}"
+            ) from error
     return tables
 
 

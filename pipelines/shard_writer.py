@@ -124,7 +124,8 @@ class _SplitWriter:
         """Closes the file and returns its entry for the manifest; none when no row came."""
         if self._refused or (not self._buffered_rows and not self._row_groups):
             return []
-        self._flush(keep_remainder=False)
+        if self._buffered_rows:
+            self._flush(keep_remainder=False)
         self._close()
         num_bytes = storage.size(self._uri)
         return [{"path": self._name, "split": split, "num_bytes": num_bytes, "row_groups": self._row_groups}]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.shard_writer import WritePlan, write_partition
@@ -78,7 +79,10 @@ def make_shards(tmp_path: Path) -> MakeShards:
             row_group_rows=row_group_rows,
             compression="zstd",
         )
-        data = {key: pa.array(list(value)) if value.ndim > 1 else pa.array(value) for key, value in columns.items()}
+        data = {
+            key: pa.array(list(value)) if value.ndim > 1 else pa.array(value)
+            for key, value in columns.items()
+        }
         if validation is not None:
             data["is_validation"] = pa.array(validation)
         table = pa.table(data)

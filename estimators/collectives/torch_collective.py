@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ringspark.estimators.collectives.base import (
@@ -25,7 +26,7 @@ class TorchRendezvous:
     """A `TCPStore` server on a free port."""
 
     def __init__(self, member: Member, timeout_seconds: float) -> None:
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self._store: TCPStore | None = TCPStore(
             member.host,
             0,
             is_master=True,
@@ -60,7 +61,7 @@ class TorchCollective:
         if interface := interface_of(member.host):
             values = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         with environment(values), peer_errors("joining the process group"):
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
             # Both backends: metrics travel as CPU tensors also where gradients are on GPUs.
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if use_gpu else "gloo",

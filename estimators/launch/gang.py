@@ -10,7 +10,7 @@ peers, whose pending operations fail when the communicator is aborted, return th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ class GangTask:
     use_gpu: bool
     timeout_seconds: float
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
         for _ in batches:
             pass
         from pyspark import BarrierTaskContext
@@ -115,9 +115,7 @@ class GangTask:
             names=["rank", "result", "failure"],
         )
 
-    def _run(
-        self, context: Any, member: Member, members: list[Member]
-    ) -> tuple[str | None, Failure | None]:
+    def _run(self, context: Any, member: Member, members: list[Member]) -> tuple[str | None, Failure | None]:
         import torch
 
         status = Status()

@@ -24,9 +24,7 @@ from ringspark.pipelines import ShardManifest
 Work = Callable[[Collective, str, Status], str]
 
 
-def train_here(
-    config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu"
-) -> TrainResult:
+def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
     """Checks and trains on one rank in this process.
 
     Raises:

@@ -20,7 +20,7 @@ def is_remote(spark: SparkSession) -> bool:
 def count_slots(spark: SparkSession) -> int:
     """Tasks that can run at the same time now."""
     if not is_remote(spark):
-        context: Any = spark.sparkContext._jsc.sc()  # type: ignore[attr-defined]
+        context: Any = spark.sparkContext._jsc.sc()
         profile = context.resourceProfileManager().resourceProfileFromId(0)
         return int(context.maxNumConcurrentTasks(profile))
     slots = slots_of_master(spark.conf.get("spark.master", "") or "")

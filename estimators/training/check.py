@@ -102,10 +102,8 @@ def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
                         "filter or replace them before fit"
                     )
     if config.weight_column is not None:
-        lowest = min(
-            (s[config.weight_column].minimum for s in manifest.stats.values() if s[config.weight_column].rows),
-            default=0,
-        )
+        minima = [columns[config.weight_column].minimum for columns in manifest.stats.values()]
+        lowest = min((value for value in minima if value is not None), default=None)
         if lowest is not None and lowest < 0:
             raise ValueError(f"weightCol {config.weight_column!r} must not be negative, got {lowest}")
 
@@ -171,7 +169,7 @@ def _check_classes(
         if low < 0 or high >= num_classes:
             raise ValueError(
                 f"labelCol {label!r} must lie in 0..{num_classes - 1} for the {num_classes} classes of model "
-                f"{model}, got {low}..{high} in the {split} rows; index it with StringIndexer or widen the model"
+                f"{model}, got {low}..{high} in the {split} rows; use StringIndexer or widen the model"
             )
 
 

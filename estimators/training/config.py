@@ -117,7 +117,8 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         lambda c: c.collective == "local" and c.num_workers > 1,
-        "collective 'local' serves one worker, got numWorkers={num_workers}; set collective='horovod' or 'torch'",
+        "collective 'local' serves one worker, got numWorkers={num_workers}; "
+        "set collective='horovod' or 'torch'",
     ),
 )
 

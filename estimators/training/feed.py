@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class Batch:
         ]
 
 
-def to_tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     """One column on the device; copies are pinned and do not wait where the device is a GPU."""
     if values.dtype.kind in "fb" and values.dtype != np.float32:
         values = values.astype(np.float32)
@@ -57,7 +61,7 @@ def to_tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_batch(
-    columns: dict[str, np.ndarray],
+    columns: dict[str, Array],
     input_columns: Sequence[str],
     label_column: str,
     weight_column: str | None,

@@ -18,7 +18,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective, GradientSync
 from ringspark.estimators.collectives.base import backward_errors
 from ringspark.estimators.training.config import TrainConfig
-from ringspark.estimators.training.feed import Batch, to_batch
+from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress, RunLog
 from ringspark.estimators.training.losses import RowLoss
 from ringspark.estimators.training.precision import autocast, loss_scaler
@@ -197,10 +197,10 @@ class Trainer:
                 totals.add(*self._weighted_loss(self._module, self._batch(columns)))
         return totals.mean(self._collective)
 
-    def _with_rows(self, batches: Iterable[dict[str, np.ndarray]]) -> Iterable[dict[str, np.ndarray]]:
+    def _with_rows(self, batches: Iterable[dict[str, Array]]) -> Iterable[dict[str, Array]]:
         return (columns for columns in batches if len(columns[self._config.label_column]))
 
-    def _batch(self, columns: dict[str, np.ndarray]) -> Batch:
+    def _batch(self, columns: dict[str, Array]) -> Batch:
         config = self._config
         return to_batch(
             columns, config.input_columns, config.label_column, config.weight_column, self._device

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
+
 from ringspark.models import MLP, TabularNet, apply_activation_checkpoint
 from ringspark.models.activation_checkpoint import segment_bounds
-from torch import nn
 
 Policy = str | int | Sequence[str]
 POLICIES: list[Policy] = ["all", "sqrt", 2, 6, ["trunk.1", "trunk.4"], ["trunk"]]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
 
 EXAMPLES: dict[str, dict[str, object]] = {

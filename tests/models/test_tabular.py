@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from ringspark.models import TabularNet
 from ringspark.models.tabular import embedding_dim
 

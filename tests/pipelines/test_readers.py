@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ringspark.pipelines import READERS, ShardManifest, check_engine, default_engine, open_reader, readers
+from ringspark.pipelines import (
+    READERS,
+    ShardManifest,
+    check_engine,
+    default_engine,
+    open_reader,
+    readers,
+    storage,
+)
 from ringspark.pipelines.readers import Batch
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -259,3 +268,36 @@ def test_arguments_out_of_range_are_refused_at_once(shards: ShardManifest) -> No
         open_reader(shards, batch_size=0, engine="arrow")
     with pytest.raises(ValueError, match="start_step must be from 0 to 1, got 2"):
         open_reader(shards, engine="arrow").batches(0, start_step=2)
+
+
+@pytest.mark.skipif(not _installed("petastorm"), reason="petastorm cannot run here")
+def test_a_premature_end_in_petastorm_loses_no_row_group() -> None:
+    from petastorm.workers_pool import EmptyResultError
+
+    from ringspark.pipelines.readers.petastorm_reader import _TableResults
+
+    class Pool:
+        answers: list[Any] = [EmptyResultError(), "table"]
+
+        def get_results(self) -> Any:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    assert _TableResults().read_next(Pool(), None, None) == "table"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_shards_behind_any_fsspec_uri_are_read(shards: ShardManifest, engine: str) -> None:
+    remote = replace(shards, uri="memory://contract/shards")
+    for file in shards.files:
+        storage.write_atomic(f"{remote.uri}/{file.path}", (Path(shards.uri) / file.path).read_bytes())
+    remote.save()
+    loaded = ShardManifest.load("memory://contract/shards/")
+    loaded.verify_files()
+    try:
+        ids = _joined(list(open_reader(loaded, engine=engine).batches(0)))
+    finally:
+        storage.remove(remote.uri, recursive=True)
+    assert np.array_equal(ids, _joined(list(open_reader(shards, engine=engine).batches(0))))

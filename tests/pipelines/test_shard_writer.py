@@ -45,6 +45,13 @@ def test_row_groups_have_exactly_the_rows_asked_for(tmp_path: Path, batch_rows: 
     assert stored.read()["x"].to_pylist() == values.tolist()
 
 
+@pytest.mark.parametrize("batch_rows", [5, 10, 20, 40])
+def test_rows_that_fill_the_last_row_group_leave_no_rest(tmp_path: Path, batch_rows: int) -> None:
+    batches = [_batch(np.arange(batch_rows)) for _ in range(40 // batch_rows)]
+    (file,) = _write(_plan(tmp_path), batches)["files"]
+    assert file["row_groups"] == [10] * 4
+
+
 def test_no_rows_make_no_file(tmp_path: Path) -> None:
     report = _write(_plan(tmp_path), [_batch(np.zeros(0, dtype=np.int64))])
     assert report["files"] == []

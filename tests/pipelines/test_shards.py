@@ -115,7 +115,7 @@ def test_a_failed_overwrite_keeps_the_old_shards(rows: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("expressions", "message"),
     [
-        (["i", "cast(i as string) as s"], "column 's' has type string, .*; index it with StringIndexer first"),
+        (["i", "cast(i as string) as s"], "column 's' has type string, .*; index it with StringIndexer"),
         (["if(i % 50 = 1, null, i) as i"], "column 'i' has 4 nulls in 200 rows; fill or drop them first"),
         (["if(i = 1, null, a) as a"], "column 'a' has 1 nulls in 200 rows"),
         (["if(i = 1, array(1.0D, null), array(1.0D, 2.0D)) as a"], "column 'a' has 1 nulls"),

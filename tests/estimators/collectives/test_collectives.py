@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
@@ -62,7 +63,9 @@ def _fails_on_rank_one(collective: Collective, device: str, status: Status) -> s
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
 def test_a_failing_rank_ends_its_peers_and_is_named(name: str) -> None:
-    with pytest.raises(WorkerError, match=r"rank 1 on host .* failed in phase 'step 3': KeyError: 'lost'") as caught:
+    with pytest.raises(
+        WorkerError, match=r"rank 1 on host .* failed in phase 'step 3': KeyError: 'lost'"
+    ) as caught:
         run_spawned(3, name, _fails_on_rank_one, timeout_seconds=60)
     peers = {failure.rank: failure.from_peer for failure in caught.value.failures}
     assert peers == {0: True, 1: False, 2: True}
@@ -108,7 +111,9 @@ def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int) -> N
 
 
 def test_an_unknown_collective_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"collective must be one of \['horovod', 'local', 'torch'\], got 'mpi'"):
+    with pytest.raises(
+        ValueError, match=r"collective must be one of \['horovod', 'local', 'torch'\], got 'mpi'"
+    ):
         collective_class("mpi")
 
 

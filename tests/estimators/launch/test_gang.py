@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.devices import choose_device
@@ -88,5 +89,7 @@ def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> 
 def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark: Any) -> None:
     slots = count_slots(spark)
     check_slots(spark, slots)
-    with pytest.raises(ValueError, match=rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"):
+    with pytest.raises(
+        ValueError, match=rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"
+    ):
         check_slots(spark, slots + 1)

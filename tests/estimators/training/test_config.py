@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from ringspark.estimators.training.config import TrainConfig, segment_policy
 
 CONFIG = TrainConfig(

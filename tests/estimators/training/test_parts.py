@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from ringspark.estimators.training.checkpoint import WEIGHTS, load_checkpoint, read_info, save_checkpoint
 from ringspark.estimators.training.feed import to_batch, to_tensor
 from ringspark.estimators.training.losses import LOSSES, default_loss, from_user
 from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.schedules import SCHEDULES
-from torch import nn
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,9 @@ def test_the_mean_of_the_row_losses_is_torchs_loss(name: str) -> None:
     output, label, reference = REFERENCES[name]
     rows = LOSSES[name](output, label)
     assert rows.shape == (7,)
-    expected = reference(output.squeeze(-1) if output.dim() > label.dim() and name != "cross_entropy" else output, label)
+    expected = reference(
+        output.squeeze(-1) if output.dim() > label.dim() and name != "cross_entropy" else output, label
+    )
     torch.testing.assert_close(rows.mean(), expected)
 
 
@@ -87,7 +90,9 @@ def test_one_cycle_agrees_with_torchs() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     steps = 100
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=steps, cycle_momentum=False
+    )
     for step in range(steps):
         # torch ends its rise one step earlier; beyond that the two are the same curve.
         assert SCHEDULES["one_cycle"](step, steps) == pytest.approx(scheduler.get_last_lr()[0], abs=0.04)

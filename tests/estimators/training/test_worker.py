@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import run_spawned, train_here
@@ -21,7 +23,6 @@ from ringspark.estimators.training.history import read_history, read_progress
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
-from torch import nn
 
 GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
@@ -93,7 +94,9 @@ def test_a_rank_without_rows_in_a_step_does_not_change_the_numbers(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
-def test_row_weights_count_over_the_global_batch(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
+def test_row_weights_count_over_the_global_batch(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
     manifest = make_shards(_columns(200))
     one = train_here(_config(manifest, tmp_path / "one", weight_column="w"))
     two = _gang(_config(manifest, tmp_path / "two", weight_column="w", num_workers=2, collective=collective))
@@ -243,7 +246,9 @@ def test_training_changes_neither_the_users_module_nor_the_random_state(
     assert not _weights(result).equal(torch.cat([p.flatten() for p in before]))
 
 
-def test_a_users_optimizer_with_two_groups_and_schedule_is_used(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_users_optimizer_with_two_groups_and_schedule_is_used(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
     frozen_rate: list[float] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -277,23 +282,31 @@ class _FailsAtStep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
             self.calls += 1
-            if self.calls == self.step and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            if (
+                self.calls == self.step
+                and torch.distributed.is_initialized()
+                and torch.distributed.get_rank() == 1
+            ):
                 raise RuntimeError("the model broke")
         return self.linear(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.distributed
-def test_a_model_that_raises_on_one_rank_is_named_with_its_step(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_model_that_raises_on_one_rank_is_named_with_its_step(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
     config = _config(
         make_shards(_columns(300)), tmp_path / "run", model=None, num_workers=2, collective="torch"
     )
-    with pytest.raises(WorkerError, match=r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"):
+    with pytest.raises(
+        WorkerError, match=r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"
+    ):
         _gang(config, UserObjects(module=_FailsAtStep(3)))
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(make_shards: MakeShards, tmp_path: Path) -> None:
     config = _config(make_shards(_columns(100)), tmp_path / "run", optimizer="sgd", learning_rate=1e20)
-    with pytest.raises(FloatingPointError, match="the training loss is .* lower learningRate"):
+    with pytest.raises(FloatingPointError, match=r"the training loss is .* lower learningRate"):
         train_here(config)
 
 

@@ -1,0 +1,187 @@
+"""How good predicted probabilities are: metrics, a table for the terminal, a page of plots.
+
+Pure but for `save_report`: labels and probabilities in, numbers and a figure out.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspark.pipelines import storage
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+CALIBRATION_BINS = 15
+
+
+class Epoch(TypedDict):
+    """One line of a training's history; the validation loss is None where nothing was held out."""
+
+    epoch: int
+    train_loss: float
+    validation_loss: float | None
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One model's probabilities of class 1, shape (rows,), beside the labels 0 and 1.
+
+    Raises:
+        ValueError: If the two differ in length, or the labels hold only one class.
+    """
+
+    name: str
+    labels: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        if self.labels.shape != self.probabilities.shape or self.labels.ndim != 1:
+            raise ValueError(
+                f"{self.name}: labels and probabilities must be two columns of the same rows, "
+                f"got {self.labels.shape} and {self.probabilities.shape}"
+            )
+        found = np.unique(self.labels).tolist()
+        if found != [0, 1]:
+            raise ValueError(f"{self.name}: the labels must hold both classes, 0 and 1, got {found}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Ranking (ROC AUC, average precision: higher is better) and calibration (log loss: lower)."""
+
+    roc_auc: float
+    average_precision: float
+    log_loss: float
+
+
+def measure(scored: Scored) -> Metrics:
+    """The metrics of one model, by scikit-learn."""
+    from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
+
+    return Metrics(
+        roc_auc=float(roc_auc_score(scored.labels, scored.probabilities)),
+        average_precision=float(average_precision_score(scored.labels, scored.probabilities)),
+        log_loss=float(log_loss(scored.labels, scored.probabilities)),
+    )
+
+
+def format_table(models: Sequence[Scored]) -> str:
+    """The metrics as aligned text, one line a model below the header."""
+    width = max(len("model"), *(len(scored.name) for scored in models))
+    lines = [f"{'model':<{width}}  {'ROC AUC':>8}  {'average precision':>17}  {'log loss':>8}"]
+    for scored in models:
+        metrics = measure(scored)
+        lines.append(
+            f"{scored.name:<{width}}  {metrics.roc_auc:>8.4f}  "
+            f"{metrics.average_precision:>17.4f}  {metrics.log_loss:>8.4f}"
+        )
+    return "\n".join(lines)
+
+
+def read_history(uri: str) -> list[Epoch]:
+    """The epochs that the training wrote to `uri`, as a JSON list.
+
+    Raises:
+        ValueError: If the file is there but is not such a list.
+    """
+    try:
+        history: Any = json.loads(storage.read_bytes(uri))
+        kept: list[Epoch] = [
+            {key: entry[key] for key in Epoch.__annotations__}  # type: ignore[misc]
+            for entry in history
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{uri} is no training history, a JSON list with {', '.join(Epoch.__annotations__)}: {error!r}"
+        ) from error
+    return kept
+
+
+def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
+    """Three panels: learning curve, ROC curves, calibration with a histogram of the probabilities."""
+    # The class, not pyplot: no window, no backend and no figure left behind in this process.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=[3, 1])
+    _draw_history(figure.add_subplot(grid[:, 0]), history)
+    _draw_roc(figure.add_subplot(grid[:, 1]), models)
+    calibration = figure.add_subplot(grid[0, 2])
+    _draw_calibration(calibration, models)
+    _draw_histogram(figure.add_subplot(grid[1, 2], sharex=calibration), models)
+    return figure
+
+
+def save_report(uri: str, models: Sequence[Scored], history: Sequence[Epoch]) -> None:
+    """Draw the report and write it to `uri` as a PNG, whole or not at all."""
+    image = io.BytesIO()
+    draw_report(models, history).savefig(image, format="png", dpi=110)
+    storage.write_atomic(uri, image.getvalue())
+
+
+def _draw_history(axes: Axes, history: Sequence[Epoch]) -> None:
+    axes.set(title="Learning curve", xlabel="epoch", ylabel="mean loss")
+    if not history:
+        axes.text(0.5, 0.5, "no history", ha="center", va="center", transform=axes.transAxes, color="gray")
+        return
+    epochs = [entry["epoch"] for entry in history]
+    axes.plot(epochs, [entry["train_loss"] for entry in history], "o-", color=COLORS[0], label="training")
+    held_out = {e["epoch"]: e["validation_loss"] for e in history if e["validation_loss"] is not None}
+    if held_out:
+        axes.plot(list(held_out), list(held_out.values()), "s-", color=COLORS[1], label="validation")
+    axes.set_xticks(epochs if len(epochs) <= 12 else np.linspace(epochs[0], epochs[-1], 7).round())
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_roc(axes: Axes, models: Sequence[Scored]) -> None:
+    from sklearn.metrics import roc_curve
+
+    for scored, color in zip(models, COLORS, strict=False):
+        false_positive, true_positive, _ = roc_curve(scored.labels, scored.probabilities)
+        label = f"{scored.name}, AUC {measure(scored).roc_auc:.4f}"
+        axes.plot(false_positive, true_positive, color=color, label=label)
+    axes.plot([0, 1], [0, 1], ":", color="gray", label="chance")
+    axes.set(title="ROC, test rows", xlabel="false positive rate", ylabel="true positive rate")
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+
+
+def _draw_calibration(axes: Axes, models: Sequence[Scored]) -> None:
+    from sklearn.calibration import calibration_curve
+
+    highest = 0.0
+    for scored, color in zip(models, COLORS, strict=False):
+        # Bins of equally many rows: with equal widths the right-hand ones would be a handful of rows.
+        share, predicted = calibration_curve(
+            scored.labels, scored.probabilities, n_bins=CALIBRATION_BINS, strategy="quantile"
+        )
+        axes.plot(predicted, share, "o-", markersize=4, color=color, label=scored.name)
+        highest = max(highest, float(share.max()), float(predicted.max()))
+    limit = min(1.0, highest * 1.08)
+    axes.plot([0, limit], [0, limit], ":", color="gray", label="perfect")
+    axes.set(title="Calibration, test rows", ylabel="share of class 1", xlim=(0, limit), ylim=(0, limit))
+    axes.tick_params(labelbottom=False)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_histogram(axes: Axes, models: Sequence[Scored]) -> None:
+    bins = np.linspace(0, axes.get_xlim()[1], 41).tolist()
+    for scored, color in zip(models, COLORS, strict=False):
+        axes.hist(scored.probabilities, bins=bins, histtype="step", color=color)
+    axes.set(xlabel="predicted probability of class 1", ylabel="rows")
+    axes.grid(alpha=0.3)

@@ -1,0 +1,120 @@
+"""What the benchmarks share: options, interleaved rounds, data, tables.
+
+Invariant: what a table compares was measured in one run, in turns (A B C, A B C, ...), so that a
+machine which gets slower or faster meanwhile does so for all of them. A ratio is the median of the
+rounds' ratios, not the ratio of two medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ringspark.jobs import cli
+from ringspark.models import ModelSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+MASTER = "local[2]"
+NUM_WORKERS = 2
+DIM = 32
+MLP = ModelSpec("mlp", {"in_features": DIM, "hidden": [128, 128], "out_features": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of every benchmark; one that has no use for a value ignores it."""
+
+    repeats: int
+    rows: int
+    root: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, without defaults: each benchmark has its own."""
+    parser.add_argument("--repeats", type=cli.positive_int, metavar="N", help="measured rounds")
+    parser.add_argument("--rows", type=cli.positive_int, metavar="N", help="rows of data")
+    parser.add_argument("--root", metavar="DIR", help="folder of jobs/etl.py, for seeds; made if missing")
+
+
+def parse(description: str | None, *, repeats: int = 5, rows: int = 0) -> Options:
+    """The command line of one benchmark, with the benchmark's defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    add_options(parser)
+    parser.set_defaults(repeats=repeats, rows=rows, root=cli.DEFAULT_ROOT)
+    args = parser.parse_args()
+    return Options(repeats=args.repeats, rows=args.rows, root=args.root)
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure_in_turns(
+    cases: Mapping[str, Callable[[], float]], repeats: int, *, warm_ups: int = 1
+) -> dict[str, list[float]]:
+    """Calls every case once a round, and keeps what it returns but for the first `warm_ups` rounds."""
+    results: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(warm_ups + repeats):
+        for name, case in cases.items():
+            value = case()
+            if number >= warm_ups:
+                results[name].append(value)
+    return results
+
+
+def median_ratio(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Median over the rounds of value / reference."""
+    return median(value / base for value, base in zip(values, reference, strict=True))
+
+
+def rate_rows(rates: Mapping[str, Sequence[float]], reference: str) -> list[list[str]]:
+    """One line a case: name, median, lowest and highest rate, and the ratio to `reference`."""
+    return [
+        [
+            name,
+            *(f"{value:,.0f}" for value in (median(values), min(values), max(values))),
+            f"{median_ratio(values, rates[reference]):.2f}",
+        ]
+        for name, values in rates.items()
+    ]
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints aligned text: the first column to the left, the others to the right; the machine last."""
+    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+    print(f"\n{title}")
+    for line in [header, ["-" * width for width in widths], *rows]:
+        first, *others = (text.ljust(width) for text, width in zip(line[:1], widths[:1], strict=True))
+        others = [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join([first, *others]).rstrip())
+    print(machine(), flush=True)
+
+
+def machine() -> str:
+    """Cores, versions, and how busy the machine is: numbers of a loaded one say little."""
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} cores, load average {load:.1f}, torch {version('torch')}, "
+        f"pyspark {version('pyspark')}"
+    )
+
+
+def random_frame(spark: SparkSession, rows: int, *, seed: int = 0) -> DataFrame:
+    """`features`, an array of `DIM` fp32 values, and `label`, a fp32 function of them; lazy."""
+    from pyspark.sql import functions as F
+
+    values = [F.rand(seed + i).cast("float") for i in range(DIM)]
+    frame = spark.range(0, rows, 1, NUM_WORKERS).select(F.array(*values).alias("features"))
+    label = F.col("features")[0] - F.col("features")[1] * F.col("features")[2]
+    return frame.select("features", label.cast("float").alias("label"))

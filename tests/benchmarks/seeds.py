@@ -1,0 +1,93 @@
+"""The flights demo over 3 seeds: does the network meet gradient boosting, and is that luck?
+
+Each seed trains with jobs/train.py and is measured by jobs/score.py, whose printed table is read.
+`--root` holds the shards and test rows of jobs/etl.py, which runs once where they are missing; the
+folder is not changed otherwise: models and reports go to a temporary one that links to its data.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+
+import harness
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+SEEDS = (0, 1, 2)
+ETL_RESULTS = ("shards", "features", "test")
+METRICS = ("ROC AUC", "average precision", "log loss")
+ROW = re.compile(r"^(\S.*?) {2,}([\d.]+) {2,}([\d.]+) {2,}([\d.]+)$", re.MULTILINE)
+
+Scores = dict[str, tuple[float, ...]]
+
+
+def run_job(name: str, *options: str) -> str:
+    """Runs one job in a process of its own; what it printed.
+
+    Raises:
+        SystemExit: The job failed; with its messages.
+    """
+    command = [sys.executable, str(JOBS / f"{name}.py"), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} ended with code {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def read_scores(text: str) -> Scores:
+    """Model -> its metrics, from what jobs/score.py printed.
+
+    Raises:
+        SystemExit: There is no such table in it.
+    """
+    scores: Scores = {name: tuple(map(float, values)) for name, *values in ROW.findall(text)}
+    if not scores:
+        raise SystemExit(f"jobs/score.py printed no table with {', '.join(METRICS)}:\n{text}")
+    return scores
+
+
+def score_seed(root: Path, seed: int) -> Scores:
+    """Trains and scores once."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ETL_RESULTS:
+            (Path(folder) / name).symlink_to(root / name)
+        run_job("train", "--data", folder, "--seed", str(seed))
+        return read_scores(run_job("score", "--data", folder, "--seed", str(seed)))
+
+
+def main() -> None:
+    """Runs the seeds one after the other, then prints them, their mean and spread."""
+    options = harness.parse(__doc__)
+    root = Path(options.root).resolve()
+    if not all((root / name).exists() for name in ETL_RESULTS):
+        run_job("etl", "--output", str(root))
+    scores = []
+    for seed in SEEDS:
+        scores.append(score_seed(root, seed))
+        print(f"seed {seed}: {scores[-1]}", flush=True)
+    lines = []
+    for model in scores[0]:
+        values = [score[model] for score in scores]
+        lines += [
+            [f"{model}, seed {seed}", *(f"{value:.4f}" for value in of_seed)]
+            for seed, of_seed in zip(SEEDS, values, strict=True)
+        ]
+        metrics = list(zip(*values, strict=True))
+        lines.append([f"{model}, mean", *(f"{mean(metric):.4f}" for metric in metrics)])
+        lines.append([f"{model}, deviation", *(f"{stdev(metric):.4f}" for metric in metrics)])
+    first, *others = (model for model in scores[0])
+    for other in others:
+        ratios = [
+            mean(score[first][i] for score in scores) / mean(score[other][i] for score in scores)
+            for i in range(len(METRICS))
+        ]
+        lines.append([f"{first} / {other}", *(f"{ratio:.4f}" for ratio in ratios)])
+    harness.print_table("seeds: test months of the flights demo", ["", *METRICS], lines)
+
+
+if __name__ == "__main__":
+    main()

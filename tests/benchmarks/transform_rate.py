@@ -1,0 +1,83 @@
+"""Prediction rows/s of a 3-layer MLP against an identity through `mapInArrow` on the same cached frame.
+
+The identity sends the same columns to Python and back and computes nothing: the ceiling of whatever
+runs in Python. Results go to Spark's "noop" sink, which evaluates every column and keeps none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import harness
+
+from ringspark.estimators import TorchClassifier, TorchRegressor
+from ringspark.jobs import cli
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+IDENTITY = "mapInArrow identity"
+
+
+def identity(batches: Iterable[Any]) -> Iterable[Any]:
+    """Gives back what comes. Runs in a Spark task."""
+    return batches
+
+
+def evaluate(frame: DataFrame) -> None:
+    """Computes every row and column, keeps nothing."""
+    frame.write.format("noop").mode("overwrite").save()
+
+
+def fit(estimator_class: type[Any], frame: DataFrame, folder: str) -> Any:
+    """A model with weights, whatever they are worth: one worker, few rows."""
+    estimator = estimator_class(
+        model=harness.MLP,
+        collective="local",
+        reader="arrow",
+        storageUri=folder,
+        showProgress=False,
+    )
+    return estimator.fit(frame)
+
+
+def main() -> None:
+    """Caches the frame as arrays and as vectors, then measures in turns."""
+    options = harness.parse(__doc__, rows=1_000_000)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cli.spark("ringspark bench transform", harness.MASTER) as spark,
+    ):
+        from pyspark.ml.functions import array_to_vector
+        from pyspark.sql import functions as F
+
+        frame = harness.random_frame(spark, options.rows)
+        arrays = frame.select("features").cache()
+        vectors = arrays.select(array_to_vector("features").alias("features")).cache()
+        few = frame.limit(1000).withColumn("label", (F.col("label") > 0).cast("float"))
+        regression = fit(TorchRegressor, few, folder)
+        classification = fit(TorchClassifier, few, folder)
+        frames: dict[str, DataFrame] = {
+            IDENTITY: arrays.mapInArrow(identity, arrays.schema),
+            "regression, array column": regression.transform(arrays),
+            "regression, vector column": regression.transform(vectors),
+            "classification, array column": classification.transform(arrays),
+        }
+        cases: dict[str, Callable[[], float]] = {
+            name: lambda frame=frame: options.rows / harness.seconds_of(partial(evaluate, frame))  # type: ignore[misc]
+            for name, frame in frames.items()
+        }
+        rates = harness.measure_in_turns(cases, options.repeats)
+    harness.print_table(
+        f"transform_rate: rows/s, {options.rows:,} rows x {harness.DIM} fp32, MLP 32-128-128-1, "
+        f"{harness.MASTER}, {options.repeats} rounds",
+        ["", "median", "min", "max", "ratio to identity"],
+        harness.rate_rows(rates, IDENTITY),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""How far 2 workers end from 1 on the same global batches, fp32, after 50 steps; and a rerun from itself.
+
+The steps see the same rows, so the weights differ by the order of additions alone. Adam divides by
+the size of the gradient and so shows that order more than SGD. A rerun repeats every addition: its
+weights are expected to be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import harness
+import torch
+
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.jobs import cli
+from ringspark.pipelines import write_shards
+
+STEPS_PER_EPOCH = 25
+EPOCHS = 2
+LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
+GANGS = ("horovod", "torch")
+
+
+def trained_weights(config: TrainConfig, run_uri: Path) -> torch.Tensor:
+    """Trains, on ranks in processes of their own where there are several; all weights in one vector."""
+    config = replace(config, run_uri=str(run_uri))
+    if config.num_workers == 1:
+        result = train_here(config)
+    else:
+        task = TrainTask(config=config, objects=UserObjects())
+        result = TrainResult.from_json(run_spawned(config.num_workers, config.collective, task)[0])
+    assert result.steps == EPOCHS * STEPS_PER_EPOCH
+    module = harness.MLP.build()
+    load_checkpoint(result.checkpoint_uri, module)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def compare(config: TrainConfig, folder: Path) -> list[list[str]]:
+    """One line for 1 worker, one for 2 of each collective."""
+    gangs = [replace(config, collective=name, num_workers=harness.NUM_WORKERS) for name in GANGS]
+    lines = []
+    one = torch.empty(0)
+    for changed in [config, *gangs]:
+        name = f"{config.optimizer}-{changed.collective}"
+        first, again = (trained_weights(changed, folder / f"{name}-{run}") for run in range(2))
+        if changed is config:
+            one = first
+        difference = (first - one).abs().max().item()
+        lines.append(
+            [
+                f"{config.optimizer}, {changed.collective}, {changed.num_workers} worker(s)",
+                "" if changed is config else f"{difference:.1e}",
+                "" if changed is config else f"{difference / one.abs().max().item():.1e}",
+                "yes" if torch.equal(first, again) else f"no, {(first - again).abs().max().item():.1e}",
+            ]
+        )
+    return lines
+
+
+def main() -> None:
+    """Trains each gang twice with one seed, from the same shards."""
+    options = harness.parse(__doc__, rows=6_350)
+    batch_size = math.ceil(options.rows / STEPS_PER_EPOCH)
+    if math.ceil(options.rows / batch_size) != STEPS_PER_EPOCH or batch_size < harness.NUM_WORKERS:
+        raise SystemExit(
+            f"--rows must fill {STEPS_PER_EPOCH} batches, got {options.rows}; give 1,000 or more"
+        )
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with cli.spark("ringspark bench parity", harness.MASTER) as spark:
+            frame = harness.random_frame(spark, options.rows)
+            manifest = write_shards(frame, str(folder / "shards"), row_group_rows=500)
+        lines = []
+        for optimizer, learning_rate in LEARNING_RATES.items():
+            config = TrainConfig(
+                shards_uri=manifest.uri,
+                run_uri="",
+                task="regression",
+                model=harness.MLP.to_json(),
+                loss="mse",
+                input_columns=("features",),
+                label_column="label",
+                optimizer=optimizer,
+                learning_rate=learning_rate,
+                epochs=EPOCHS,
+                batch_size=batch_size,
+                collective="local",
+                reader="arrow",
+            )
+            lines += compare(config, folder)
+    harness.print_table(
+        f"worker_parity: weights after {EPOCHS * STEPS_PER_EPOCH} steps, fp32, MLP 32-128-128-1, "
+        f"{options.rows:,} rows, global batch {batch_size}",
+        ["", "largest difference to 1 worker", "of the largest weight", "rerun bitwise equal"],
+        lines,
+    )
+
+
+if __name__ == "__main__":
+    main()
