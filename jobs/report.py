@@ -172,15 +172,15 @@ def _draw_calibration(axes: Axes, models: Sequence[Scored]) -> None:
         axes.plot(predicted, share, "o-", markersize=4, color=color, label=scored.name)
         highest = max(highest, float(share.max()), float(predicted.max()))
     limit = min(1.0, highest * 1.08)
-    axes.plot([0, limit], [0, limit], ":", color="gray", label="perfect")
-    axes.set(title="Calibration, test rows", ylabel="share of class 1", xlim=(0, limit), ylim=(0, limit))
+    axes.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
+    axes.set(title="Calibration, test rows", ylabel="share of class 1", xlim=(0, 1), ylim=(0, limit))
     axes.tick_params(labelbottom=False)
     axes.grid(alpha=0.3)
     axes.legend()
 
 
 def _draw_histogram(axes: Axes, models: Sequence[Scored]) -> None:
-    bins = np.linspace(0, axes.get_xlim()[1], 41).tolist()
+    bins = np.linspace(0, 1, 51).tolist()
     for scored, color in zip(models, COLORS, strict=False):
         axes.hist(scored.probabilities, bins=bins, histtype="step", color=color)
     axes.set(xlabel="predicted probability of class 1", ylabel="rows")

@@ -5,7 +5,7 @@ airports and airlines) become one row per flight that arrived, then two columns 
 
 Invariants: a feature is known before departure (schedule, aircraft, airports, weather up to the
 scheduled hour), never `dep_time`, `dep_delay`, `arr_time` or `air_time`; the split is by time, and
-everything that is fitted (category indices, medians, means, scales) sees training rows alone.
+everything that is fitted (category indices, means, scales) sees training rows alone.
 The weather measured in the scheduled hour stands in for its forecast, which the tables do not have.
 """
 
@@ -197,7 +197,8 @@ def feature_pipeline() -> Pipeline:
     """Spark's own stages from `label_rows` columns to `categorical` array<int> and `numeric` vector.
 
     Fit it on training rows only. A null category is "unknown"; one that training never saw gets the
-    last index. A null number is the training median, beside a flag that says so.
+    last index. A null number is the training mean, beside a flag that says so
+    for the sources that often lack one.
     """
     texts = [f"coalesce({name}, 'unknown') AS {name}_text" for name in CATEGORICAL]
     numbers: dict[str, str] = {name: name for name in NUMERIC if name not in _LOGGED}
@@ -221,7 +222,7 @@ def feature_pipeline() -> Pipeline:
             outputCols=[f"{name}_index" for name in CATEGORICAL],
             handleInvalid="keep",
         ),
-        Imputer(inputCols=derived_numbers, outputCols=filled, strategy="median"),
+        Imputer(inputCols=derived_numbers, outputCols=filled, strategy="mean"),
         VectorAssembler(inputCols=assembled, outputCol="numeric_raw"),
         StandardScaler(inputCol="numeric_raw", outputCol="numeric", withMean=True),
         SQLTransformer(statement=f"SELECT *, array({indices}) AS categorical FROM __THIS__"),

@@ -108,8 +108,7 @@ def _legacy_filesystem(uri: str) -> Any:
     """Returns `uri`'s file system in the only form in which pyarrow still opens a legacy dataset."""
     if storage.is_local(uri):
         return _LocalFiles()
-    # Despite its name a plain adapter for any fsspec file system.
-    return DaskFileSystem(storage.filesystem(uri)[0])
+    return _RemoteFiles(storage.filesystem(uri)[0])
 
 
 class _LocalFiles(LocalFileSystem):  # type: ignore[misc]
@@ -117,6 +116,16 @@ class _LocalFiles(LocalFileSystem):  # type: ignore[misc]
 
     def open(self, path: str, mode: str = "rb") -> Any:
         return pa.memory_map(path)
+
+
+class _RemoteFiles(DaskFileSystem):  # type: ignore[misc]
+    """Any fsspec file system, with the two questions that the adapter leaves open."""
+
+    def isfile(self, path: str) -> bool:
+        return bool(self.fs.isfile(path))
+
+    def isdir(self, path: str) -> bool:
+        return bool(self.fs.isdir(path))
 
 
 class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]

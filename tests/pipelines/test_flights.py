@@ -162,7 +162,7 @@ def test_an_unseen_category_takes_the_last_index_and_a_null_one_does_not(
     assert null[0, column] < cardinalities[column] - 1
 
 
-def test_a_null_number_becomes_the_median_and_raises_its_flag(features: Any, rows: DataFrame) -> None:
+def test_a_null_number_becomes_the_mean_and_raises_its_flag(features: Any, rows: DataFrame) -> None:
     from pyspark.sql import functions as F
 
     one = rows.where("seats IS NOT NULL AND pressure IS NOT NULL").limit(1)

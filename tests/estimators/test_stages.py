@@ -1,0 +1,389 @@
+"""The stages as a Spark ML user meets them: one suite, run over local, local-cluster and Connect."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.feature import StandardScaler, VectorAssembler
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    TorchRegressionModel,
+    TorchRegressor,
+)
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+pytestmark = pytest.mark.spark
+
+MLP = ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 2})
+LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+STAGES: list[tuple[type[Any], type[Any], ModelSpec]] = [
+    (TorchClassifier, TorchClassificationModel, MLP),
+    (TorchRegressor, TorchRegressionModel, LINE),
+    (TorchEstimator, TorchModel, LINE),
+]
+IS_CONNECT = os.environ.get("RINGSPARK_TEST_MASTER") == "connect"
+
+
+@pytest.fixture(scope="module")
+def storage_uri(tmp_path_factory: Any) -> str:
+    return str(tmp_path_factory.mktemp("storage"))
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """240 rows: two numbers, a class that they decide, a target that is linear in them."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(240, 2))
+    rows = [
+        (i, float(a), float(b), float(a + b > 0), float(2 * a - b + 1), f"row {i}")
+        for i, (a, b) in enumerate(x)
+    ]
+    frame = spark.createDataFrame(
+        rows, "id long, a double, b double, label double, target double, note string"
+    )
+    features = array_to_vector(F.array("a", "b")).alias("features")
+    return frame.select("*", features).repartition(3)
+
+
+@pytest.fixture(params=STAGES, ids=lambda stage: stage[0].__name__)
+def stage(request: Any, storage_uri: str) -> tuple[Any, type[Any]]:
+    """An unfitted estimator of each kind, and its model's class."""
+    estimator_class, model_class, model = request.param
+    estimator = estimator_class(
+        model=model, epochs=3, batchSize=32, learningRate=0.05, storageUri=storage_uri, showProgress=False
+    )
+    return estimator, model_class
+
+
+def _predictions(frame: Any) -> np.ndarray:
+    rows = frame.orderBy("id").select("prediction").collect()
+    return np.array([row.prediction for row in rows])
+
+
+def test_fit_transform_and_the_columns_that_pass_through(stage: Any, table: Any) -> None:
+    estimator, model_class = stage
+    model = estimator.fit(table)
+    assert type(model) is model_class
+    result = model.transform(table)
+    assert result.columns[: len(table.columns)] == table.columns
+    assert result.schema["prediction"].dataType.simpleString() == "double"
+    assert model.transformSchema(table.schema) == result.schema or IS_CONNECT
+    before = table.drop("features").orderBy("id").collect()
+    assert result.select(table.drop("features").columns).orderBy("id").collect() == before
+    summary = model.summary
+    assert [r.epoch for r in summary.epochs] == [1, 2, 3]
+    assert summary.rows == 3 * 240
+    assert summary.steps == 3 * 8
+    assert list(summary.history["epoch"]) == [1, 2, 3]
+    assert summary.history["train_loss"].iloc[-1] < summary.history["train_loss"].iloc[0]
+
+
+def test_an_estimator_survives_save_and_load(stage: Any, spark: Any, tmp_path: Path) -> None:
+    estimator, _ = stage
+    path = str(tmp_path / "estimator")
+    estimator.write().session(spark).save(path)
+    loaded = type(estimator).load(path)
+    assert loaded.uid == estimator.uid
+    values = {p.name: v for p, v in loaded.extractParamMap().items()}
+    assert values == {p.name: v for p, v in estimator.extractParamMap().items()}
+
+
+def test_a_model_survives_save_load_and_copy(stage: Any, table: Any, tmp_path: Path) -> None:
+    estimator, model_class = stage
+    model = estimator.fit(table)
+    expected = _predictions(model.transform(table))
+    path = str(tmp_path / "model")
+    model.save(path)
+    with pytest.raises(ValueError, match=r"exists already; use .write\(\).overwrite\(\)"):
+        model.save(path)
+    model.write().overwrite().save(path)
+    assert not list((tmp_path / "model").glob("*.pkl"))
+    for other in (model_class.load(path), model.copy()):
+        assert other.uid == model.uid
+        assert other.summary == model.summary
+        np.testing.assert_array_equal(_predictions(other.transform(table)), expected)
+    renamed = model.copy({model.predictionCol: "guess"})
+    assert "guess" in renamed.transform(table).columns
+    assert "prediction" in model.transform(table).columns
+
+
+def test_an_empty_frame_gives_an_empty_frame(stage: Any, table: Any) -> None:
+    estimator, _ = stage
+    model = estimator.fit(table)
+    result = model.transform(table.where("id < 0"))
+    assert result.count() == 0
+    assert "prediction" in result.columns
+
+
+def test_in_a_pipeline_with_sparks_own_stages(
+    spark: Any, table: Any, storage_uri: str, tmp_path: Path
+) -> None:
+    stages = [
+        VectorAssembler(inputCols=["a", "b"], outputCol="assembled"),
+        StandardScaler(inputCol="assembled", outputCol="scaled", withMean=True),
+        TorchClassifier(
+            model=MLP,
+            featuresCol="scaled",
+            numWorkers=2,
+            epochs=6,
+            batchSize=32,
+            learningRate=0.05,
+            storageUri=storage_uri,
+            showProgress=False,
+        ),
+    ]
+    fitted = Pipeline(stages=stages).fit(table)
+    accuracy = MulticlassClassificationEvaluator(metricName="accuracy").evaluate(fitted.transform(table))
+    assert accuracy > 0.95
+    path = str(tmp_path / "pipeline")
+    fitted.save(path)
+    loaded = PipelineModel.load(path)
+    np.testing.assert_array_equal(
+        _predictions(loaded.transform(table)), _predictions(fitted.transform(table))
+    )
+
+
+def test_probabilities_and_raw_predictions_agree_with_the_module(table: Any, storage_uri: str) -> None:
+    model = TorchClassifier(
+        model=MLP, epochs=2, batchSize=64, storageUri=storage_uri, showProgress=False
+    ).fit(table)
+    assert model.numClasses == 2
+    rows = model.transform(table).orderBy("id").collect()
+    inputs = torch.tensor([[row.a, row.b] for row in rows], dtype=torch.float32)
+    with torch.no_grad():
+        logits = model.module()(inputs).double()
+    np.testing.assert_allclose([row.rawPrediction.toArray() for row in rows], logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([row.probability.toArray() for row in rows], logits.softmax(1), rtol=1e-5)
+    assert [row.prediction for row in rows] == logits.argmax(1).tolist()
+
+
+def test_one_logit_is_the_binary_case(table: Any, storage_uri: str) -> None:
+    model = TorchClassifier(
+        model=LINE, epochs=5, batchSize=32, learningRate=0.1, storageUri=storage_uri, showProgress=False
+    ).fit(table)
+    rows = model.transform(table).collect()
+    for row in rows:
+        raw, probability = row.rawPrediction.toArray(), row.probability.toArray()
+        assert raw[0] == -raw[1]
+        assert probability[1] == pytest.approx(1 / (1 + np.exp(-raw[1])), rel=1e-6)
+        assert row.prediction == float(probability[1] > 0.5)
+    assert np.mean([row.prediction == row.label for row in rows]) > 0.9
+
+
+def test_a_regression_finds_the_line_and_keeps_fractions(table: Any, storage_uri: str) -> None:
+    model = TorchRegressor(
+        model=LINE,
+        labelCol="target",
+        epochs=40,
+        batchSize=32,
+        learningRate=0.05,
+        storageUri=storage_uri,
+        showProgress=False,
+    ).fit(table)
+    assert RegressionEvaluator(labelCol="target", metricName="rmse").evaluate(model.transform(table)) < 0.05
+    weight = next(model.module().parameters()).detach().numpy()
+    np.testing.assert_allclose(weight, [[2.0, -1.0]], atol=0.05)
+
+
+class TwoInputs(nn.Module):
+    """Takes an id and a number: an embedding lookup shows that ids stay exact integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def forward(self, identifier: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert identifier.dtype == torch.int64
+        odd = (identifier % 2).to(torch.float32)
+        return odd + self.scale * number
+
+
+def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark: Any, storage_uri: str) -> None:
+    rows = [(2**24 + i, 0.25 * i, 1) for i in range(64)]
+    frame = spark.createDataFrame(rows, "key long, number double, label long")
+    model = TorchRegressor(
+        model=TwoInputs(),
+        inputCols=["key", "number"],
+        epochs=1,
+        batchSize=16,
+        learningRate=0.3,
+        storageUri=storage_uri,
+        showProgress=False,
+    ).fit(frame)
+    scale = model.module().scale.item()  # type: ignore[union-attr]
+    assert scale != 0
+    for row in model.transform(frame).collect():
+        assert row.prediction == pytest.approx(row.key % 2 + scale * row.number, rel=1e-5)
+
+
+def test_array_labels_give_array_predictions(table: Any, storage_uri: str) -> None:
+    frame = table.select("id", "features", F.array("target", "a").alias("label"))
+    spec = ModelSpec("linear", {"in_features": 2, "out_features": 2})
+    model = TorchRegressor(
+        model=spec, epochs=40, batchSize=32, learningRate=0.05, storageUri=storage_uri, showProgress=False
+    ).fit(frame)
+    rows = model.transform(frame).collect()
+    np.testing.assert_allclose([row.prediction for row in rows], [row.label for row in rows], atol=0.2)
+
+
+def test_a_module_with_users_code_needs_a_yes_to_be_loaded(
+    spark: Any, table: Any, storage_uri: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    module = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = TorchClassifier(
+        model=module, epochs=1, batchSize=64, storageUri=storage_uri, showProgress=False
+    ).fit(table)
+    path = str(tmp_path / "model")
+    model.save(path)
+    with pytest.raises(ValueError, match=r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"):
+        TorchClassificationModel.load(path)
+    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+    loaded = TorchClassificationModel.load(path)
+    np.testing.assert_array_equal(_predictions(loaded.transform(table)), _predictions(model.transform(table)))
+
+
+def test_fit_on_shards_leaves_the_shards_and_equals_fit(table: Any, storage_uri: str, tmp_path: Path) -> None:
+    uri = str(tmp_path / "shards")
+    manifest = write_shards(table.select("features", "label"), uri)
+    estimator = TorchClassifier(
+        model=MLP, numWorkers=2, epochs=2, batchSize=64, storageUri=storage_uri, showProgress=False
+    )
+    first, second = estimator.fitOnShards(uri), estimator.fitOnShards(uri)
+    manifest.verify_files()
+    for a, b in zip(first.module().parameters(), second.module().parameters(), strict=True):
+        assert a.equal(b)
+
+
+def test_the_indicator_tells_validation_rows_apart(table: Any, storage_uri: str) -> None:
+    frame = table.withColumn("held_out", F.col("id") % 4 == 0)
+    model = TorchClassifier(
+        model=MLP,
+        validationIndicatorCol="held_out",
+        epochs=2,
+        batchSize=64,
+        storageUri=storage_uri,
+        showProgress=False,
+    ).fit(frame)
+    assert model.summary.rows == 2 * 180
+    assert model.summary.history["validation_loss"].notna().all()
+
+
+def test_precision_and_checkpointing_are_params(table: Any, storage_uri: str) -> None:
+    deep = ModelSpec("mlp", {"in_features": 2, "hidden": [16] * 4, "out_features": 2})
+    common: dict[str, Any] = {
+        "model": deep,
+        "numWorkers": 2,
+        "epochs": 8,
+        "batchSize": 32,
+        "learningRate": 0.02,
+        "storageUri": storage_uri,
+        "showProgress": False,
+    }
+    model = TorchClassifier(precision="bf16", gradientCheckpointing="sqrt", **common).fit(table)
+    accuracy = MulticlassClassificationEvaluator(metricName="accuracy").evaluate(model.transform(table))
+    assert accuracy > 0.95
+
+
+@pytest.mark.slow
+def test_cross_validation_compares_parameter_maps(table: Any, storage_uri: str) -> None:
+    estimator = TorchClassifier(model=MLP, epochs=4, batchSize=32, storageUri=storage_uri, showProgress=False)
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.05]).build()
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    fitted = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
+    ).fit(table)
+    assert fitted.avgMetrics[1] > fitted.avgMetrics[0]
+    assert fitted.bestModel.getOrDefault("predictionCol") == "prediction"
+
+
+def test_a_runs_folder_holds_the_model_and_no_data(table: Any, tmp_path: Path) -> None:
+    model = TorchClassifier(model=MLP, epochs=1, storageUri=str(tmp_path / "s"), showProgress=False).fit(
+        table
+    )
+    (run,) = (tmp_path / "s").iterdir()
+    assert str(run) == model.summary.run_uri
+    assert sorted(p.name for p in run.iterdir()) == [
+        "checkpoint",
+        "config.json",
+        "history.json",
+        "progress.json",
+    ]
+
+
+def test_progress_is_shown_on_the_driver(table: Any, storage_uri: str, capsys: Any) -> None:
+    TorchClassifier(model=MLP, epochs=2, batchSize=64, storageUri=storage_uri).fit(table)
+    printed = capsys.readouterr().out
+    assert "epoch 1: loss 0." in printed
+    assert "epoch 2: loss 0." in printed
+
+
+def test_weights_are_loaded_once_per_python_worker(table: Any, storage_uri: str) -> None:
+    """Two passes in one worker: the second finds the module in the worker's cache."""
+    from ringspark.estimators import predict
+
+    model = TorchClassifier(model=MLP, epochs=1, storageUri=storage_uri, showProgress=False).fit(table)
+    predictor = model._predictor()
+    try:
+        first = predict.cached_module(predictor)
+        assert predict.cached_module(predictor) is first
+    finally:
+        predict._modules.clear()
+
+
+def test_params_have_documentation_getters_and_setters() -> None:
+    estimator = TorchClassifier(model=MLP)
+    text = estimator.explainParams()
+    for param in estimator.params:
+        assert param.name in text
+        assert param.doc
+        getter = "get" + param.name[0].upper() + param.name[1:]
+        assert hasattr(estimator, getter), getter
+        assert hasattr(estimator, "set" + getter[3:]), "set" + getter[3:]
+    assert estimator.setEpochs(7).getEpochs() == 7
+    assert estimator.copy({estimator.epochs: 9}).getEpochs() == 9
+    assert estimator.getEpochs() == 7
+
+
+@pytest.fixture(autouse=True)
+def _executors_find_this_module() -> Iterator[None]:
+    """Classes of this file travel by value: executors cannot import a test file."""
+    import sys
+
+    import cloudpickle
+    from pyspark import cloudpickle as spark_cloudpickle
+
+    module = sys.modules[__name__]
+    for library in (cloudpickle, spark_cloudpickle):
+        library.register_pickle_by_value(module)
+    yield
+    for library in (cloudpickle, spark_cloudpickle):
+        library.unregister_pickle_by_value(module)
+
+
+def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) -> None:
+    """One shard file each, so that both fits see the rows in one order."""
+    common: dict[str, Any] = {"model": MLP, "epochs": 1, "storageUri": storage_uri, "showProgress": False}
+    ordered = table.orderBy("id").coalesce(1)
+    arrays = ordered.withColumn("features", vector_to_array("features", "float32"))
+    losses = [
+        TorchClassifier(batchSize=240, **common).fit(frame).summary.epochs[0].train_loss
+        for frame in (ordered, arrays)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
