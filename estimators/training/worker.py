@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel import DataParallel
 from ringspark.estimators.training.check import build_module
 from ringspark.estimators.training.checkpoint import save_checkpoint
 from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
@@ -80,12 +82,26 @@ def train_worker(
         status.phase = "building the model"
         torch.manual_seed(config.seed)
         module = build_module(config, objects).to(torch_device)
+        if config.gradient_checkpointing != "none":
+            apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
         status.phase = "sharing the first weights"
-        collective.broadcast([t.data for t in module.state_dict().values()])
+        sync = DataParallel().prepare(
+            module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
+        )
         # Dropout differs between the ranks, as it does between the rows of one batch.
         torch.manual_seed(config.seed * 1_000_003 + collective.rank)
         log = RunLog(config.run_uri, writes=collective.rank == 0)
-        trainer = _make_trainer(config, collective, objects, module, torch_device, log, status)
+        trainer = Trainer(
+            config=config,
+            collective=collective,
+            module=module,
+            sync=sync,
+            loss=from_user(objects.loss) if objects.loss is not None else LOSSES[config.loss],
+            schedule=objects.lr_schedule or SCHEDULES[config.lr_schedule],
+            device=torch_device,
+            log=log,
+            status=status,
+        )
         trainer.fit(train, validation)
     status.phase = "writing the checkpoint"
     checkpoint_uri = storage.join(config.run_uri, "checkpoint")
@@ -121,30 +137,10 @@ def _open_readers(config: TrainConfig, collective: Collective) -> tuple[ShardRea
     return train, open_reader(held_out, **shared) if held_out.num_rows else None
 
 
-def _make_trainer(
-    config: TrainConfig,
-    collective: Collective,
-    objects: UserObjects,
-    module: nn.Module,
-    device: torch.device,
-    log: RunLog,
-    status: Status,
-) -> Trainer:
-    if config.gradient_checkpointing != "none":
-        apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
-    parameters = [p for p in module.parameters() if p.requires_grad]
+def _make_optimizer(
+    config: TrainConfig, objects: UserObjects, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     if objects.optimizer is not None:
-        optimizer = objects.optimizer(parameters)
-    else:
-        optimizer = make_optimizer(config.optimizer, parameters, config.learning_rate, config.weight_decay)
-    return Trainer(
-        config=config,
-        collective=collective,
-        module=module,
-        sync=collective.synchronize(module, optimizer, config.gradient_accumulation),
-        loss=from_user(objects.loss) if objects.loss is not None else LOSSES[config.loss],
-        schedule=objects.lr_schedule or SCHEDULES[config.lr_schedule],
-        device=device,
-        log=log,
-        status=status,
-    )
+        optimizer: torch.optim.Optimizer = objects.optimizer(parameters)
+        return optimizer
+    return make_optimizer(config.optimizer, parameters, config.learning_rate, config.weight_decay)

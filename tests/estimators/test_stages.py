@@ -252,7 +252,9 @@ def test_a_module_with_users_code_needs_a_yes_to_be_loaded(
     ).fit(table)
     path = str(tmp_path / "model")
     model.save(path)
-    with pytest.raises(ValueError, match=r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"):
+    with pytest.raises(
+        ValueError, match=r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"
+    ):
         TorchClassificationModel.load(path)
     monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
     loaded = TorchClassificationModel.load(path)

@@ -107,9 +107,7 @@ def test_build_fails_in_one_sentence(spec: ModelSpec, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '{"kwargs": {}}', '{"target": "mlp", "extra": 1}', '{"target": 3}']
-)
+@pytest.mark.parametrize("text", ["{", '{"kwargs": {}}', '{"target": "mlp", "extra": 1}', '{"target": 3}'])
 def test_text_that_is_no_spec_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="ModelSpec"):
         ModelSpec.from_json(text)

@@ -1,0 +1,92 @@
+# Databricks notebook source
+# MAGIC %md
+# MAGIC # From a DataFrame to a trained network and back
+# MAGIC
+# MAGIC Will a flight arrive over 15 minutes late? Five real tables, Spark's own feature stages, and a
+# MAGIC network with entity embeddings trained by two workers.
+# MAGIC
+# MAGIC Needs `ringspark` with its `examples` extra on the cluster (`%pip install ringspark[examples]`).
+
+# COMMAND ----------
+
+import os
+import tempfile
+
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchClassifier
+from ringspark.models import ModelSpec
+from ringspark.pipelines import flights
+
+# A folder that the driver and all workers reach, and the share of the rows to use: 1.0 for all.
+FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="quickstart-")
+FRACTION = 0.1
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## The table
+# MAGIC One row per flight, with what is known before departure; cancelled flights have no label.
+
+# COMMAND ----------
+
+tables = flights.read_tables(spark, str(flights.unpack_raw_tables(f"{FOLDER}/raw")))
+rows = flights.label_rows(flights.join_tables(tables))
+rows = rows.where(F.pmod(F.xxhash64(*flights.KEYS), F.lit(1000)) < int(FRACTION * 1000)).cache()
+train = rows.where("split != 'test'").withColumn("is_validation", F.col("split") == "validation")
+test = rows.where("split = 'test'")
+rows.groupBy("split").agg(F.count("*").alias("rows"), F.avg("label").alias("late")).show()
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## Features, then the network
+# MAGIC The feature stages are fitted on the training months only.
+
+# COMMAND ----------
+
+features = flights.feature_pipeline().fit(train.where("NOT is_validation"))
+cardinalities, num_numeric = flights.feature_sizes(features)
+network = TorchClassifier(
+    model=ModelSpec(
+        "tabular",
+        {
+            "cardinalities": cardinalities,
+            "num_numeric": num_numeric,
+            "hidden": [128, 64],
+            "out_features": 1,
+            "dropout": 0.3,
+        },
+    ),
+    inputCols=["categorical", "numeric"],
+    validationIndicatorCol="is_validation",
+    lrSchedule="one_cycle",
+    learningRate=0.003,
+    epochs=3,
+    numWorkers=2,
+    storageUri=f"{FOLDER}/storage",
+)
+model = Pipeline(stages=[features, network]).fit(train)
+
+# COMMAND ----------
+
+model.stages[-1].summary.history
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## Predictions
+# MAGIC Another Spark ML stage like any other: lazy, and the other columns pass through.
+
+# COMMAND ----------
+
+predictions = model.transform(test)
+predictions.select("carrier", "origin", "dest", "label", "prediction", "probability").show(5, truncate=40)
+auc = BinaryClassificationEvaluator(labelCol="label").evaluate(predictions)
+print(f"ROC AUC on the months after training: {auc:.3f}")
+
+# COMMAND ----------
+
+model.write().overwrite().save(f"{FOLDER}/model")
