@@ -113,11 +113,11 @@ def main() -> None:
         manifest = write_shards(harness.random_frame(spark, options.rows), str(folder / "shards"))
         cases: dict[str, Callable[[], float]] = {BARE: partial(bare_rate, load_batches(manifest))}
         for reader in ("petastorm", "arrow"):
-            cases[f"train_worker, 1 rank, {reader}"] = partial(worker_rate, manifest.uri, folder, reader)
+            cases[f"train_worker, {reader}"] = partial(worker_rate, manifest.uri, folder, reader)
         for collective, reader in GANGS:
             fit = GangFit(manifest.uri, folder, collective, reader)
-            cases[f"fitOnShards, 2 workers, {collective}, {reader}: whole call"] = fit.whole_call
-            cases[f"fitOnShards, 2 workers, {collective}, {reader}: inside"] = fit.inside
+            cases[f"2 x {collective}, {reader}: whole call"] = fit.whole_call
+            cases[f"2 x {collective}, {reader}: inside"] = fit.inside
         rates = harness.measure_in_turns(cases, options.repeats)
     harness.print_table(
         f"fit_rate: rows/s, {options.rows:,} rows x {harness.DIM} fp32, MLP 32-128-128-1, 1 epoch, "

@@ -56,7 +56,7 @@ def compare(config: TrainConfig, folder: Path) -> list[list[str]]:
         difference = (first - one).abs().max().item()
         lines.append(
             [
-                f"{config.optimizer}, {changed.collective}, {changed.num_workers} worker(s)",
+                f"{changed.num_workers} x {changed.collective}, {changed.optimizer}",
                 "" if changed is config else f"{difference:.1e}",
                 "" if changed is config else f"{difference / one.abs().max().item():.1e}",
                 "yes" if torch.equal(first, again) else f"no, {(first - again).abs().max().item():.1e}",

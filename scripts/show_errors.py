@@ -1,0 +1,121 @@
+"""Provokes what goes wrong most often and prints what a user reads: the text of docs/errors.md.
+
+.venv/bin/python scripts/show_errors.py > docs/errors.md
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+import torch
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+
+
+class Broken(nn.Module):
+    """Raises in the third training step of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.distributed.is_initialized():
+            self.calls += 1
+            if self.calls == 3 and torch.distributed.get_rank() == 1:
+                raise ZeroDivisionError("a bug in the model")
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def show(title: str, provoke: Callable[[], Any]) -> None:
+    """Prints the first line of the error that `provoke` must raise."""
+    try:
+        provoke()
+    except (ValueError, TypeError, RuntimeError) as error:
+        print(f"**{title}**\n\n    {type(error).__name__}: {str(error).splitlines()[0]}\n", flush=True)
+    else:
+        raise AssertionError(f"{title}: nothing was refused")
+
+
+def main() -> None:
+    """Prints the page."""
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
+    spark.sparkContext.setLogLevel("OFF")
+    table = spark.range(60).select(
+        F.array((F.col("id") / 60).cast("float"), F.lit(1.0).cast("float")).alias("features"),
+        (F.col("id") % 2).cast("double").alias("label"),
+        F.col("id").cast("string").alias("city"),
+        F.when(F.col("id") != 7, F.col("id").cast("double")).alias("age"),
+        F.when(F.col("id") == 7, F.lit(float("nan"))).otherwise(1.0).alias("clicked"),
+        F.col("id").alias("customer"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+
+        def fit(kind: Any = TorchClassifier, **changes: Any) -> Any:
+            params: dict[str, Any] = {
+                "model": SPEC,
+                "batchSize": 8,
+                "storageUri": str(root / "storage"),
+                "showProgress": False,
+            }
+            return kind(**(params | changes)).fit(table)
+
+        print("# What refusals look like\n\nMade by `scripts/show_errors.py`. After each, the storage folder")
+        print("holds nothing of the attempt.\n")
+        show("A missing column", lambda: fit(featuresCol="featurs"))
+        show("A string column as a feature", lambda: fit(inputCols=["city"]))
+        show("A null in a feature", lambda: fit(inputCols=["age"]))
+        show("NaN in a label", lambda: fit(labelCol="clicked"))
+        show("Labels out of range", lambda: fit(labelCol="customer"))
+        empty = table.where("customer < 0")
+        show("An empty DataFrame", lambda: TorchClassifier(model=SPEC).fit(empty))
+        show("`numWorkers` above the slots", lambda: fit(numWorkers=8))
+        show("`batchSize` below `numWorkers`", lambda: fit(numWorkers=9))
+        wide = ModelSpec("linear", {"in_features": 2, "out_features": 3})
+        show("A model whose output has the wrong shape", lambda: fit(TorchRegressor, model=wide))
+        show(
+            "A model that raises on rank 1 at step 3",
+            lambda: fit(model=Broken(), numWorkers=2, collective="torch"),
+        )
+        (root / "file").write_text("")
+        show("An unwritable `storageUri`", lambda: fit(storageUri=str(root / "file" / "inside")))
+        for title, size in (("A shard file cut in half", 0.5), ("A shard file deleted", 0.0)):
+            uri = str(root / title.replace(" ", "-"))
+            manifest = write_shards(table.select("features", "label"), uri)
+            victim = Path(uri, manifest.files[0].path)
+            if size:
+                victim.write_bytes(victim.read_bytes()[: int(victim.stat().st_size * size)])
+            else:
+                victim.unlink()
+            estimator = TorchClassifier(model=SPEC, showProgress=False)
+            show(title, lambda estimator=estimator, uri=uri: estimator.fitOnShards(uri))  # type: ignore[misc]
+        show("Loading a model from a folder that is none", lambda: TorchClassificationModel.load(folder))
+        show("An unknown optimizer name", lambda: TorchClassifier(model=SPEC, optimizer="adamm"))
+        show("A keyword that is no Param", lambda: TorchClassifier(model=SPEC, bachSize=8))
+        left = (
+            sorted(path.name for path in (root / "storage").iterdir()) if (root / "storage").exists() else []
+        )
+        assert not left, f"left behind: {left}"
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()
