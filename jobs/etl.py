@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> None:
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
+        # First of all: a crash between the new features and the new shards must not leave the old
+        # shards, encoded by other features, looking complete.
+        storage.remove(shards, recursive=True)
         features = flights.feature_pipeline().fit(rows.where("split = 'train'"))
         features.write().overwrite().save(cli.under(args.output, "features"))
         test = rows.where("split = 'test'").drop("split")

@@ -24,7 +24,7 @@ def build_parser() -> cli.JobParser:
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")
     parser.add_argument("--num-workers", type=cli.positive_int, default=2, help="workers that train together")
-    parser.add_argument("--epochs", type=cli.positive_int, default=4, help="passes over the training rows")
+    parser.add_argument("--epochs", type=cli.positive_int, default=5, help="passes over the training rows")
     parser.add_argument(
         "--batch-size", type=cli.positive_int, default=1024, help="rows per step over all workers"
     )
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> None:
                 {
                     "cardinalities": cardinalities,
                     "num_numeric": num_numeric,
-                    "hidden": [128, 64],
+                    "hidden": [256, 128],
                     "out_features": 1,
-                    "dropout": 0.3,
-                    "embedding_dropout": 0.2,
+                    "dropout": 0.2,
+                    "embedding_dropout": 0.1,
                 },
             ),
             inputCols=["categorical", "numeric"],

@@ -49,7 +49,8 @@ def bare_rate(batches: list[Pair]) -> float:
     def epoch() -> None:
         for features, label in batches:
             optimizer.zero_grad()
-            functional.mse_loss(module(features).squeeze(-1), label).backward()
+            loss = functional.mse_loss(module(features).squeeze(-1), label)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return sum(len(label) for _, label in batches) / harness.seconds_of(epoch)

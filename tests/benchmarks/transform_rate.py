@@ -56,7 +56,7 @@ def main() -> None:
 
         frame = harness.random_frame(spark, options.rows)
         arrays = frame.select("features").cache()
-        vectors = arrays.select(array_to_vector("features").alias("features")).cache()
+        vectors = arrays.select(array_to_vector(F.col("features")).alias("features")).cache()
         few = frame.limit(1000).withColumn("label", (F.col("label") > 0).cast("float"))
         regression = fit(TorchRegressor, few, folder)
         classification = fit(TorchClassifier, few, folder)
