@@ -21,6 +21,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column, columns_from_spark, select_expression
 from ringspark.pipelines.manifest import MANIFEST_NAME, SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.shard_writer import REPORT_SCHEMA, WritePlan, write_partition
+from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.stats import ColumnStats
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def write_shards(
     )
     spread = selected.repartition(num_files or _default_parallelism(df.sparkSession))
     try:
-        rows = spread.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
+        with python_workers():
+            rows = spread.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
         manifest = _manifest(plan, [json.loads(row["report"]) for row in rows])
         _commit(manifest, overwrite)
     except BaseException:

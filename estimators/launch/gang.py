@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
 from ringspark.estimators.launch.devices import choose_device
 from ringspark.estimators.training.status import Failure, Status, WorkerError
+from ringspark.pipelines.spark_errors import python_workers
 
 # Gets the connected collective, this rank's device and the status to keep; returns a short text.
 Work = Callable[[Collective, str, Status], str]
@@ -47,7 +48,8 @@ def run_gang(
     """
     task = GangTask(collective=collective, work=work, use_gpu=use_gpu, timeout_seconds=timeout_seconds)
     frame = spark.range(0, num_workers, 1, num_workers)
-    rows = frame.mapInArrow(task, SCHEMA, barrier=True).collect()
+    with python_workers():
+        rows = frame.mapInArrow(task, SCHEMA, barrier=True).collect()
     failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
     if failures:
         # None: the driver's own stack says nothing about what happened on the rank.
