@@ -6,17 +6,23 @@ import copy
 from typing import Any, TypeVar
 
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 from torch import nn
 
 from ringspark.estimators.params import _ClassifierParams, _InputParams, set_params
 from ringspark.estimators.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
-from ringspark.estimators.predict import Kind, Predictor, prediction_expression, prediction_type
+from ringspark.estimators.predict import (
+    Kind,
+    Predictor,
+    class_columns,
+    count_classes,
+    prediction_expression,
+    prediction_type,
+)
 from ringspark.estimators.schema import check_inputs
 from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.training.checkpoint import load_checkpoint, read_info
@@ -152,17 +158,14 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
     @property
     def numClasses(self) -> int:
         """Classes that the network tells apart."""
-        return max(2, self._output_width or 1)
+        return count_classes(self._output_width)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_inputs(dataset.schema, self.inputColumns())
         expression = prediction_expression(self._predictor(), self._expressions(dataset))
         result = dataset.withColumn(_RESULT, expression)
-        for name, column in (
-            (self.getRawPredictionCol(), array_to_vector(F.col(f"{_RESULT}.raw"))),
-            (self.getProbabilityCol(), array_to_vector(F.col(f"{_RESULT}.probability"))),
-            (self.getPredictionCol(), F.col(f"{_RESULT}.prediction")),
-        ):
+        names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
+        for name, column in zip(names, class_columns(_RESULT, self._output_width), strict=True):
             if name:
                 result = result.withColumn(name, column)
         return result.drop(_RESULT)

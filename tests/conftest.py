@@ -99,6 +99,19 @@ def make_shards(tmp_path: Path) -> MakeShards:
 
 
 @pytest.fixture(autouse=True)
+def executors_find_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Functions and classes of a test file travel by value: no executor can import the file."""
+    import cloudpickle
+    from pyspark import cloudpickle as spark_cloudpickle
+
+    for library in (cloudpickle, spark_cloudpickle):
+        library.register_pickle_by_value(request.module)
+    yield
+    for library in (cloudpickle, spark_cloudpickle):
+        library.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """No test leaves a changed environment or a thread of ours behind."""
     # Spark starts in the first test that needs it, and announces its gateway this way.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,10 +129,12 @@ class TorchSync(PlainSync):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> None:
         device = next(module.parameters()).device
-        # broadcast_buffers=False: as with Horovod, running statistics stay each rank's own and
-        # the checkpoint takes rank 0's.
+        # Without syncing buffers: as with Horovod, running statistics stay each rank's own and
+        # the checkpoint takes rank 0's. torch 2.13 renamed the argument.
+        renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
         parallel = DistributedDataParallel(
-            module, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
+            module, device_ids=[device] if device.type == "cuda" else None, **options
         )
         super().__init__(parallel, optimizer)
         self.loss_factor = float(size)

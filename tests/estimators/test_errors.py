@@ -121,16 +121,9 @@ class FailsOnRankOne(nn.Module):
 
 
 def test_a_model_that_raises_on_rank_one_at_step_three(table: Any, tmp_path: Path) -> None:
-    import sys
 
-    from pyspark import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    try:
-        with pytest.raises(WorkerError) as caught:
-            _fit(table, tmp_path, model=FailsOnRankOne(), numWorkers=2, collective="horovod")
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    with pytest.raises(WorkerError) as caught:
+        _fit(table, tmp_path, model=FailsOnRankOne(), numWorkers=2, collective="horovod")
     first_line = str(caught.value).splitlines()[0]
     assert first_line.startswith("rank 1 on host ")
     assert first_line.endswith(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -361,22 +360,6 @@ def test_params_have_documentation_getters_and_setters() -> None:
     assert estimator.setEpochs(7).getEpochs() == 7
     assert estimator.copy({estimator.epochs: 9}).getEpochs() == 9
     assert estimator.getEpochs() == 7
-
-
-@pytest.fixture(autouse=True)
-def _executors_find_this_module() -> Iterator[None]:
-    """Classes of this file travel by value: executors cannot import a test file."""
-    import sys
-
-    import cloudpickle
-    from pyspark import cloudpickle as spark_cloudpickle
-
-    module = sys.modules[__name__]
-    for library in (cloudpickle, spark_cloudpickle):
-        library.register_pickle_by_value(module)
-    yield
-    for library in (cloudpickle, spark_cloudpickle):
-        library.unregister_pickle_by_value(module)
 
 
 def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) -> None:
