@@ -24,6 +24,9 @@ def build_parser() -> cli.JobParser:
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")
     parser.add_argument("--num-workers", type=cli.positive_int, default=2, help="workers that train together")
+    parser.add_argument(
+        "--members", type=cli.positive_int, default=3, help="networks of the ensemble; time grows with it"
+    )
     parser.add_argument("--epochs", type=cli.positive_int, default=5, help="passes over the training rows")
     parser.add_argument(
         "--batch-size", type=cli.positive_int, default=1024, help="rows per step over all workers"
@@ -73,8 +76,9 @@ def run(args: argparse.Namespace) -> None:
         cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(
             model=ModelSpec(
-                "tabular",
+                "tabular_ensemble",
                 {
+                    "members": args.members,
                     "cardinalities": cardinalities,
                     "num_numeric": num_numeric,
                     "hidden": [256, 128],
@@ -83,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
                     "embedding_dropout": 0.1,
                 },
             ),
+            loss="bce_with_logits_per_member",
             inputCols=["categorical", "numeric"],
             numWorkers=args.num_workers,
             epochs=args.epochs,

@@ -9,5 +9,14 @@ from ringspark.models.mlp import MLP
 from ringspark.models.registry import MODELS
 from ringspark.models.spec import ModelSpec
 from ringspark.models.tabular import TabularNet
+from ringspark.models.tabular_ensemble import TabularEnsemble
 
-__all__ = ["MLP", "MODELS", "Linear", "ModelSpec", "TabularNet", "apply_activation_checkpoint"]
+__all__ = [
+    "MLP",
+    "MODELS",
+    "Linear",
+    "ModelSpec",
+    "TabularEnsemble",
+    "TabularNet",
+    "apply_activation_checkpoint",
+]

@@ -53,7 +53,10 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
             f"gradientCheckpointing={policy!r}: {_name(net)} is checkpointed already; apply it once"
         )
     if isinstance(policy, str | int):
-        _apply_to_chain(net, policy)
+        # Networks side by side, such as an ensemble's, have a chain each.
+        branches = getattr(net, "checkpoint_branches", lambda: [net])()
+        for branch in branches:
+            _apply_to_chain(branch, policy)
     else:
         for module in _find_named(net, list(policy)):
             _replace_forward(module, _RecomputeWhole(module))

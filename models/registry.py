@@ -9,4 +9,5 @@ MODELS: dict[str, str] = {
     "linear": "ringspark.models.linear:Linear",
     "mlp": "ringspark.models.mlp:MLP",
     "tabular": "ringspark.models.tabular:TabularNet",
+    "tabular_ensemble": "ringspark.models.tabular_ensemble:TabularEnsemble",
 }

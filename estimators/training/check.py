@@ -74,7 +74,9 @@ def check_training(
     if objects.loss is None and config.loss == "auto":
         config = replace(config, loss=default_loss(config.task, width))
     if config.task == "classification":
-        _check_classes(config, manifest, type(module).__name__, shape, config.loss == "bce_with_logits")
+        _check_classes(
+            config, manifest, type(module).__name__, shape, config.loss.startswith("bce_with_logits")
+        )
     elif config.task == "regression":
         _check_regression(config, manifest, type(module).__name__, shape)
     return config, int(np.prod(shape[1:])) if len(shape) > 1 else None

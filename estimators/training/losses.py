@@ -33,10 +33,29 @@ def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output, label.long(), reduction="none")
 
 
+def _per_member(loss: RowLoss) -> RowLoss:
+    """For ensembles: each member's output against the row's label, then the mean over members.
+
+    Takes (batch, members, ...) outputs, as ensembles give in training, and (batch, ...) ones, the
+    members' mean, as they give in evaluation.
+    """
+
+    def member_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        if output.dim() < 3:
+            return loss(output, label)
+        batch, members = output.shape[:2]
+        rows = loss(output.flatten(0, 1), label.repeat_interleave(members, dim=0))
+        return rows.view(batch, members).mean(1)
+
+    return member_loss
+
+
 # The loss itself is computed in fp32 also under autocast: torch's autocast lists say so.
 LOSSES: dict[str, RowLoss] = {
     "cross_entropy": _cross_entropy,
+    "cross_entropy_per_member": _per_member(_cross_entropy),
     "bce_with_logits": _elementwise(functional.binary_cross_entropy_with_logits),
+    "bce_with_logits_per_member": _per_member(_elementwise(functional.binary_cross_entropy_with_logits)),
     "mse": _elementwise(functional.mse_loss),
     "l1": _elementwise(functional.l1_loss),
     "huber": _elementwise(functional.huber_loss),

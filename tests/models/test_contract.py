@@ -9,12 +9,19 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "linear": {"in_features": 5, "out_features": 2},
     "mlp": {"in_features": 5, "hidden": [8, 7], "out_features": 2, "dropout": 0.2, "norm": "batch"},
     "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
+    "tabular_ensemble": {
+        "members": 3,
+        "cardinalities": [4, 30],
+        "num_numeric": 3,
+        "hidden": [8, 7],
+        "out_features": 2,
+    },
 }
 
 
 def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    if name == "tabular":
+    if name.startswith("tabular"):
         categories = torch.randint(0, 4, (rows, 2), generator=generator)
         return categories, torch.randn(rows, 3, generator=generator)
     return (torch.randn(rows, 5, generator=generator),)
@@ -37,7 +44,7 @@ def test_spec_round_trips_and_builds_the_class_listed(name: str) -> None:
 
 
 def test_output_is_batch_by_out_features(name: str) -> None:
-    net = ModelSpec(name, EXAMPLES[name]).build()
+    net = ModelSpec(name, EXAMPLES[name]).build().eval()
     assert net(*example_inputs(name, 6)).shape == (6, 2)
 
 

@@ -19,6 +19,12 @@ CPU = torch.device("cpu")
 
 REFERENCES = {
     "cross_entropy": (torch.randn(7, 3), torch.randint(0, 3, (7,)), nn.CrossEntropyLoss()),
+    "cross_entropy_per_member": (torch.randn(7, 3), torch.randint(0, 3, (7,)), nn.CrossEntropyLoss()),
+    "bce_with_logits_per_member": (
+        torch.randn(7, 1),
+        torch.randint(0, 2, (7,)).float(),
+        nn.BCEWithLogitsLoss(),
+    ),
     "bce_with_logits": (torch.randn(7, 1), torch.randint(0, 2, (7,)).float(), nn.BCEWithLogitsLoss()),
     "mse": (torch.randn(7, 1), torch.randn(7), nn.MSELoss()),
     "l1": (torch.randn(7, 2), torch.randn(7, 2), nn.L1Loss()),
@@ -32,9 +38,19 @@ def test_the_mean_of_the_row_losses_is_torchs_loss(name: str) -> None:
     rows = LOSSES[name](output, label)
     assert rows.shape == (7,)
     expected = reference(
-        output.squeeze(-1) if output.dim() > label.dim() and name != "cross_entropy" else output, label
+        output.squeeze(-1) if output.dim() > label.dim() and not name.startswith("cross_entropy") else output,
+        label,
     )
     torch.testing.assert_close(rows.mean(), expected)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy_per_member", "bce_with_logits_per_member"])
+def test_members_are_held_against_the_label_one_by_one(name: str) -> None:
+    _, label, _ = REFERENCES[name]
+    members = [torch.randn(7, 3 if name.startswith("cross") else 1) for _ in range(4)]
+    together = LOSSES[name](torch.stack(members, dim=1), label)
+    apart = torch.stack([LOSSES[name](member, label) for member in members]).mean(0)
+    torch.testing.assert_close(together, apart)
 
 
 def test_labels_of_a_row_loss_keep_their_row() -> None:

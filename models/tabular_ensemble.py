@@ -1,0 +1,64 @@
+"""Several tabular networks side by side, each learning for itself: a deep ensemble in one module.
+
+Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation
+using Deep Ensembles". The members differ by their first weights and their dropout. Averaging their
+outputs already in training would make them one wide network, and lose what an ensemble gains; so in
+training every member is held against the label by itself, with a loss `..._per_member`.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ringspark.models.tabular import TabularNet
+
+
+class TabularEnsemble(nn.Module):
+    """`members` independent `TabularNet`s over the same columns.
+
+    Args:
+        members: How many; time and memory grow with it.
+        cardinalities, num_numeric, hidden, out_features, dropout, embedding_dropout: As `TabularNet`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        members: int,
+        cardinalities: Sequence[int],
+        num_numeric: int,
+        hidden: Sequence[int],
+        out_features: int,
+        dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if members < 1:
+            raise ValueError(f"members must be at least 1, got {members}")
+        self.members = nn.ModuleList(
+            TabularNet(
+                cardinalities,
+                num_numeric,
+                hidden,
+                out_features,
+                dropout=dropout,
+                embedding_dropout=embedding_dropout,
+            )
+            for _ in range(members)
+        )
+
+    def forward(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, K) indices and (batch, M) numbers to outputs.
+
+        Returns:
+            (batch, members, out_features) in training, the members' mean (batch, out_features) else.
+        """
+        outputs = torch.stack([member(categorical, numeric) for member in self.members], dim=1)
+        return outputs if self.training else outputs.mean(1)
+
+    def checkpoint_branches(self) -> Iterable[nn.Module]:
+        """The parts that activation checkpointing treats each as a network of its own."""
+        return self.members
