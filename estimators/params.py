@@ -29,6 +29,7 @@ from ringspark.estimators.training.losses import LOSSES
 from ringspark.estimators.training.optimizers import OPTIMIZERS, check_name
 from ringspark.estimators.training.schedules import SCHEDULES
 from ringspark.models import ModelSpec
+from ringspark.pipelines import default_engine
 
 Self = TypeVar("Self", bound=Params)
 
@@ -208,7 +209,7 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
             precision="fp32",
             gradientCheckpointing="none",
             gradientAccumulation=1,
-            reader=default_reader(),
+            reader=default_engine(),
             timeoutSeconds=600.0,
             showProgress=True,
         )
@@ -348,13 +349,6 @@ def default_collective() -> str:
     from importlib.util import find_spec
 
     return "horovod" if find_spec("horovod") is not None else "torch"
-
-
-def default_reader() -> str:
-    """Petastorm where it is installed, Arrow else."""
-    from importlib.util import find_spec
-
-    return "petastorm" if find_spec("petastorm") is not None else "arrow"
 
 
 def set_params(stage: Params, keywords: dict[str, Any]) -> None:

@@ -43,12 +43,13 @@ class Broken(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def show(title: str, provoke: Callable[[], Any]) -> None:
-    """Prints the first line of the error that `provoke` must raise."""
+def show(title: str, provoke: Callable[[], Any], folder: str = "") -> None:
+    """Prints the first line of the error that `provoke` must raise, with `folder` called /data."""
     try:
         provoke()
     except (ValueError, TypeError, RuntimeError) as error:
-        print(f"**{title}**\n\n    {type(error).__name__}: {str(error).splitlines()[0]}\n", flush=True)
+        line = str(error).splitlines()[0].replace(folder or "\n", "/data")
+        print(f"**{title}**\n\n    {type(error).__name__}: {line}\n", flush=True)
     else:
         raise AssertionError(f"{title}: nothing was refused")
 
@@ -78,8 +79,10 @@ def main() -> None:
             }
             return kind(**(params | changes)).fit(table)
 
-        print("# What refusals look like\n\nMade by `scripts/show_errors.py`. After each, the storage folder")
-        print("holds nothing of the attempt.\n")
+        print(
+            "# What refusals look like\n\nMade by `scripts/show_errors.py`; `/data` is its folder. After each, the storage folder holds"
+        )
+        print("nothing of the attempt.\n")
         show("A missing column", lambda: fit(featuresCol="featurs"))
         show("A string column as a feature", lambda: fit(inputCols=["city"]))
         show("A null in a feature", lambda: fit(inputCols=["age"]))
@@ -96,7 +99,7 @@ def main() -> None:
             lambda: fit(model=Broken(), numWorkers=2, collective="torch"),
         )
         (root / "file").write_text("")
-        show("An unwritable `storageUri`", lambda: fit(storageUri=str(root / "file" / "inside")))
+        show("An unwritable `storageUri`", lambda: fit(storageUri=str(root / "file" / "inside")), folder)
         for title, size in (("A shard file cut in half", 0.5), ("A shard file deleted", 0.0)):
             uri = str(root / title.replace(" ", "-"))
             manifest = write_shards(table.select("features", "label"), uri)
@@ -106,8 +109,12 @@ def main() -> None:
             else:
                 victim.unlink()
             estimator = TorchClassifier(model=SPEC, showProgress=False)
-            show(title, lambda estimator=estimator, uri=uri: estimator.fitOnShards(uri))  # type: ignore[misc]
-        show("Loading a model from a folder that is none", lambda: TorchClassificationModel.load(folder))
+            show(title, lambda estimator=estimator, uri=uri: estimator.fitOnShards(uri), folder)  # type: ignore[misc]
+        show(
+            "Loading a model from a folder that is none",
+            lambda: TorchClassificationModel.load(folder),
+            folder,
+        )
         show("An unknown optimizer name", lambda: TorchClassifier(model=SPEC, optimizer="adamm"))
         show("A keyword that is no Param", lambda: TorchClassifier(model=SPEC, bachSize=8))
         left = (
