@@ -79,9 +79,8 @@ def main() -> None:
             }
             return kind(**(params | changes)).fit(table)
 
-        print(
-            "# What refusals look like\n\nMade by `scripts/show_errors.py`; `/data` is its folder. After each, the storage folder holds"
-        )
+        print("# What refusals look like\n")
+        print("Made by `scripts/show_errors.py`; `/data` is its folder. After each, the storage folder holds")
         print("nothing of the attempt.\n")
         show("A missing column", lambda: fit(featuresCol="featurs"))
         show("A string column as a feature", lambda: fit(inputCols=["city"]))
