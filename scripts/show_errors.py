@@ -82,7 +82,7 @@ def main() -> None:
         print("# What refusals look like\n")
         print("Made by `scripts/show_errors.py`; `/data` is its folder. After each, the storage folder holds")
         print("nothing of the attempt.\n")
-        show("A missing column", lambda: fit(featuresCol="featurs"))
+        show("A missing column", lambda: fit(featuresCol="featurez"))
         show("A string column as a feature", lambda: fit(inputCols=["city"]))
         show("A null in a feature", lambda: fit(inputCols=["age"]))
         show("NaN in a label", lambda: fit(labelCol="clicked"))

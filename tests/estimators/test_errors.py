@@ -47,10 +47,10 @@ def _fit(table: Any, root: Path, **changes: Any) -> Any:
 
 CASES: list[tuple[dict[str, Any], str]] = [
     (
-        {"featuresCol": "featurs"},
-        r"featuresCol or inputCols 'featurs' is not a column .* did you mean 'features'\?",
+        {"featuresCol": "featurez"},
+        r"featuresCol or inputCols 'featurez' is not a column .* did you mean 'features'\?",
     ),
-    ({"labelCol": "lable"}, r"labelCol 'lable' is not a column of the DataFrame; did you mean 'label'\?"),
+    ({"labelCol": "labelz"}, r"labelCol 'labelz' is not a column of the DataFrame; did you mean 'label'\?"),
     ({"inputCols": ["text"]}, r"column 'text' has type string, .*; index it with StringIndexer first"),
     ({"inputCols": ["holey"]}, r"column 'holey' has 1 nulls in 60 rows; fill or drop them first"),
     ({"labelCol": "broken"}, r"column 'broken' has 1 NaN values in the train rows; filter or replace them"),
