@@ -8,9 +8,11 @@ and only then does a gang start. Whatever fails, the folder of the fit is remove
 from __future__ import annotations
 
 import atexit
+import logging
 import shutil
 import tempfile
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
@@ -34,6 +36,9 @@ from ringspark.estimators.training.status import Status
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage, write_shards
+from ringspark.pipelines.columns import quote
+
+_logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound="TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -102,15 +107,15 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
         columns = [*config.input_columns, config.label_column, config.weight_column, validation_col]
         try:
             manifest = write_shards(
-                dataset.select(*dict.fromkeys(c for c in columns if c is not None)),
+                dataset.select(*dict.fromkeys(quote(c) for c in columns if c is not None)),
                 shards_uri,
                 validation_col=validation_col,
             )
         except BaseException:
-            storage.remove(run_uri, recursive=True)
+            _discard(run_uri)
             raise
         model = self._guarded(run_uri, spark, replace(config, shards_uri=shards_uri), objects, manifest)
-        storage.remove(shards_uri, recursive=True)
+        _discard(shards_uri)
         return model
 
     def _guarded(
@@ -137,7 +142,7 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
                     timeout_seconds=config.timeout_seconds,
                 )
         except BaseException:
-            storage.remove(run_uri, recursive=True)
+            _discard(run_uri)
             raise
         return self._make_model(TrainResult.from_json(texts[0]), output_width)
 
@@ -212,6 +217,9 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
     def _new_folder(self, spark: SparkSession) -> str:
         """A folder of this fit's own, never one that was used before."""
         root = self.getStorageUri() or _session_folder(spark.conf.get("spark.master", "") or "")
+        with suppress(OSError):
+            # Made first, and kept: fits that run side by side must not remove it under each other.
+            storage.make_dirs(storage.normalize(root))
         storage.check_writable(root)
         return storage.join(storage.normalize(root), f"run-{uuid.uuid4().hex[:12]}")
 
@@ -231,6 +239,14 @@ class TorchRegressor(TorchEstimator[TorchRegressionModel]):
 
     _task: Task = "regression"
     _model_class = TorchRegressionModel
+
+
+def _discard(uri: str) -> None:
+    """Removes a folder, best effort: a store that hiccups must hide neither a model nor an error."""
+    try:
+        storage.remove(uri, recursive=True)
+    except OSError as error:
+        _logger.warning("could not remove %s: %s", uri, error)
 
 
 def _active_session() -> SparkSession:

@@ -28,6 +28,7 @@ from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.training.checkpoint import load_checkpoint, read_info
 from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
+from ringspark.pipelines.columns import quote
 
 M = TypeVar("M", bound="TorchModel")
 
@@ -96,7 +97,7 @@ class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):
         """The input columns as Python gets them: vectors as arrays of fp32."""
         expressions = []
         for name in self.inputColumns():
-            column = dataset[name]
+            column = dataset[quote(name)]
             if isinstance(dataset.schema[name].dataType, VectorUDT):
                 column = vector_to_array(column, "float32")
             expressions.append(column)
@@ -105,6 +106,8 @@ class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _predictor(self) -> Predictor:
         model = self.getModel()
         weights_uri = self._weights()
+        if self.getInferenceBatchSize() < 1:
+            raise ValueError(f"inferenceBatchSize must be at least 1, got {self.getInferenceBatchSize()}")
         return Predictor(
             model=model.to_json() if isinstance(model, ModelSpec) else model,
             weights_uri=weights_uri,

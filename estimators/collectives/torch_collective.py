@@ -108,6 +108,10 @@ class TorchCollective:
         self._leave()
 
     def abort(self) -> None:
+        stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if self._use_gpu and stop is not None:
+            # NCCL's destroy waits for operations that will never end; abort does not.
+            stop()
         self._leave()
 
     def _leave(self) -> None:

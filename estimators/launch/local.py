@@ -89,7 +89,7 @@ def _receive(queue: Any, processes: list[Any]) -> list[tuple[int, str, str | Non
         except Empty:
             heard = {rank for rank, _, _ in rows}
             for rank, process in enumerate(processes):
-                if rank not in heard and process.exitcode not in (None, 0) and queue.empty():
+                if rank not in heard and process.exitcode is not None and queue.empty():
                     error = RuntimeError(f"the process ended with exit code {process.exitcode}")
                     failure = Failure.of(error, rank, "running", from_peer=False)
                     raise WorkerError([failure]) from None

@@ -157,6 +157,12 @@ def _check_classes(
             f"model {model} must return (batch, classes) logits, got {tuple(shape)} for {PROBE_ROWS} rows; "
             "flatten or pool the other dimensions"
         )
+    is_binary = len(shape) == 1 or shape[1] == 1
+    if is_binary and config.loss == "cross_entropy":
+        raise ValueError(
+            f"loss 'cross_entropy' needs one logit per class, model {model} gives one; "
+            "set loss='bce_with_logits' or give the model 2 outputs"
+        )
     num_classes = 2 if binary or len(shape) == 1 or shape[1] == 1 else shape[1]
     for split, columns in manifest.stats.items():
         stats = columns[label]

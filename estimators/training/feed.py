@@ -52,6 +52,9 @@ def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     """One column on the device; copies are pinned and do not wait where the device is a GPU."""
     if values.dtype.kind in "fb" and values.dtype != np.float32:
         values = values.astype(np.float32)
+    elif values.dtype.kind in "iu":
+        # int64 as in the driver's probe and in transform: int8 would overflow in a network's arithmetic.
+        values = values.astype(np.int64, copy=False)
     if not values.flags.writeable:
         values = values.copy()
     tensor = torch.from_numpy(np.ascontiguousarray(values))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ringspark.pipelines import storage
@@ -57,7 +58,9 @@ class RunLog:
         now = time.monotonic()
         if self._writes and now - self._last_progress >= PROGRESS_SECONDS:
             self._last_progress = now
-            self._write(PROGRESS, asdict(progress))
+            # For show only: a store that hiccups here must not end a training.
+            with suppress(OSError):
+                self._write(PROGRESS, asdict(progress))
 
     def epoch(self, record: EpochRecord) -> None:
         self.history.append(record)

@@ -17,13 +17,24 @@ RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _match(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Drops the trailing unit dimension of (batch, 1) outputs against (batch,) labels."""
-    return output.squeeze(-1) if output.dim() == label.dim() + 1 and output.shape[-1] == 1 else output
+    """Drops or adds the trailing unit dimension between (batch, 1) and (batch,)."""
+    if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
+        return output.squeeze(-1)
+    if label.dim() == output.dim() + 1 and label.shape[-1] == 1:
+        return output.unsqueeze(-1)
+    return output
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> RowLoss:
     def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        values = function(_match(output, label), label.to(output.dtype), reduction="none")
+        output = _match(output, label)
+        if output.shape != label.shape:
+            # PyTorch would broadcast, and hold every prediction against every row's label.
+            raise ValueError(
+                f"the loss needs output and label of one shape, got {tuple(output.shape)} and "
+                f"{tuple(label.shape)}; change the last layer, or take a '..._per_member' loss"
+            )
+        values = function(output, label.to(output.dtype), reduction="none")
         return values.flatten(1).mean(1) if values.dim() > 1 else values
 
     return loss
@@ -57,6 +68,7 @@ LOSSES: dict[str, RowLoss] = {
     "bce_with_logits": _elementwise(functional.binary_cross_entropy_with_logits),
     "bce_with_logits_per_member": _per_member(_elementwise(functional.binary_cross_entropy_with_logits)),
     "mse": _elementwise(functional.mse_loss),
+    "mse_per_member": _per_member(_elementwise(functional.mse_loss)),
     "l1": _elementwise(functional.l1_loss),
     "huber": _elementwise(functional.huber_loss),
 }
@@ -76,18 +88,24 @@ def default_loss(task: str, output_width: int) -> str:
     return DEFAULT_LOSS[task]
 
 
-def from_user(loss: Callable[..., torch.Tensor]) -> RowLoss:
-    """A user's loss as a per-row loss; `nn` losses lose their reduction.
+def from_user(loss: Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
+    """A user's loss as a per-row loss; `nn` losses lose their reduction and move to `device`.
 
     Raises:
         ValueError: When called, if the loss gives one number for many rows.
     """
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        loss = copy.copy(loss)
-        loss.reduction = "none"  # type: ignore[assignment]
+    takes_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if isinstance(loss, nn.Module):
+        loss = copy.deepcopy(loss).to(device)
+        if hasattr(loss, "reduction"):
+            loss.reduction = "none"  # type: ignore[assignment]
 
     def row_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        values = loss(_match(output, label), label)
+        # Spark's labels are doubles; classes must be integers, unless they are probabilities.
+        if takes_classes and label.dim() < output.dim():
+            label = label.long()
+        output = output if takes_classes else _match(output, label)
+        values = loss(output, label)
         if values.dim() == 0 or values.shape[0] != label.shape[0]:
             raise ValueError(
                 f"loss must return one value per row, shape ({label.shape[0]},), got {tuple(values.shape)}; "

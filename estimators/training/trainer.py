@@ -145,7 +145,9 @@ class Trainer:
             self._sync.reduce()
         if self._config.max_grad_norm is not None:
             self._scaler.unscale_(self._sync.optimizer)
-            nn.utils.clip_grad_norm_(self._module.parameters(), self._config.max_grad_norm)
+            # Of the parameters that are trained: others may keep gradients, which differ by rank.
+            trained = [p for group in self._sync.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, self._config.max_grad_norm)
         self._sync.step(self._scaler)
         self._scaler.update()
 
@@ -159,14 +161,17 @@ class Trainer:
     def _empty_backward(self, batch: Batch) -> None:
         """A backward pass whose gradients are zero, for a rank without rows in this step.
 
-        One row of zeros in eval mode: running statistics and random numbers stay untouched.
+        The forward pass, one row of zeros in eval mode, only arms the reducer: running statistics and
+        random numbers stay untouched, and what the network makes of zeros (a logarithm, an infinity)
+        takes no part. Every parameter gets its zero, also one that evaluation does not use.
         """
         inputs = tuple(t.new_zeros((1, *t.shape[1:])) for t in batch.inputs)
         self._sync.module.eval()
         with autocast(self._config.precision, self._device):
-            output = self._sync.module(*inputs)
+            self._sync.module(*inputs)
+        zero = torch.stack([(p * 0.0).sum() for p in self._module.parameters() if p.requires_grad]).sum()
         with backward_errors():
-            (output.float().sum() * 0.0).backward()
+            zero.backward()  # type: ignore[no-untyped-call]
         self._sync.module.train()
 
     def _weighted_loss(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

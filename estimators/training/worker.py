@@ -80,7 +80,8 @@ def train_worker(
         status.phase = "opening the shards"
         train, validation = _open_readers(config, collective)
         status.phase = "building the model"
-        torch.manual_seed(config.seed)
+        # Any whole number is a seed; torch takes 64 bits.
+        torch.manual_seed(config.seed % 2**63)
         module = build_module(config, objects).to(torch_device)
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
@@ -89,14 +90,14 @@ def train_worker(
             module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
         )
         # Dropout differs between the ranks, as it does between the rows of one batch.
-        torch.manual_seed(config.seed * 1_000_003 + collective.rank)
+        torch.manual_seed((config.seed * 1_000_003 + collective.rank) % 2**63)
         log = RunLog(config.run_uri, writes=collective.rank == 0)
         trainer = Trainer(
             config=config,
             collective=collective,
             module=module,
             sync=sync,
-            loss=from_user(objects.loss) if objects.loss is not None else LOSSES[config.loss],
+            loss=from_user(objects.loss, torch_device) if objects.loss is not None else LOSSES[config.loss],
             schedule=objects.lr_schedule or SCHEDULES[config.lr_schedule],
             device=torch_device,
             log=log,

@@ -71,6 +71,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model": nn.Flatten()}, "model Flatten has no trainable parameters; unfreeze some"),
     ({"gradientCheckpointing": "sqrt"}, "gradientCheckpointing='sqrt' found no chain of blocks in Linear"),
+    ({"loss": "cross_entropy"}, "loss 'cross_entropy' needs one logit per class, model Linear gives one"),
     ({"learningRate": -1.0}, "learningRate must be above 0, got -1.0"),
 ]
 
@@ -174,6 +175,12 @@ def test_a_keyword_that_is_no_param_names_the_nearest() -> None:
 def test_a_model_is_required(table: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="TorchClassifier needs a model; pass model=ModelSpec"):
         TorchClassifier(storageUri=str(tmp_path)).fit(table)
+
+
+def test_a_batch_size_of_none_in_transform(table: Any, tmp_path: Path) -> None:
+    model = _fit(table, tmp_path, epochs=1).setInferenceBatchSize(0)
+    with pytest.raises(ValueError, match="inferenceBatchSize must be at least 1, got 0"):
+        model.transform(table)
 
 
 def test_a_missing_column_in_transform(spark: Any, table: Any, tmp_path: Path) -> None:

@@ -232,6 +232,19 @@ def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark: Any, s
         assert row.prediction == pytest.approx(row.key % 2 + scale * row.number, rel=1e-5)
 
 
+def test_column_names_with_dots_are_names(table: Any, storage_uri: str) -> None:
+    frame = table.select("id", F.col("features").alias("my.features"), F.col("label").alias("my.label"))
+    model = TorchClassifier(
+        model=MLP,
+        featuresCol="my.features",
+        labelCol="my.label",
+        epochs=1,
+        storageUri=storage_uri,
+        showProgress=False,
+    ).fit(frame)
+    assert model.transform(frame).count() == 240
+
+
 def test_array_labels_give_array_predictions(table: Any, storage_uri: str) -> None:
     frame = table.select("id", "features", F.array("target", "a").alias("label"))
     spec = ModelSpec("linear", {"in_features": 2, "out_features": 2})

@@ -26,6 +26,7 @@ REFERENCES = {
         nn.BCEWithLogitsLoss(),
     ),
     "bce_with_logits": (torch.randn(7, 1), torch.randint(0, 2, (7,)).float(), nn.BCEWithLogitsLoss()),
+    "mse_per_member": (torch.randn(7, 1), torch.randn(7), nn.MSELoss()),
     "mse": (torch.randn(7, 1), torch.randn(7), nn.MSELoss()),
     "l1": (torch.randn(7, 2), torch.randn(7, 2), nn.L1Loss()),
     "huber": (torch.randn(7), torch.randn(7), nn.HuberLoss()),
@@ -57,6 +58,20 @@ def test_labels_of_a_row_loss_keep_their_row() -> None:
     """(batch, 1) outputs against (batch,) labels must not broadcast to (batch, batch)."""
     rows = LOSSES["mse"](torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 4.0]))
     assert rows.tolist() == [0.0, 4.0]
+
+
+def test_outputs_that_would_broadcast_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"output and label of one shape, got \(4, 3, 1\) and \(4,\)"):
+        LOSSES["mse"](torch.zeros(4, 3, 1), torch.zeros(4))
+    with pytest.raises(ValueError, match="output and label of one shape"):
+        LOSSES["mse"](torch.zeros(4, 1), torch.zeros(4, 2))
+    assert LOSSES["mse"](torch.ones(4), torch.zeros(4, 1)).tolist() == [1.0] * 4
+
+
+def test_a_class_loss_takes_sparks_double_labels() -> None:
+    output, label = torch.randn(5, 3), torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0])
+    expected = nn.functional.cross_entropy(output, label.long(), reduction="none")
+    torch.testing.assert_close(from_user(nn.CrossEntropyLoss())(output, label), expected)
 
 
 def test_a_users_loss_instance_loses_its_reduction_but_is_not_changed() -> None:
@@ -119,6 +134,7 @@ def test_one_cycle_agrees_with_torchs() -> None:
 def test_integers_stay_exact_and_floats_become_fp32() -> None:
     ids = np.array([16_777_217, -(2**53) - 1], dtype=np.int64)
     assert to_tensor(ids, CPU).tolist() == ids.tolist()
+    assert to_tensor(np.array([100], dtype=np.int8), CPU).dtype == torch.int64
     assert to_tensor(np.array([0.5], dtype=np.float64), CPU).dtype == torch.float32
     assert to_tensor(np.array([True, False]), CPU).tolist() == [1.0, 0.0]
 

@@ -92,6 +92,37 @@ def test_a_rank_without_rows_in_a_step_does_not_change_the_numbers(
     assert (_weights(one) - _weights(three)).abs().max() < 1e-5
 
 
+class _Logarithm(nn.Module):
+    """Has no finite gradient at zero, and a parameter that only training uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.abs().log()
+        output = self.linear(x)
+        return output + self.extra(x) if self.training else output  # type: ignore[no-any-return]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_a_rank_without_rows_adds_exactly_nothing(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    manifest = make_shards(_columns(33))
+    changes: dict[str, Any] = {"model": None, "epochs": 1}
+    one = train_here(_config(manifest, tmp_path / "a", **changes), UserObjects(module=_seeded()))
+    config = _config(manifest, tmp_path / "b", num_workers=2, collective=collective, **changes)
+    two = _gang(config, UserObjects(module=_seeded()))
+    assert (_weights(one, _Logarithm()) - _weights(two, _Logarithm())).abs().max() < 1e-5
+
+
+def _seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return _Logarithm()
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
 def test_row_weights_count_over_the_global_batch(
