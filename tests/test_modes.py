@@ -1,4 +1,4 @@
-"""The suite of the stages again, on executor processes of their own and through Spark Connect.
+"""The tests marked `modes` again, on executor processes of their own and through Spark Connect.
 
 Each mode needs a process of its own: one Python process holds one kind of Spark session.
 """
@@ -21,7 +21,7 @@ SUITES = ["tests/estimators/test_stages.py", "tests/estimators/launch/test_gang.
 @pytest.mark.parametrize("master", ["local-cluster[2,1,1024]", "connect"])
 def test_the_stages_in_other_modes(master: str) -> None:
     environment = os.environ | {"RINGSPARK_TEST_MASTER": master}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "spark and not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "modes", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *SUITES], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -76,6 +76,7 @@ def _predictions(frame: Any) -> np.ndarray:
     return np.array([row.prediction for row in rows])
 
 
+@pytest.mark.modes
 def test_fit_transform_and_the_columns_that_pass_through(stage: Any, table: Any) -> None:
     estimator, model_class = stage
     model = estimator.fit(table)
@@ -94,6 +95,7 @@ def test_fit_transform_and_the_columns_that_pass_through(stage: Any, table: Any)
     assert summary.history["train_loss"].iloc[-1] < summary.history["train_loss"].iloc[0]
 
 
+@pytest.mark.modes
 def test_an_estimator_survives_save_and_load(stage: Any, spark: Any, tmp_path: Path) -> None:
     estimator, _ = stage
     path = str(tmp_path / "estimator")
@@ -104,6 +106,7 @@ def test_an_estimator_survives_save_and_load(stage: Any, spark: Any, tmp_path: P
     assert values == {p.name: v for p, v in estimator.extractParamMap().items()}
 
 
+@pytest.mark.modes
 def test_a_model_survives_save_load_and_copy(stage: Any, table: Any, tmp_path: Path) -> None:
     estimator, model_class = stage
     model = estimator.fit(table)
@@ -123,6 +126,7 @@ def test_a_model_survives_save_load_and_copy(stage: Any, table: Any, tmp_path: P
     assert "prediction" in model.transform(table).columns
 
 
+@pytest.mark.modes
 def test_an_empty_frame_gives_an_empty_frame(stage: Any, table: Any) -> None:
     estimator, _ = stage
     model = estimator.fit(table)
@@ -131,6 +135,7 @@ def test_an_empty_frame_gives_an_empty_frame(stage: Any, table: Any) -> None:
     assert "prediction" in result.columns
 
 
+@pytest.mark.modes
 def test_in_a_pipeline_with_sparks_own_stages(
     spark: Any, table: Any, storage_uri: str, tmp_path: Path
 ) -> None:
@@ -214,6 +219,7 @@ class TwoInputs(nn.Module):
         return odd + self.scale * number
 
 
+@pytest.mark.modes
 def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark: Any, storage_uri: str) -> None:
     rows = [(2**24 + i, 0.25 * i, 1) for i in range(64)]
     frame = spark.createDataFrame(rows, "key long, number double, label long")
@@ -273,6 +279,7 @@ def test_a_module_with_users_code_needs_a_yes_to_be_loaded(
     np.testing.assert_array_equal(_predictions(loaded.transform(table)), _predictions(model.transform(table)))
 
 
+@pytest.mark.modes
 def test_fit_on_shards_leaves_the_shards_and_equals_fit(table: Any, storage_uri: str, tmp_path: Path) -> None:
     uri = str(tmp_path / "shards")
     manifest = write_shards(table.select("features", "label"), uri)
@@ -285,6 +292,7 @@ def test_fit_on_shards_leaves_the_shards_and_equals_fit(table: Any, storage_uri:
         assert a.equal(b)
 
 
+@pytest.mark.modes
 def test_the_indicator_tells_validation_rows_apart(table: Any, storage_uri: str) -> None:
     frame = table.withColumn("held_out", F.col("id") % 4 == 0)
     model = TorchClassifier(
@@ -299,6 +307,7 @@ def test_the_indicator_tells_validation_rows_apart(table: Any, storage_uri: str)
     assert model.summary.history["validation_loss"].notna().all()
 
 
+@pytest.mark.modes
 def test_precision_and_checkpointing_are_params(table: Any, storage_uri: str) -> None:
     deep = ModelSpec("mlp", {"in_features": 2, "hidden": [16] * 4, "out_features": 2})
     common: dict[str, Any] = {

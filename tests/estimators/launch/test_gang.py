@@ -59,6 +59,7 @@ def _sum_of_ranks(collective: Collective, device: str, status: Status) -> str:
 
 
 @pytest.mark.spark
+@pytest.mark.modes
 @pytest.mark.parametrize("name", [n for n in COLLECTIVES if n != "local"])
 def test_a_gang_runs_in_reused_workers_again_and_again(spark: Any, name: str) -> None:
     expected = ["0 of 2: 1.0 cpu []", "1 of 2: 1.0 cpu []"]
@@ -75,6 +76,7 @@ def _fails(collective: Collective, device: str, status: Status) -> str:
 
 
 @pytest.mark.spark
+@pytest.mark.modes
 def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> None:
     with pytest.raises(WorkerError) as caught:
         run_gang(spark, 2, "horovod", _fails)
@@ -86,6 +88,7 @@ def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> 
 
 
 @pytest.mark.spark
+@pytest.mark.modes
 def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark: Any) -> None:
     slots = count_slots(spark)
     check_slots(spark, slots)
