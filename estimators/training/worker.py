@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel import DataParallel
+from ringspark.estimators.parallel import STRATEGIES
 from ringspark.estimators.training.check import build_module
 from ringspark.estimators.training.checkpoint import save_checkpoint
 from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
@@ -86,7 +86,7 @@ def train_worker(
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
         status.phase = "sharing the first weights"
-        sync = DataParallel().prepare(
+        sync = STRATEGIES["data_parallel"]().prepare(
             module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
         )
         # Dropout differs between the ranks, as it does between the rows of one batch.
