@@ -1,27 +1,36 @@
 # The first of these that works; a pyenv shim can be on PATH without a Python behind it.
 PYTHON = $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
 VENV_PYTHON := .venv/bin/python
+MODERN_PYTHON := .venv-modern/bin/python
 PACKAGES := pipelines models estimators jobs
 ARGS ?=
 
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench package clean
+.PHONY: help python setup setup-modern demo test test-modern lint bench package clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## Build .venv from the pins, with Horovod; a second run is a no-op
+python:
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "Python 3.11 is missing: apt-get install python3.11 python3.11-venv" >&2; exit 1; }
+
+setup: python ## Build .venv from the pins, with Horovod; a second run is a no-op
 	@$(PYTHON) scripts/setup_environment.py
+
+setup-modern: python ## Build .venv-modern: the newest Spark, Arrow, NumPy and pandas, no Petastorm
+	@$(PYTHON) scripts/setup_environment.py --modern
 
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 test: setup ## Run the tests; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest $(ARGS)
+
+test-modern: setup-modern ## Run the same tests in .venv-modern; pytest's options in ARGS="..."
+	@$(MODERN_PYTHON) -m pytest $(ARGS)
 
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .
@@ -36,7 +45,7 @@ bench: setup ## Measure, and print the tables; options in ARGS="..."
 package: setup ## Build the wheel, and the .zip for spark-submit --py-files, into dist/
 	@$(VENV_PYTHON) scripts/build_package.py
 
-clean: ## Remove what builds, tests and checks left (keeps .venv and the Horovod cache)
+clean: ## Remove what builds, tests and checks left (keeps both .venv and the Horovod cache)
 	@rm -rf build dist *.egg-info spark-warehouse metastore_db derby.log artifacts
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,12 @@
-"""Builds the development environment in `.venv`; a second run is a no-op.
+"""Builds a development environment, `.venv` or `.venv-modern`; a second run is a no-op.
+
+`.venv` holds Petastorm and the newest Spark and Arrow that it still runs with; `.venv-modern` leaves
+it out and takes the newest of all. The same phases build either.
 
 Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
 machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
 Horovod, whose wheel is built from two edited source files once per (horovod, torch, python) and
-kept in the user's cache.
+kept in the user's cache, for both environments and all checkouts.
 
 Invariant: the stamp is written last, so it exists only after every phase has passed with the inputs
 whose hash it holds; an interrupted run has no current stamp and is simply run again.
@@ -26,16 +29,13 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-VENV_PYTHON = VENV / "bin" / "python"
-STAMP = VENV / ".ringspark-setup"
-BUILD_LOG = VENV / "horovod-build.log"
 PACKAGES = ("pipelines", "models", "estimators", "jobs")
 
-# The pins (pyarrow 14, numpy 1.26) have wheels for this Python, and not for every later one.
+# The pins of `.venv` (pyarrow 14, numpy 1.26) have wheels for this Python, and not for every later one.
 PYTHON = (3, 11)
 # Spark 4 runs on Java 17 and 21; from 24 on Hadoop's use of the security manager fails.
 JAVA = (17, 21)
@@ -56,6 +56,45 @@ HOROVOD_BUILD = {
     # CMake 4 refuses the old policy version of the Gloo sources without this; older ones ignore it.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """One virtual environment of this checkout, and the files of `requirements/` that fill it."""
+
+    name: str
+    lock: str
+    without_dependencies: tuple[str, ...] = ()  # installed as they are: no resolver takes their metadata
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        return self.folder / ".ringspark-setup"
+
+    @property
+    def build_log(self) -> Path:
+        return self.folder / "horovod-build.log"
+
+    @property
+    def requirements(self) -> list[Path]:
+        names = (self.lock, *self.without_dependencies, "horovod.txt", "cmake.txt")
+        return [ROOT / "requirements" / name for name in names]
+
+    def pip(self, *arguments: str) -> list[str]:
+        """Returns the command line of this environment's pip."""
+        quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
+        return [str(self.python), "-m", "pip", *quiet, *arguments]
+
+
+MAIN = Environment(name=".venv", lock="lock.txt", without_dependencies=("petastorm.txt",))
+MODERN = Environment(name=".venv-modern", lock="modern.txt")
 
 
 class SetupError(Exception):
@@ -150,37 +189,37 @@ def check_machine() -> None:
 # ------------------------------------------------------------------------------ what is there
 
 
-def pin(name: str) -> str:
-    """Returns the pinned version of a package, wherever under `requirements/` it stands."""
-    for file in sorted((ROOT / "requirements").glob("*.txt")):
+def pin(environment: Environment, name: str) -> str:
+    """Returns the version of a package that the environment's requirements pin."""
+    for file in environment.requirements:
         found = re.search(rf"^{re.escape(name)}==(\S+)", file.read_text(), flags=re.MULTILINE)
         if found:
             return found[1]
-    raise SetupError(f"requirements/ holds no pin for {name}")
+    raise SetupError(f"requirements/ holds no pin for {name} in {environment.name}")
 
 
-def inputs_hash() -> str:
+def inputs_hash(environment: Environment) -> str:
     """Hashes all that decides what the environment holds, its own path and Python included."""
-    digest = hashlib.sha256(f"{ROOT} {sys.version_info[:3]}".encode())
-    for file in [*sorted((ROOT / "requirements").glob("*.txt")), ROOT / "pyproject.toml", Path(__file__)]:
+    digest = hashlib.sha256(f"{environment.folder} {sys.version_info[:3]}".encode())
+    for file in [*environment.requirements, ROOT / "pyproject.toml", Path(__file__)]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
-def read_stamp() -> dict[str, str]:
+def read_stamp(environment: Environment) -> dict[str, str]:
     """Returns the stamp of the last run that came to its end; empty where there is none."""
     try:
-        stamp = json.loads(STAMP.read_text())
+        stamp = json.loads(environment.stamp.read_text())
     except (OSError, ValueError):
         return {}
     return stamp if isinstance(stamp, dict) else {}
 
 
-def write_stamp(stamp: dict[str, str]) -> None:
+def write_stamp(environment: Environment, stamp: dict[str, str]) -> None:
     """Writes the stamp in one step."""
-    fresh = STAMP.with_suffix(".new")
+    fresh = environment.stamp.with_suffix(".new")
     fresh.write_text(json.dumps(stamp, indent=1))
-    fresh.replace(STAMP)
+    fresh.replace(environment.stamp)
 
 
 def wheel_folder(horovod: str, torch: str) -> Path:
@@ -231,23 +270,18 @@ def run(command: Sequence[str]) -> None:
         raise SetupError(f"{tail}\n{' '.join(command[1:])} failed; run the set-up again once that is mended")
 
 
-def pip(*arguments: str) -> list[str]:
-    """Returns the command line of the environment's pip."""
-    return [str(VENV_PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
-
-
-def make_venv() -> None:
+def make_venv(environment: Environment) -> None:
     """Makes the environment where there is none with a working Python of the right version."""
-    version = output_of([str(VENV_PYTHON), "-c", "import sys; print(*sys.version_info[:2])"])
+    version = output_of([str(environment.python), "-c", "import sys; print(*sys.version_info[:2])"])
     if version is not None and version.split() == [str(part) for part in PYTHON]:
         # pip writes RECORD last. A package without it was cut off half-way, and pip would take it
         # for installed; without its metadata pip installs it again, over what is there.
-        for metadata in VENV.glob("lib/python*/site-packages/*.dist-info"):
+        for metadata in environment.folder.glob("lib/python*/site-packages/*.dist-info"):
             if not (metadata / "RECORD").exists():
                 shutil.rmtree(metadata)
         return
-    with phase("virtual environment"):
-        run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+    with phase(f"virtual environment {environment.name}"):
+        run([sys.executable, "-m", "venv", "--clear", str(environment.folder)])
 
 
 def link_packages() -> None:
@@ -274,13 +308,14 @@ def edit_horovod_sources(sources: Path) -> None:
         file.write_text(edited)
 
 
-def build_horovod(version: str, folder: Path) -> None:
+def build_horovod(environment: Environment, version: str, folder: Path) -> None:
     """Builds the wheel of Horovod into its cache folder, which appears only when it is whole.
 
     Raises:
         HorovodError: a step of the build failed; the log holds what it printed.
     """
-    with BUILD_LOG.open("w") as log, tempfile.TemporaryDirectory(prefix="ringspark-horovod-") as name:
+    scratch = tempfile.TemporaryDirectory(prefix="ringspark-horovod-")
+    with environment.build_log.open("w") as log, scratch as name:
 
         def step(command: Sequence[str], env: dict[str, str] | None = None) -> None:
             log.write(f"$ {' '.join(command)}\n")
@@ -294,23 +329,24 @@ def build_horovod(version: str, folder: Path) -> None:
         # make hands its own flags on to what it starts; Horovod's are to be one job a core.
         env = {key: value for key, value in os.environ.items() if key not in ("MFLAGS", "MAKELEVEL")}
         env.update(HOROVOD_BUILD, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
-        env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+        env["PATH"] = f"{environment.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         if cmake_on_path() is None:
-            step(pip("install", "--target", f"{name}/cmake", "-r", str(ROOT / "requirements" / "cmake.txt")))
+            cmake = str(ROOT / "requirements" / "cmake.txt")
+            step(environment.pip("install", "--target", f"{name}/cmake", "-r", cmake))
             # The package's own script needs it importable; this is the binary behind the script.
             env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
 
         # Without build isolation: only Horovod is to come as source, not what builds it, and the
         # build asks the installed torch for its headers and flags.
         source = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
-        step(pip("download", *source, "--dest", name, f"horovod=={version}"))
+        step(environment.pip("download", *source, "--dest", name, f"horovod=={version}"))
         (archive,) = Path(name).glob("horovod-*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(name)
         sources = Path(name, f"horovod-{version}")
         edit_horovod_sources(sources)
         options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
-        step(pip("wheel", *options, str(sources)), env)
+        step(environment.pip("wheel", *options, str(sources)), env)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
@@ -324,7 +360,7 @@ def build_horovod(version: str, folder: Path) -> None:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def install_horovod(installed: str | None) -> str:
+def install_horovod(environment: Environment, installed: str | None) -> str:
     """Installs Horovod from the cache, after building it into the cache where it is not there.
 
     Args:
@@ -336,15 +372,14 @@ def install_horovod(installed: str | None) -> str:
     Raises:
         HorovodError: it could not be built, or cannot be imported.
     """
-    torch = output_of(
-        [str(VENV_PYTHON), "-c", "import importlib.metadata as m; print(m.version('torch'), end='')"]
-    )
-    version = pin("horovod")
-    folder = wheel_folder(version, torch or pin("torch"))
+    python = str(environment.python)
+    torch = output_of([python, "-c", "import importlib.metadata as m; print(m.version('torch'), end='')"])
+    version = pin(environment, "horovod")
+    folder = wheel_folder(version, torch or pin(environment, "torch"))
     if not list(folder.glob("*.whl")):
         say("building Horovod once for this torch, a few minutes ...")
         with phase("Horovod wheel built"):
-            build_horovod(version, folder)
+            build_horovod(environment, version, folder)
     wheels = [str(wheel) for wheel in folder.glob("*.whl")]
     if not wheels:
         raise HorovodError(f"the build left no wheel in {folder}")
@@ -352,9 +387,10 @@ def install_horovod(installed: str | None) -> str:
         # pip sees only the version: a wheel built for another torch has to be put in by force.
         stale = installed is not None and installed != folder.name
         for force in [True] if stale else [False, True]:
-            run(pip("install", "--no-deps", *(["--force-reinstall"] if force else []), *wheels))
+            options = ["--no-deps", *(["--force-reinstall"] if force else [])]
+            run(environment.pip("install", *options, *wheels))
             imported = subprocess.run(
-                [str(VENV_PYTHON), "-c", "import horovod.torch"],
+                [python, "-c", "import horovod.torch"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -362,18 +398,19 @@ def install_horovod(installed: str | None) -> str:
             )
             if imported.returncode == 0:
                 return folder.name
-    with BUILD_LOG.open("a") as log:
+    with environment.build_log.open("a") as log:
         log.write(imported.stdout)
     raise HorovodError(f"its wheel cannot be imported, delete {folder} to build it anew")
 
 
-def report_horovod(reason: str) -> int:
+def report_horovod(environment: Environment, reason: str) -> int:
     """Says in one line that Horovod is not there and what serves instead.
 
     Returns:
         The exit status: an error only where the environment demands Horovod.
     """
-    say(f"Horovod could not be installed ({reason}; log: {BUILD_LOG}); collective='torch' serves instead")
+    where = f"({reason}; log: {environment.build_log})"
+    say(f"Horovod could not be installed {where}; collective='torch' serves instead")
     return 1 if horovod_required() else 0
 
 
@@ -382,45 +419,53 @@ def horovod_required() -> bool:
     return os.environ.get("RINGSPARK_REQUIRE_HOROVOD", "0") not in ("", "0")
 
 
-def set_up() -> int:
-    """Brings `.venv` to what the inputs ask for; returns the exit status."""
+def install_pinned(environment: Environment) -> None:
+    """Installs what the requirements pin, and ringspark itself; all but Horovod."""
+    pip, lock = environment.pip, str(ROOT / "requirements" / environment.lock)
+    torch = pin(environment, "torch")
+    with phase(f"torch {torch}"):
+        run(pip("install", f"torch=={torch}", "--constraint", lock))
+    with phase("pinned requirements"):
+        run(pip("install", "--requirement", lock))
+    for file in environment.without_dependencies:
+        with phase(file.removesuffix(".txt")):
+            run(pip("install", "--no-deps", "-r", str(ROOT / "requirements" / file)))
+    with phase("ringspark itself, editable"):
+        run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+
+
+def set_up(environment: Environment) -> int:
+    """Brings the environment to what the inputs ask for; returns the exit status."""
     link_packages()
-    inputs, stamp = inputs_hash(), read_stamp()
-    current = stamp.get("inputs") == inputs and os.access(VENV_PYTHON, os.X_OK)
+    inputs, stamp = inputs_hash(environment), read_stamp(environment)
+    current = stamp.get("inputs") == inputs and os.access(environment.python, os.X_OK)
     failure = stamp.get("horovod_failure")
     if current and not failure:
-        say(".venv is up to date")
+        say(f"{environment.name} is up to date")
         return 0
     if current and failure and not horovod_required():
-        return report_horovod(failure)
+        return report_horovod(environment, failure)
 
     check_machine()
-    make_venv()
-    STAMP.unlink(missing_ok=True)
+    make_venv(environment)
+    environment.stamp.unlink(missing_ok=True)
     if not current:
-        lock = str(ROOT / "requirements" / "lock.txt")
-        with phase(f"torch {pin('torch')}"):
-            run(pip("install", f"torch=={pin('torch')}", "--constraint", lock))
-        with phase("pinned requirements"):
-            run(pip("install", "--requirement", lock))
-        with phase(f"petastorm {pin('petastorm')}"):
-            run(pip("install", "--no-deps", "-r", str(ROOT / "requirements" / "petastorm.txt")))
-        with phase("ringspark itself, editable"):
-            run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+        install_pinned(environment)
 
     status, stamp = 0, {"inputs": inputs, "horovod": stamp.get("horovod", "")}
     try:
-        stamp["horovod"] = install_horovod(stamp["horovod"] or None)
+        stamp["horovod"] = install_horovod(environment, stamp["horovod"] or None)
     except HorovodError as error:
         stamp["horovod_failure"] = str(error)
-        status = report_horovod(str(error))
-    write_stamp(stamp)
+        status = report_horovod(environment, str(error))
+    write_stamp(environment, stamp)
     return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Build the development environment in .venv.")
+    parser = argparse.ArgumentParser(description="Build a development environment.")
+    parser.add_argument("--modern", action="store_true", help="build .venv-modern instead of .venv")
     parser.add_argument("--check", action="store_true", help="check the machine's tools, install nothing")
     options = parser.parse_args(arguments)
     try:
@@ -431,7 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lock.parent.mkdir(exist_ok=True)
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # two `make`s in one checkout: the second finds it done
-            return set_up()
+            return set_up(MODERN if options.modern else MAIN)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

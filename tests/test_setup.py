@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -175,13 +176,15 @@ class Checkout:
 
     root: Path
     cache: Path
+    name: str = ".venv"
 
     @property
     def bin(self) -> Path:
-        return self.root / ".venv" / "bin"
+        return self.root / self.name / "bin"
 
     def set_up(self, **env: str) -> subprocess.CompletedProcess[str]:
-        return run_script(self.root, env=environment(XDG_CACHE_HOME=str(self.cache), **env))
+        options = ["--modern"] if self.name == ".venv-modern" else []
+        return run_script(self.root, *options, env=environment(XDG_CACHE_HOME=str(self.cache), **env))
 
     def calls(self) -> list[str]:
         """What pip was asked for since the last look."""
@@ -191,7 +194,7 @@ class Checkout:
         return lines
 
     def stamp(self) -> dict[str, str]:
-        stamp = json.loads((self.root / ".venv" / ".ringspark-setup").read_text())
+        stamp = json.loads((self.root / self.name / ".ringspark-setup").read_text())
         assert isinstance(stamp, dict)
         return stamp
 
@@ -206,7 +209,11 @@ def make_checkout(root: Path, cache: Path) -> Checkout:
         (root / source).write_bytes((ROOT / source).read_bytes())
     for package in ("pipelines", "models", "estimators", "jobs"):
         (root / package).mkdir()
-    checkout = Checkout(root, cache)
+    return with_stand_in(Checkout(root, cache))
+
+
+def with_stand_in(checkout: Checkout) -> Checkout:
+    """Puts the stand-in where the environment's Python would be."""
     checkout.bin.mkdir(parents=True)
     (checkout.bin / "python").write_text(FAKE_PYTHON.format(python=sys.executable))
     (checkout.bin / "python").chmod(0o755)
@@ -357,3 +364,72 @@ def test_failed_install_is_no_traceback_and_leaves_no_stamp(checkout: Checkout) 
     assert "no matching distribution" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (checkout.root / ".venv" / ".ringspark-setup").exists()
+
+
+# ------------------------------------------------------------------------------ the second environment
+
+
+@pytest.fixture
+def modern(checkout: Checkout) -> Checkout:
+    """The same checkout, as `--modern` sees it."""
+    return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-modern"))
+
+
+def test_modern_set_up_leaves_petastorm_out(modern: Checkout) -> None:
+    assert modern.set_up().returncode == 0
+    calls = modern.calls()
+    assert calls[0].startswith("install torch==2.13.0 ")
+    assert calls[1].startswith("install --requirement ")
+    assert calls[1].endswith("modern.txt")
+    assert calls[2] == f"install --no-deps --no-build-isolation --editable {modern.root}"
+    assert [call.split()[0] for call in calls[3:]] == ["download", "wheel", "install"]
+    assert not any("petastorm" in call or "lock.txt" in call for call in calls)
+    assert modern.set_up().stdout == "set-up: .venv-modern is up to date\n"
+
+
+def test_both_environments_share_the_wheel_and_no_stamp(checkout: Checkout, modern: Checkout) -> None:
+    checkout.set_up()
+    before = checkout.stamp()
+    assert modern.set_up().returncode == 0
+    assert [call.split()[0] for call in modern.calls()] == ["install"] * 4
+    assert checkout.stamp() == before
+    assert modern.stamp()["horovod"] == before["horovod"]
+    assert modern.stamp()["inputs"] != before["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "main", "other"),
+    [
+        ("requirements/lock.txt", True, False),
+        ("requirements/petastorm.txt", True, False),
+        ("requirements/modern.txt", False, True),
+        ("requirements/horovod.txt", True, True),
+    ],
+)
+def test_changed_input_runs_its_own_environment(
+    changed: str, main: bool, other: bool, checkout: Checkout, modern: Checkout
+) -> None:
+    checkout.set_up()
+    modern.set_up()
+    checkout.calls(), modern.calls()
+    with (checkout.root / changed).open("a") as file:
+        file.write("\n# changed\n")
+    checkout.set_up()
+    modern.set_up()
+    assert (bool(checkout.calls()), bool(modern.calls())) == (main, other)
+
+
+def pins(file: str) -> dict[str, str]:
+    """The versions that a file of `requirements/` pins, by the package's name."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements" / file).read_text(), flags=re.M))
+
+
+def test_modern_pins_differ_only_where_petastorm_holds_the_lock_back() -> None:
+    lock, modern = pins("lock.txt"), pins("modern.txt")
+    assert set(modern) <= set(lock)
+    assert {name for name in modern if modern[name] != lock[name]} == {
+        "numpy",
+        "pandas",
+        "pyarrow",
+        "pyspark",
+    }
