@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ class Lane:
     step: int
 
 
+@lru_cache(maxsize=4)  # all the shards of a plan ask for the same
 def shuffled_lanes(num_rows: int) -> tuple[Lane, ...]:
     """Cuts a sequence of `num_rows` rows into `NUM_LANES` lanes, in the order of the sequence."""
     lanes, start = [], 0
@@ -86,12 +87,20 @@ class Deal(ABC):
         """Returns, for the owned positions number `start` to `stop`, the index into `lanes`."""
 
     @abstractmethod
-    def count(self, lane: int, row: int) -> int:
-        """Returns how many of the rows before `row` of `lanes[lane]` the shard owns."""
+    def counts(self, lane: int, rows: Int64Array) -> Int64Array:
+        """Returns, for each of `rows`, how many rows before it in `lanes[lane]` the shard owns."""
 
     @abstractmethod
+    def rows_at(self, lane: int, local: Int64Array) -> Int64Array:
+        """Returns the rows within `lanes[lane]` of the local rows `local`."""
+
+    def count(self, lane: int, row: int) -> int:
+        """Returns how many of the rows before `row` of `lanes[lane]` the shard owns."""
+        return int(self.counts(lane, np.asarray([row], dtype=np.int64))[0])
+
     def rows(self, lane: int, start: int, stop: int) -> Int64Array:
         """Returns the rows within `lanes[lane]` of its local rows `start` to `stop`."""
+        return self.rows_at(lane, np.arange(start, stop, dtype=np.int64))
 
 
 class ShuffledDeal(Deal):
@@ -102,10 +111,13 @@ class ShuffledDeal(Deal):
         self.lanes = shuffled_lanes(num_rows)[first : last + 1]
         self._num_shards = num_shards
         self._period = NUM_LANES * num_shards
-        units = np.arange(num_shards, dtype=np.int64) * _golden_stride(num_shards) % num_shards
+        # Solved for k: row k of a lane is in unit k * stride % num_shards. So a shard asks for its own
+        # 48 units, not for all num_shards.
+        row_of_unit = pow(_golden_stride(num_shards), -1, num_shards)
+        units = np.arange(shard * NUM_LANES, (shard + 1) * NUM_LANES, dtype=np.int64)
         # Per lane: the rows of one period (there are num_shards of them) that the shard owns.
         self._owned_rows = [
-            np.flatnonzero((lane * num_shards + units) // NUM_LANES == shard)
+            np.sort(units[units // num_shards == lane] % num_shards * row_of_unit % num_shards)
             for lane in range(first, last + 1)
         ]
         positions = [
@@ -125,17 +137,20 @@ class ShuffledDeal(Deal):
         lanes: Int64Array = self._position_lane[np.arange(start, stop) % NUM_LANES]
         return lanes
 
-    def count(self, lane: int, row: int) -> int:
+    def counts(self, lane: int, rows: Int64Array) -> Int64Array:
         owned = self._owned_rows[lane]
-        periods, rest = divmod(row, self._num_shards)
-        return periods * len(owned) + int(np.searchsorted(owned, rest))
+        if len(owned) == self._num_shards:
+            return rows
+        periods = rows // self._num_shards
+        rest = rows - periods * self._num_shards
+        return periods * len(owned) + np.searchsorted(owned, rest)
 
-    def rows(self, lane: int, start: int, stop: int) -> Int64Array:
+    def rows_at(self, lane: int, local: Int64Array) -> Int64Array:
         owned = self._owned_rows[lane]
-        local = np.arange(start, stop, dtype=np.int64)
         if len(owned) == self._num_shards:
             return local
-        rows: Int64Array = local // len(owned) * self._num_shards + owned[local % len(owned)]
+        periods = local // len(owned)
+        rows: Int64Array = periods * self._num_shards + owned[local - periods * len(owned)]
         return rows
 
 
@@ -150,11 +165,8 @@ class OrderedDeal(Deal):
         self._batch_size = batch_size
         self._full_batches, last = divmod(num_rows, batch_size)
         self._start, self._stop = (part * batch_size // num_shards for part in (shard, shard + 1))
+        self._width = self._stop - self._start
         self._last_start, self._last_stop = (part * last // num_shards for part in (shard, shard + 1))
-
-    @cached_property
-    def _width(self) -> int:
-        return self._stop - self._start
 
     def rank(self, position: int) -> int:
         batch, rest = divmod(position, self._batch_size)
@@ -166,11 +178,16 @@ class OrderedDeal(Deal):
     def lane_of(self, start: int, stop: int) -> Int64Array:
         return np.zeros(stop - start, dtype=np.int64)
 
-    def count(self, lane: int, row: int) -> int:
-        return self.rank(row)
+    def counts(self, lane: int, rows: Int64Array) -> Int64Array:
+        batch = rows // self._batch_size
+        rest = rows - batch * self._batch_size
+        in_batch = np.clip(rest - self._start, 0, self._width)
+        # Only the last batch, which comes last, may be short, and then its slices are others.
+        in_last = batch >= self._full_batches
+        in_batch[in_last] = np.clip(rest[in_last] - self._last_start, 0, self._last_stop - self._last_start)
+        return batch * self._width + in_batch
 
-    def rows(self, lane: int, start: int, stop: int) -> Int64Array:
-        local = np.arange(start, stop, dtype=np.int64)
+    def rows_at(self, lane: int, local: Int64Array) -> Int64Array:
         full = self._full_batches * self._width
         in_last = self._full_batches * self._batch_size + self._last_start + local - full
         if not self._width:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
+from ringspark.pipelines.lanes import shuffled_lanes
 
 Rows = list[tuple[int, int]]
 
@@ -30,6 +33,16 @@ def shard_rows(plan: EpochPlan, shard: int, start_step: int = 0) -> list[Rows]:
     sequence = [next(queues[lane]) for lane in order]
     assert all(next(queue, None) is None for queue in queues), "rows were read that no step uses"
     return [sequence[start - bounds[0] : stop - bounds[0]] for start, stop in itertools.pairwise(bounds)]
+
+
+def epoch_order(plan: EpochPlan) -> Rows:
+    """What the module's docstring says: the sequence of all rows, dealt to positions by the lanes."""
+    sequence = [(group, row) for group in plan.group_order.tolist() for row in plan.row_order(group).tolist()]
+    if not plan.shuffle:
+        return sequence
+    lanes = shuffled_lanes(len(sequence))
+    position_of = [lane.position + row * lane.step for lane in lanes for row in range(lane.length)]
+    return [row for _, row in sorted(zip(position_of, sequence, strict=True))]
 
 
 def global_batches(plan: EpochPlan) -> list[frozenset[tuple[int, int]]]:
@@ -94,6 +107,113 @@ def test_resuming_gives_the_tail_of_the_epoch(
     assert shard_rows(plan, shard, start) == shard_rows(plan, shard)[start:]
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    row_groups=row_group_lists,
+    shards=st.tuples(shard_counts, shard_counts),
+    batch=st.integers(1, 40),
+    seed=st.integers(-(2**63), 2**64),
+    epoch=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_the_number_of_shards_may_change_in_the_middle_of_an_epoch(
+    row_groups: list[int],
+    shards: tuple[int, int],
+    batch: int,
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+    data: st.DataObject,
+) -> None:
+    before, after = (
+        plan_epoch(row_groups, num_shards=n, batch_size=batch, epoch=epoch, seed=seed, shuffle=shuffle)
+        for n in shards
+    )
+    change = data.draw(st.integers(0, before.num_steps))
+    head = [shard_rows(before, shard)[:change] for shard in range(shards[0])]
+    tail = [shard_rows(after, shard, change) for shard in range(shards[1])]
+    batches = [
+        [row for steps in part for row in steps[step]]
+        for part, num_steps in ((head, change), (tail, before.num_steps - change))
+        for step in range(num_steps)
+    ]
+    assert sorted(itertools.chain(*batches)) == [
+        (g, r) for g, rows in enumerate(row_groups) for r in range(rows)
+    ]
+    order = epoch_order(before)
+    assert [set(rows) for rows in batches] == [
+        set(order[start : start + batch]) for start in range(0, len(order), batch)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    row_groups=row_group_lists,
+    num_shards=shard_counts,
+    batch=st.integers(1, 80),
+    seed=st.integers(-(2**63), 2**64),
+    epoch=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+)
+def test_the_order_is_drawn_from_seed_epoch_and_row_groups_alone(
+    row_groups: list[int], num_shards: int, batch: int, seed: int, epoch: int, shuffle: bool
+) -> None:
+    plan = plan_epoch(
+        row_groups, num_shards=num_shards, batch_size=batch, epoch=epoch, seed=seed, shuffle=shuffle
+    )
+    alone = plan_epoch(row_groups, num_shards=1, batch_size=1, epoch=epoch, seed=seed, shuffle=shuffle)
+    position_of = {row: position for position, row in enumerate(epoch_order(alone))}
+    for shard in range(min(num_shards, 8)):
+        for step, rows in enumerate(shard_rows(plan, shard)):
+            positions = [position_of[row] for row in rows]
+            assert positions == sorted(positions), "a shard must keep the order of the epoch"
+            assert all(position // batch == step for position in positions)
+
+
+@settings(deadline=None)
+@given(
+    row_groups=row_group_lists,
+    num_shards=shard_counts,
+    batch=st.integers(1, 40),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_resuming_reads_no_row_group_that_is_used_up(
+    row_groups: list[int], num_shards: int, batch: int, shuffle: bool, data: st.DataObject
+) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch, epoch=0, seed=2, shuffle=shuffle)
+    start = data.draw(st.integers(0, plan.num_steps))
+    shard = data.draw(st.integers(0, num_shards - 1))
+    reads = plan.shard(shard).reads(start)
+    needed = {group for rows in shard_rows(plan, shard)[start:] for group, _ in rows}
+    assert len(reads) == len(needed)
+    assert {read.row_group for read in reads} == set(reads.row_groups.tolist()) == needed
+    assert all(read.first_step >= start for read in reads)
+
+
+@settings(deadline=None)
+@given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 80))
+def test_without_shuffling_the_shards_parts_of_a_step_follow_each_other(
+    row_groups: list[int], num_shards: int, batch: int
+) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch, epoch=4, seed=9, shuffle=False)
+    shards = [shard_rows(plan, shard) for shard in range(num_shards)]
+    rows = [row for step in zip(*shards, strict=True) for part in step for row in part]
+    assert rows == [(g, r) for g, size in enumerate(row_groups) for r in range(size)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 1000])
+@pytest.mark.parametrize("num_shards", [1, 2, 48, 100])
+@pytest.mark.parametrize("row_groups", [[], [0], [0, 0, 0], [1], [0, 1, 0], [3], [1, 0, 2, 0]])
+def test_tiny_data_is_dealt_once(row_groups: list[int], num_shards: int, batch: int, shuffle: bool) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch, epoch=0, seed=0, shuffle=shuffle)
+    rows = [row for step in global_batches(plan) for row in step]
+    assert sorted(rows) == [(g, r) for g, size in enumerate(row_groups) for r in range(size)]
+    assert plan.num_steps == -(-sum(row_groups) // batch)
+
+
 @settings(deadline=None)
 @given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 40), shuffle=st.booleans())
 def test_reads_come_in_the_order_of_need_and_only_once(
@@ -145,16 +265,25 @@ def test_a_shard_reads_little_more_than_its_part(num_shards: int) -> None:
         assert len(plan.shard(shard).reads()) <= 480 / num_shards + 2 * (10 + 1)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_few_row_groups_are_held_at_a_time(num_shards: int) -> None:
-    plan = plan_epoch([32] * 960, num_shards=num_shards, batch_size=64, epoch=0, seed=0)
-    part = plan.shard(0)
-    last_use: dict[int, int] = {}
-    for step, rows in enumerate(shard_rows(plan, 0)):
-        last_use.update({group: step for group, _ in rows})
-    spans = [(read.first_step, last_use[read.row_group]) for read in part.reads()]
-    held = [sum(first <= step <= last for first, last in spans) for step in range(plan.num_steps)]
-    assert max(held) <= 96 / num_shards + 4
+@pytest.mark.parametrize("num_shards", [1, 2, 5, 48, 64])
+@pytest.mark.parametrize(
+    "row_groups",
+    [[32] * 960, [32] * 970, [20] * 3000, [9, 70, 0, 41] * 240, [3000] * 10, [30_000]],
+    ids=["20 a lane", "not even", "many small", "mixed", "few large", "one"],
+)
+def test_two_row_groups_a_lane_are_held_from_step_to_step(row_groups: list[int], num_shards: int) -> None:
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=64, epoch=0, seed=0)
+    part = plan.shard(num_shards // 2)
+    held = np.zeros((len(part.deal.lanes), plan.num_steps + 1), dtype=np.int64)
+    for read in part.reads():
+        for piece in read.pieces:
+            lane = part.deal.lanes[piece.lane]
+            last_row = int(part.deal.rows(piece.lane, piece.stop - 1, piece.stop)[0])
+            last_step = (lane.position + last_row * lane.step) // plan.batch_size
+            # Held when a step begins, and not read in it.
+            held[piece.lane, read.first_step + 1 : last_step + 1] += 1
+    assert held.max(initial=0) <= 2
+    assert held.sum(axis=0).max(initial=0) <= 96 / num_shards + 4
 
 
 def test_counts_out_of_range_are_refused() -> None:
@@ -173,10 +302,115 @@ def test_counts_out_of_range_are_refused() -> None:
         plan.global_rows(2)
 
 
-def test_rows_are_counted_in_python_integers() -> None:
-    plan = plan_epoch([2**33] * 4, num_shards=3, batch_size=2**20, epoch=0, seed=0)
-    assert plan.num_rows == 2**35
-    assert sum(plan.shard_rows(plan.num_steps - 1, shard) for shard in range(3)) == 2**20
+@pytest.mark.parametrize(
+    "row_groups",
+    [
+        [1.0, 2.0],
+        ["1"],
+        [None],
+        [True, False],
+        [[1, 2], [3, 4]],
+        [2**70],
+        3,
+        np.asarray([1.5]),
+        np.asarray(["2020-01-01"], dtype="datetime64[D]"),
+    ],
+    ids=repr,
+)
+def test_row_groups_that_are_no_whole_numbers_are_refused(row_groups: Any) -> None:
+    with pytest.raises(ValueError, match="row_groups must be whole numbers in one dimension, got"):
+        plan_epoch(row_groups, num_shards=1, batch_size=1, epoch=0, seed=0)
+
+
+@pytest.mark.parametrize("name", ["num_shards", "batch_size", "epoch", "seed"])
+@pytest.mark.parametrize("value", [1.0, "1", None])
+def test_settings_that_are_no_whole_numbers_are_refused(name: str, value: Any) -> None:
+    numbers = {"num_shards": 1, "batch_size": 1, "epoch": 0, "seed": 0, name: value}
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, got {value!r}"):
+        plan_epoch([1], **numbers)
+
+
+def test_more_rows_than_can_be_counted_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*40 rows each, got 1099511627776"):
+        plan_epoch([1, 2**40], num_shards=1, batch_size=1, epoch=0, seed=0)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*40 rows each, got 18446744073709551615"):
+        plan_epoch(np.asarray([2**64 - 1], dtype=np.uint64), num_shards=1, batch_size=1, epoch=0, seed=0)
+    many = np.broadcast_to(np.int64(2**40 - 1), 2**23)  # in int64 the sum would be negative
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*62 rows together"):
+        plan_epoch(many, num_shards=1, batch_size=1, epoch=0, seed=0)
+
+
+@pytest.mark.parametrize("make", [tuple, list, range, np.uint8, np.int32, np.uint64, np.int64])
+def test_row_groups_may_be_any_sequence_of_whole_numbers(make: Any) -> None:
+    sizes = range(0, 200, 7)
+    row_groups = make(sizes) if make is not range else sizes
+    plan = plan_epoch(
+        row_groups, num_shards=np.int32(3), batch_size=np.int16(50), epoch=np.int64(1), seed=np.uint8(2)
+    )
+    assert plan.row_groups.dtype == np.int64
+    expected = plan_epoch(list(sizes), num_shards=3, batch_size=50, epoch=1, seed=2)
+    assert _digest(plan, 3) == _digest(expected, 3)
+
+
+def test_a_plan_is_not_changed_by_the_callers_array() -> None:
+    sizes = np.asarray([5, 6, 7])
+    plan = plan_epoch(sizes, num_shards=1, batch_size=4, epoch=0, seed=0)
+    sizes[:] = 100
+    assert plan.row_groups.tolist() == [5, 6, 7]
+    assert not plan.row_groups.flags.writeable
+    sizes.setflags(write=False)
+    shared = plan_epoch(sizes, num_shards=1, batch_size=4, epoch=0, seed=0)
+    assert np.shares_memory(shared.row_groups, sizes)
+
+
+def test_a_shards_plan_takes_three_numbers_a_row_group() -> None:
+    sizes = np.full(200_000, 50)
+    tracemalloc.start()
+    try:
+        plan = plan_epoch(sizes, num_shards=1024, batch_size=2048, epoch=0, seed=0)
+        reads = plan.shard(500).reads()
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(reads) == pytest.approx(200_000 / 48, rel=0.1)
+    # Sizes, order and starts; the shard's own stretch is a small part of that.
+    assert held < 1.2 * 3 * 8 * len(sizes)
+    assert peak < 1.2 * 4 * 8 * len(sizes)
+
+
+def test_row_counts_beyond_32_bits_are_exact() -> None:
+    sizes = [2**31 + 1, 2**39 + 7, 0, 2**40 - 1, 1, 2**33, 2**40 - 5]
+    for shuffle, num_shards in itertools.product((True, False), (1, 5, 50)):
+        plan = plan_epoch(
+            sizes, num_shards=num_shards, batch_size=2**20 + 3, epoch=0, seed=0, shuffle=shuffle
+        )
+        assert plan.num_rows == sum(sizes) > 2**41
+        assert plan.num_steps == -(-sum(sizes) // (2**20 + 3))
+        last = plan.num_steps - 1
+        assert (
+            sum(plan.shard_rows(last, shard) for shard in range(num_shards))
+            == plan.global_rows(last)
+            == sum(sizes) - last * (2**20 + 3)
+        )
+        for start in (0, plan.num_steps // 3, last):
+            found = [0] * len(sizes)
+            for shard in range(num_shards):
+                for read in plan.shard(shard).reads(start):
+                    assert start <= read.first_step <= last
+                    found[read.row_group] += sum(piece.stop - piece.start for piece in read.pieces)
+            assert sum(found) == sum(sizes) - start * (2**20 + 3)
+            assert found == sizes if start == 0 else all(map(int.__le__, found, sizes))
+
+
+def test_rows_beyond_32_bits_are_found() -> None:
+    num_shards, num_steps = 2**20, 2**13  # every shard has one row of every batch
+    sizes = [7, num_shards * num_steps - 7]
+    plan = plan_epoch(sizes, num_shards=num_shards, batch_size=num_shards, epoch=0, seed=0, shuffle=False)
+    for shard in (7, 100, num_shards - 1):
+        [read] = plan.shard(shard).reads()
+        [rows] = plan.shard(shard).rows(read)
+        assert read.row_group == 1
+        assert rows.tolist() == [step * num_shards + shard - 7 for step in range(num_steps)]
 
 
 # The first 16 digits of two SHA-256: the whole epoch, and from step 5. See `_digest`.

@@ -27,8 +27,10 @@ def _check(deal: Deal, num_rows: int) -> list[int]:
         rows = deal.rows(index, 0, count)
         assert (np.diff(rows) > 0).all()
         assert all(0 <= row < lane.length for row in rows.tolist())
-        for row in {0, lane.length // 3, lane.length}:
-            assert deal.count(index, row) == int((rows < row).sum())
+        assert deal.rows_at(index, np.arange(count)[::3]).tolist() == rows[::3].tolist()
+        edges = np.arange(lane.length + 1)
+        assert deal.counts(index, edges).tolist() == np.searchsorted(rows, edges).tolist()
+        assert deal.count(index, lane.length // 3) == int((rows < lane.length // 3).sum())
         owned += [(lane.position + row * lane.step, index) for row in rows.tolist()]
     owned.sort()
     assert deal.rank(num_rows) == len(owned)
@@ -71,3 +73,32 @@ def test_any_run_of_positions_is_balanced_over_shards(num_shards: int) -> None:
 def test_divisors_of_the_number_of_lanes_share_no_lane(num_shards: int) -> None:
     lanes = [lane for shard in range(num_shards) for lane in ShuffledDeal(4800, num_shards, shard).lanes]
     assert len(lanes) == len(set(lanes)) == NUM_LANES
+
+
+@pytest.mark.parametrize("num_rows", [2**31 + 5, 2**41 + 11, 2**61 + 3])
+@pytest.mark.parametrize("num_shards", [1, 48, 50, 1024, 102_400])
+def test_a_deal_of_rows_beyond_32_bits_is_exact(num_rows: int, num_shards: int) -> None:
+    deals: list[Deal] = [ShuffledDeal(num_rows, num_shards, num_shards - 1)]
+    deals.append(OrderedDeal(num_rows, num_shards, num_shards - 1, 2**20 + 7))
+    for deal in deals:
+        total = 0
+        for index, lane in enumerate(deal.lanes):
+            count = deal.count(index, lane.length)
+            total += count
+            local = np.asarray([0, count // 3, count // 2, count - 1])
+            rows = deal.rows_at(index, local)
+            # The row of a local row is owned, so exactly the rows up to it count one more.
+            assert deal.counts(index, rows).tolist() == local.tolist()
+            assert deal.counts(index, rows + 1).tolist() == (local + 1).tolist()
+            assert 0 <= rows[0] <= rows[-1] < lane.length
+            position = lane.position + int(rows[-1]) * lane.step
+            assert position < num_rows
+            assert deal.rank(position + 1) == deal.rank(position) + 1
+        assert total == deal.rank(num_rows)
+
+
+@pytest.mark.parametrize("num_shards", [1, 7, 1024, 102_400])
+def test_a_deal_takes_the_room_of_its_own_units(num_shards: int) -> None:
+    deal = ShuffledDeal(10**9, num_shards, num_shards // 2)
+    # All shards' units in every shard would be the square of their number.
+    assert sum(len(rows) for rows in deal._owned_rows) == NUM_LANES
