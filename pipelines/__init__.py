@@ -5,22 +5,28 @@ rows every worker reads in every step, `open_reader` reads them. Importing this
 package imports neither pyspark nor petastorm.
 """
 
+from ringspark.pipelines.cache_entries import CachedShards, list_cached, remove_cached
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 from ringspark.pipelines.manifest import ShardFile, ShardManifest
 from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
+from ringspark.pipelines.reuse import cached_shards
 from ringspark.pipelines.shards import write_shards
 
 __all__ = [
     "READERS",
+    "CachedShards",
     "Column",
     "EpochPlan",
     "ShardFile",
     "ShardManifest",
     "ShardReader",
+    "cached_shards",
     "check_engine",
     "default_engine",
+    "list_cached",
     "open_reader",
     "plan_epoch",
+    "remove_cached",
     "write_shards",
 ]

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SUITES = ["tests/estimators/test_stages.py", "tests/estimators/launch/test_gang.py"]
+SUITES = [
+    "tests/estimators/test_stages.py",
+    "tests/estimators/launch/test_gang.py",
+    "tests/pipelines/test_reuse.py",
+]
 
 
 @pytest.mark.spark

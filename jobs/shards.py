@@ -1,0 +1,85 @@
+"""What shards and caches of shards hold, whether they are whole, and their removal.
+
+    python -m ringspark.jobs.shards list /data/cache
+    python -m ringspark.jobs.shards describe /data/shards
+    python -m ringspark.jobs.shards verify /data/shards
+    python -m ringspark.jobs.shards remove /data/cache 3f2a
+
+A cache is a folder that `cached_shards` writes to. Starts no Spark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ringspark.jobs import cli
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.cache_entries import KEY_DIGITS, list_cached, remove_cached
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def build_parser() -> cli.JobParser:
+    """The job's options."""
+    parser = cli.JobParser("shards", "Look at shards, and at caches of them.")
+    # Each command's parser is made without the job's own arguments, hence the plain class.
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
+    for command, argument, what in (
+        ("list", "root", "the entries of a cache"),
+        ("describe", "uri", "splits, columns and ranges of shards"),
+        ("verify", "uri", "whether every file is there, with the rows that the manifest says"),
+        ("remove", "root", "an entry of a cache, or all"),
+    ):
+        added = commands.add_parser(command, help=what, description=what, allow_abbrev=False)
+        # In one line, like the job's own refusals.
+        added.error = parser.error  # type: ignore[method-assign]
+        added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
+    chosen = added.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("key", nargs="?", metavar="KEY", help="key of the entry, or its first digits")
+    chosen.add_argument("--all", action="store_true", help="remove all entries; other files stay")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run one command.
+
+    Raises:
+        ValueError: The folder holds no shards, they are damaged, or no entry has the key.
+    """
+    if args.command == "list":
+        _list(args.root)
+    elif args.command == "remove":
+        freed = remove_cached(args.root, None if args.all else args.key)
+        print(f"shards: {_size(freed)} freed in {args.root}")
+    else:
+        manifest = ShardManifest.load(args.uri)
+        if args.command == "describe":
+            print(manifest.describe())
+        else:
+            manifest.verify_files()
+            print(f"shards: {manifest.num_rows:,} rows in {len(manifest.files)} files, all there")
+
+
+def _list(root: str) -> None:
+    entries = list_cached(root)
+    for entry in entries:
+        print(f"{entry.key[:KEY_DIGITS]}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
+        print(f"{_size(entry.num_bytes)}  {', '.join(entry.columns)}")
+        print(f"  {entry.uri}\n  {entry.plan}")
+    total = sum(entry.num_bytes for entry in entries)
+    print(f"shards: {len(entries)} entries, {_size(total)} in {root}")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in _UNITS[:-1]:
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_UNITS[-1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(build_parser(), run))

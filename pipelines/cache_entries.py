@@ -1,0 +1,223 @@
+"""Folders of cached shards: how one is laid out, listed and removed.
+
+    <root>/<first 20 digits of the key>/.ringspark-entry   this folder is ours; holds the key
+                                        run-<id>/          shards and manifest of one write
+                                        entry.json         which run is valid, and what it holds
+
+`entry.json` is the commit: it is written last and atomically, after the source files were found
+unchanged, so an interrupted write is never served. Every writer has a run of its own, so two that
+write the same key do not meet. Nothing here touches what another program put below the root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.manifest import ShardManifest
+
+ENTRY_NAME = "entry.json"
+MARKER_NAME = ".ringspark-entry"
+KEY_DIGITS = 20
+
+_FOLDER = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}")
+_RUN = re.compile(r"run-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The content of an `entry.json`.
+
+    Attributes:
+        key: SHA-256 of all that determines the rows.
+        run: Folder of the valid shards, inside the entry's folder.
+        refusal: Why these shards must not be reused; None if they may be.
+        application: Id of the Spark application that wrote them.
+        semantic_hash: The plan's `semanticHash()`; means something within `application` only.
+        created: When, in UTC, ISO 8601.
+        rows: Rows of all splits.
+        num_bytes: Bytes of all shards.
+        columns: Names of the columns.
+        plan: The analysed plan.
+        plan_summary: Its operators, from the result down.
+        settings: Settings of `write_shards`, as text.
+        sources: What the rows were read from, as text.
+    """
+
+    key: str
+    run: str
+    refusal: str | None
+    application: str | None
+    semantic_hash: int | None
+    created: str = ""
+    rows: int = 0
+    num_bytes: int = 0
+    columns: tuple[str, ...] = ()
+    plan: str
+    plan_summary: str
+    settings: str
+    sources: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedShards:
+    """One entry of a cache.
+
+    Attributes:
+        key: Its first digits are the folder's name, and what `remove_cached` takes.
+        uri: Folder of the shards, which `ShardManifest.load` takes; the entry's own if unfinished.
+        created: UTC time, ISO 8601; empty if unfinished.
+        rows: Rows of all splits.
+        num_bytes: Bytes that removing it frees.
+        columns: Names of the columns.
+        plan: The operators of its plan, or what is wrong with it.
+        is_reusable: Whether `cached_shards` may ever return it.
+    """
+
+    key: str
+    uri: str
+    created: str
+    rows: int
+    num_bytes: int
+    columns: tuple[str, ...]
+    plan: str
+    is_reusable: bool
+
+
+def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
+    """Returns all entries below `root`, the newest first; unfinished ones last."""
+    root = storage.normalize(root)
+    found = [
+        _listed(storage.join(root, name)) for name in storage.list_names(root) if _FOLDER.fullmatch(name)
+    ]
+    return sorted((each for each in found if each), key=lambda each: (each.created, each.key), reverse=True)
+
+
+def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
+    """Removes one entry, or all.
+
+    Args:
+        root: The folder given to `cached_shards`.
+        key: The entry's key or the first digits of it; all entries if None. Files that are not of
+            this cache stay, also inside an entry's folder.
+
+    Returns:
+        Bytes freed.
+
+    Raises:
+        ValueError: No entry has such a key, or several have.
+    """
+    entries = list_cached(root)
+    if key is not None:
+        known = ", ".join(entry.key[:KEY_DIGITS] for entry in entries) or "none"
+        entries = [entry for entry in entries if key and entry.key.startswith(key)]
+        if len(entries) != 1:
+            fault = "several entries have keys that start" if entries else "no entry has a key that starts"
+            raise ValueError(f"{fault} with {key!r} in {os.fspath(root)!r}; give one of: {known}")
+    for entry in entries:
+        _remove(folder_of(root, entry.key))
+    return sum(entry.num_bytes for entry in entries)
+
+
+def folder_of(root: str | os.PathLike[str], key: str) -> str:
+    """The folder of the entry with this key."""
+    return storage.join(storage.normalize(root), key[:KEY_DIGITS])
+
+
+def begin(root: str | os.PathLike[str], key: str) -> str:
+    """Marks the entry's folder as one of this cache. Returns the name of a new run."""
+    storage.write_atomic(storage.join(folder_of(root, key), MARKER_NAME), key.encode())
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
+def publish(root: str | os.PathLike[str], entry: Entry, manifest: ShardManifest) -> None:
+    """Commits an entry, whose shards are complete; an older one of the same key is replaced."""
+    folder = folder_of(root, entry.key)
+    complete = replace(
+        entry,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        rows=manifest.num_rows,
+        num_bytes=sum(file.num_bytes for file in manifest.files),
+        columns=tuple(column.name for column in manifest.columns),
+    )
+    # Again: a concurrent writer that failed may have cleaned up.
+    storage.write_atomic(storage.join(folder, MARKER_NAME), entry.key.encode())
+    storage.write_atomic(storage.join(folder, ENTRY_NAME), json.dumps(asdict(complete), indent=1).encode())
+
+
+def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
+    """Removes what a failed write left, and the folder where it held nothing else."""
+    folder = folder_of(root, key)
+    storage.remove(storage.join(folder, run), recursive=True)
+    if storage.list_names(folder) == [MARKER_NAME]:
+        _remove(folder)
+
+
+def load_entry(folder: str) -> Entry | None:
+    """Returns the entry in a folder; None if there is none that can be read."""
+    try:
+        data: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, ENTRY_NAME)))
+        entry = Entry(**{**data, "columns": tuple(data["columns"])})
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    names_match = entry.key.startswith(folder.rpartition("/")[2]) and _RUN.fullmatch(entry.run)
+    return entry if names_match else None
+
+
+def _listed(folder: str) -> CachedShards | None:
+    names = storage.list_names(folder)
+    entry = load_entry(folder) if ENTRY_NAME in names else None
+    if entry is None and MARKER_NAME not in names:
+        return None
+    num_bytes = sum(_bytes_below(storage.join(folder, name)) for name in names if _is_ours(name))
+    if entry is None:
+        return CachedShards(
+            key=folder.rpartition("/")[2],
+            uri=folder,
+            created="",
+            rows=0,
+            num_bytes=num_bytes,
+            columns=(),
+            plan="unfinished: being written, or interrupted",
+            is_reusable=False,
+        )
+    return CachedShards(
+        key=entry.key,
+        uri=storage.join(folder, entry.run),
+        created=entry.created,
+        rows=entry.rows,
+        num_bytes=num_bytes,
+        columns=entry.columns,
+        plan=entry.plan_summary if entry.refusal is None else f"not reused: {entry.refusal}",
+        is_reusable=entry.refusal is None,
+    )
+
+
+def _is_ours(name: str) -> bool:
+    return name in (ENTRY_NAME, MARKER_NAME) or _RUN.fullmatch(name) is not None
+
+
+def _bytes_below(uri: str) -> int:
+    fs, path = storage.filesystem(uri)
+    try:
+        return int(fs.du(path))
+    except FileNotFoundError:
+        return 0
+
+
+def _remove(folder: str) -> None:
+    # The commit first: a reader must not find an entry whose shards are half gone. The marker last:
+    # what an interrupted removal leaves is listed.
+    for name in sorted(filter(_is_ours, storage.list_names(folder)), key=_order_of_removal):
+        storage.remove(storage.join(folder, name), recursive=True)
+    storage.remove_if_empty(folder)
+
+
+def _order_of_removal(name: str) -> int:
+    return {ENTRY_NAME: 0, MARKER_NAME: 2}.get(name, 1)

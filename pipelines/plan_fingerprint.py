@@ -1,0 +1,216 @@
+"""What rows a DataFrame's plan yields, told by the text that Spark prints of it.
+
+Text is all that Spark Classic and Spark Connect have in common, and all that stays the same in
+another process: `df.semanticHash()` differs in every JVM, for Parquet too. What the text leaves out
+is found elsewhere (types in the physical plan, sizes in the statistics) or makes the plan less
+trusted: `is_portable` is False where two plans of one text could differ, and `refusal` says why rows
+of this plan must never be used twice. `judge` is pure; only `explain` needs Spark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ringspark.pipelines.plan_grammar import KNOWN_FUNCTIONS, is_unambiguous
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+# Explain cuts long lists of fields and long file schemas; a cut text tells two plans apart no more.
+_UNCUT = {"spark.sql.debug.maxToStringFields": "1000000", "spark.sql.maxMetadataStringLength": "10000000"}
+_CUT = re.compile(r"\.\.\. \d+ more fields|more characters|\.\.\.,? |\.\.\.\)?$", re.MULTILINE)
+
+_NAMES = """
+    Aggregate CTERelationDef CTERelationRef Deduplicate Distinct Except Expand Filter Generate GlobalLimit
+    Intersect Join LocalLimit Offset OneRowRelation Project Range RebalancePartitions Relation Repartition
+    RepartitionByExpression ResolvedHint Sort SubqueryAlias Union View Window WithCTE
+"""
+_OPERATORS = frozenset(_NAMES.split())
+# These print their name without the reader's options, which change the rows of all but the first two.
+_PORTABLE_FORMATS = frozenset({"parquet", "orc"})
+_FORMATS = _PORTABLE_FORMATS | {"csv", "json"}
+
+_RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[.*\] (\w+)$")
+# A nested column, `NOT (...)` or `IN (...)` has a space before its parenthesis, a call has none.
+_CALL = re.compile(r"([\w$>]+)\(")
+_SUBQUERY = re.compile(r"(?:subquery|exists|list)#\d+ \[")
+_PYTHON = re.compile(
+    r"^[\s:*|+()\d-]*\w*(?:Python|Pandas|InArrow|ScriptTransformation|UDTF)\w*", re.MULTILINE
+)
+_SPECIAL_DATE = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b(?!#)", re.IGNORECASE)
+_LOCATION = re.compile(r"Location: (\w+)")
+_READ_SCHEMA = re.compile(r"Format: \w+,.*?ReadSchema: (.*)$", re.MULTILINE)
+_STATISTICS = re.compile(r"Relation .*Statistics\(sizeInBytes=([\d.]+) ([KMGTPE]i)?B\b")
+_VIEW_OF_OURS = re.compile(r"_pyspark_(?:connect_temp_view_)?[0-9a-f]{32}")
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
+
+# The settings below belong to the session, which parallel fits share.
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFingerprint:
+    """What is known of a plan.
+
+    Attributes:
+        text: The analysed plan; expression ids are numbered by first appearance.
+        read_schemas: Types that the file scans read, which the plan itself does not print.
+        size_range: Least and most bytes that Spark believes the source files to have: from the
+            listing the DataFrame was made with, rounded as Spark prints it.
+        is_portable: Whether equal texts mean equal plans. Otherwise only the same Spark
+            application can tell, by `df.semanticHash()`.
+        refusal: Why rows of this plan must not be reused; None if they may be.
+    """
+
+    text: str
+    read_schemas: tuple[str, ...] = ()
+    size_range: tuple[float, float] = (0.0, 0.0)
+    is_portable: bool = False
+    refusal: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """The operators from the result down to the sources."""
+        names = [line.lstrip(" :+-").partition(" ")[0] for line in self.text.splitlines()]
+        return " < ".join(names[:8]) + (" < ..." if len(names) > 8 else "")
+
+
+def fingerprint(df: DataFrame) -> PlanFingerprint:
+    """Returns what the plan of `df` tells. Runs no job."""
+    return judge(*explain(df))
+
+
+def explain(df: DataFrame) -> tuple[str, str]:
+    """Returns Spark's EXPLAIN EXTENDED and EXPLAIN COST of `df`, uncut.
+
+    As a statement, not by `df.explain`: that one prints to the stdout of all threads, and shows a plan
+    made before the DataFrame was cached.
+    """
+    spark = df.sparkSession
+    with _lock, _settings(spark):
+        extended, cost = (
+            str(spark.sql(f"EXPLAIN {mode} SELECT * FROM {{df}}", df=df).collect()[0][0])
+            for mode in ("EXTENDED", "COST")
+        )
+    return extended, cost
+
+
+def judge(extended: str, cost: str) -> PlanFingerprint:
+    """Reads what `explain` returned."""
+    analysed, optimised, physical = (
+        _section(extended, title)
+        for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
+    )
+    lines = _without_view(analysed.splitlines()[1:])
+    if not lines or not physical:
+        return PlanFingerprint(text=analysed, refusal="Spark did not explain its plan")
+    operators = [line.lstrip(" :+-") for line in lines]
+    text = "\n".join(_renumber(lines))
+    refusal = _refusal(operators, f"{analysed}\n{optimised}\n{physical}", physical)
+    num_relations = sum(operator.startswith("Relation ") for operator in operators)
+    if refusal is None and num_relations > len(re.findall(r"\bRelation [\w.`-]*\[", optimised)):
+        # By metadata alone; then the files are not among `df.inputFiles()` either.
+        refusal = "Spark answers a part of it without reading its files"
+    if refusal is not None:
+        return PlanFingerprint(text=text, refusal=refusal)
+    formats = {match[1] for match in map(_RELATION.match, operators) if match}
+    return PlanFingerprint(
+        text=text,
+        read_schemas=tuple(sorted(set(_READ_SCHEMA.findall(physical)))),
+        size_range=_size_range(cost),
+        is_portable=formats <= _PORTABLE_FORMATS and is_unambiguous([_plain(line) for line in operators]),
+    )
+
+
+def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | None:
+    for operator in operators:
+        name = re.split(r"\W", operator, maxsplit=1)[0]
+        if name == "Relation":
+            relation = _RELATION.match(operator)
+            if relation is None or relation[1] not in _FORMATS:
+                source = operator.rpartition("] ")[2] or "a table"
+                return f"it reads {source}, where Spark does not tell one version or reader from another"
+        elif name == "Sample":
+            return "it samples, and another run gives other rows"
+        elif name not in _OPERATORS:
+            return f"its plan has {name or 'an operator'!r}, whose rows the plan does not tell"
+    if "InMemoryRelation" in everything or "InMemoryTableScan" in everything:
+        return "it is cached in Spark, which may hold older rows than its files"
+    if _PYTHON.search(physical):
+        return "it calls a Python function, whose code is not in the plan"
+    if _CUT.search(everything):
+        return "Spark shortened its plan"
+    for operator in operators:
+        if _SUBQUERY.search(operator):
+            return "it has a subquery, whose files Spark does not list"
+        if unknown := [name for name in _CALL.findall(operator) if name.lower() not in KNOWN_FUNCTIONS]:
+            return f"it calls {unknown[0]!r}, which is not known to give the same result again"
+        if _SPECIAL_DATE.search(operator) and re.search(r"date|time", operator, re.IGNORECASE):
+            return "it may depend on today's date"
+    # Other tables have files that no scan lists (deletion vectors) or lists of their own.
+    if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
+        return f"it reads a table of its own kind ({sorted(others)[0]})"
+    return None
+
+
+def _section(text: str, title: str) -> str:
+    match = re.search(rf"^== {title} ==\n(.*?)(?=^== \w|\Z)", text, re.MULTILINE | re.DOTALL)
+    return match[1].strip("\n") if match else ""
+
+
+def _without_view(lines: Sequence[str]) -> list[str]:
+    """Removes the Project, SubqueryAlias and View of `explain`'s own statement."""
+    for number, line in enumerate(lines[:3]):
+        if "View (" in line and _VIEW_OF_OURS.search(line):
+            below = lines[number + 1 :]
+            indent = min((len(re.match(r"[ :+-]*", rest)[0]) for rest in below), default=0)  # type: ignore[index]
+            return [rest[indent:] for rest in below]
+    return []
+
+
+def _renumber(lines: Sequence[str]) -> list[str]:
+    """Numbers expression ids, CTEs and lambda variables by first appearance; drops what changes no row."""
+    numbers: dict[tuple[bool, str], int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        # A CTE and its references have one number, which may be a column's as well.
+        key = (match[1] == "#", match[2])
+        return f"{match[1]}{numbers.setdefault(key, len(numbers))}"
+
+    return [re.sub(r"(#|CTERelation(?:Def|Ref) )(\d+)", number, _plain(line)) for line in lines]
+
+
+def _plain(line: str) -> str:
+    # The names of lambda variables carry a counter of the process; a Range's splits are its layout.
+    line = re.sub(r"\blambda (\w+?)_\d+#", r"lambda \1#", line)
+    return re.sub(r"(\bRange \(.*), splits=\w+(?:\(\d+\))?\)", r"\1)", line)
+
+
+def _size_range(cost: str) -> tuple[float, float]:
+    """Bytes of all relations. The same size twice is taken for one table read twice."""
+    least = most = 0.0
+    for number, unit in set(_STATISTICS.findall(cost)):
+        rounding = 0.05 * _UNITS[unit] if unit else 0.0
+        least += float(number) * _UNITS[unit] - rounding
+        most += float(number) * _UNITS[unit] + rounding
+    return least, most
+
+
+@contextlib.contextmanager
+def _settings(spark: SparkSession) -> Iterator[None]:
+    before = {name: spark.conf.get(name, None) for name in _UNCUT}
+    try:
+        for name, value in _UNCUT.items():
+            spark.conf.set(name, value)
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, old)

@@ -1,0 +1,68 @@
+"""The state of source files: what changes whenever their content may have changed.
+
+Always read anew. A file of equal size that was replaced shows in its time of change (local disks: in
+nanoseconds, of the data and of the inode), its checksum or its version, whichever the storage has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import unquote
+
+from ringspark.pipelines import storage
+
+# What object stores and HDFS call a content's identity or its time; `size` alone proves nothing.
+_MARKS = (
+    "etag", "checksum", "md5hash", "md5", "content_md5", "crc32c", "generation", "version_id", "versionid",
+    "mtime", "modified", "last_modified", "lastmodified", "modification_time", "modificationtime", "updated",
+    "created",
+)  # fmt: skip
+_MAX_THREADS = 16
+
+FileState = tuple[str, int, str]
+
+
+def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
+    """Returns (path, bytes, marks of its content) of every file, sorted by path. Runs on the driver.
+
+    Args:
+        uris: As `df.inputFiles()` gives them, percent-encoded.
+
+    Raises:
+        OSError: A file is missing or cannot be reached.
+        ValueError: A file's storage tells nothing that changes with its content.
+    """
+    paths = sorted({_decoded(uri) for uri in uris})
+    remote = [path for path in paths if not storage.is_local(path)]
+    for scheme in {path.partition("://")[0]: path for path in remote}.values():
+        # fsspec caches listings; a file replaced a second ago must not show its old state.
+        storage.filesystem(scheme)[0].invalidate_cache()
+    if not paths:
+        return ()
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(paths)), thread_name_prefix="ringspark-stat") as pool:
+        return tuple(pool.map(_file_state, paths))
+
+
+def total_bytes(states: Sequence[FileState]) -> int:
+    """Bytes of all files."""
+    return sum(size for _, size, _ in states)
+
+
+def _decoded(uri: str) -> str:
+    return storage.normalize(uri if uri.startswith("file:") else unquote(uri))
+
+
+def _file_state(path: str) -> FileState:
+    if storage.is_local(path):
+        stat = os.stat(path)
+        return path, stat.st_size, f"mtime_ns={stat.st_mtime_ns} ctime_ns={stat.st_ctime_ns}"
+    fs, inner = storage.filesystem(path)
+    info: dict[str, Any] = fs.info(inner)
+    known = {key.lower().replace("-", "_"): value for key, value in info.items()}
+    marks = [f"{mark}={known[mark]}" for mark in _MARKS if known.get(mark) is not None]
+    if not marks:
+        raise ValueError(f"the storage of {path!r} tells neither checksums nor times of its files")
+    return path, int(info["size"]), " ".join(marks)

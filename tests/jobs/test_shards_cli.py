@@ -1,0 +1,99 @@
+"""The shards job: what it prints, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringspark.jobs import cli, shards
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.cache_entries import Entry, begin, folder_of, publish
+
+ROOT = Path(__file__).parent.parent.parent
+KEY = "0123456789abcdef" * 4
+
+
+def run(*options: str) -> int:
+    return cli.main(shards.build_parser(), shards.run, options)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
+    """A cache with one entry, of 64 rows."""
+    made = make_shards({"x": np.arange(64, dtype=np.float32), "y": np.arange(64)})
+    root = tmp_path / "cache"
+    name = begin(root, KEY)
+    folder = Path(folder_of(root, KEY)) / name
+    Path(made.uri).rename(folder)
+    entry = Entry(
+        key=KEY, run=name, refusal=None, application="a", semantic_hash=1, plan="Range (0, 64, step=1)",
+        plan_summary="Range", settings="{}", sources="0 files",
+    )  # fmt: skip
+    manifest = ShardManifest.load(folder)
+    publish(root, entry, manifest)
+    return root, manifest
+
+
+def test_list_shows_every_entry(cache, capsys: pytest.CaptureFixture[str]) -> None:
+    root, manifest = cache
+    assert run("list", str(root)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{KEY[:20]}  20")
+    assert "64 rows" in lines[0]
+    assert lines[0].endswith("x, y")
+    assert lines[1:3] == [f"  {manifest.uri}", "  Range"]
+    assert lines[3].startswith("shards: 1 entries, ")
+    assert run("list", str(root / "nothing")) == 0
+    assert "0 entries, 0 bytes" in capsys.readouterr().out
+
+
+def test_describe_and_verify(cache, capsys: pytest.CaptureFixture[str]) -> None:
+    _, manifest = cache
+    assert run("describe", manifest.uri) == 0
+    assert capsys.readouterr().out == manifest.describe() + "\n"
+    assert run("verify", manifest.uri) == 0
+    assert capsys.readouterr().out == f"shards: 64 rows in {len(manifest.files)} files, all there\n"
+    (Path(manifest.uri) / manifest.files[0].path).unlink()
+    assert run("verify", manifest.uri) == 1
+    assert "is missing" in capsys.readouterr().err
+
+
+def test_remove_takes_a_prefix_or_all(cache, capsys: pytest.CaptureFixture[str]) -> None:
+    root, _ = cache
+    assert run("remove", str(root), "fff") == 1
+    assert f"give one of: {KEY[:20]}" in capsys.readouterr().err
+    assert run("remove", str(root), "0123") == 0
+    assert " freed in " in capsys.readouterr().out
+    assert list(root.iterdir()) == []
+    assert run("remove", str(root), "--all") == 0
+    assert "0 bytes freed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], 2, "the following arguments are required: COMMAND"),
+        (["list"], 2, "the following arguments are required: ROOT"),
+        (["remove", "x"], 2, "one of the arguments KEY --all is required"),
+        (["remove", "x", "1", "--all"], 2, "not allowed with argument KEY"),
+        (["describe", "missing"], 1, "holds no shards"),
+    ],
+)
+def test_what_is_wrong_is_one_line(options: list[str], code: int, message: str) -> None:
+    command = [sys.executable, str(ROOT / "jobs" / "shards.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("shards: error: ")
+
+
+def test_no_spark_is_imported() -> None:
+    code = "import sys, ringspark.jobs.shards; print([m for m in ('pyspark', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
