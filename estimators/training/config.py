@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
+
+from ringspark.pipelines import default_engine
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Task = Literal["classification", "regression", "any"]
@@ -53,7 +55,7 @@ class TrainConfig:
     precision: Precision = "fp32"
     gradient_checkpointing: str = "none"
     gradient_accumulation: int = 1
-    reader: str = "petastorm"
+    reader: str = field(default_factory=default_engine)
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
