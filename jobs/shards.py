@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         if args.command == "describe":
             print(manifest.describe())
         else:
-            manifest.verify_files()
+            manifest.verify()
             print(f"shards: {manifest.num_rows:,} rows in {len(manifest.files)} files, all there")
 
 

@@ -8,6 +8,18 @@ package imports neither pyspark nor petastorm.
 from ringspark.pipelines.cache_entries import CachedShards, list_cached, remove_cached
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
+from ringspark.pipelines.kinds import (
+    Array,
+    Binary,
+    HashBuckets,
+    Kind,
+    Padded,
+    Ragged,
+    Scalar,
+    Sparse,
+    Vector,
+    Vocabulary,
+)
 from ringspark.pipelines.manifest import ShardFile, ShardManifest
 from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
 from ringspark.pipelines.reuse import cached_shards
@@ -15,12 +27,22 @@ from ringspark.pipelines.shards import write_shards
 
 __all__ = [
     "READERS",
+    "Array",
+    "Binary",
     "CachedShards",
     "Column",
     "EpochPlan",
+    "HashBuckets",
+    "Kind",
+    "Padded",
+    "Ragged",
+    "Scalar",
     "ShardFile",
     "ShardManifest",
     "ShardReader",
+    "Sparse",
+    "Vector",
+    "Vocabulary",
     "cached_shards",
     "check_engine",
     "default_engine",

@@ -1,123 +1,115 @@
-"""Which columns can be trained on, and how they look in Spark, Arrow and NumPy.
+"""The columns of a set of shards: a name, a kind, and where it came from.
 
-One table (`SPARK_DTYPES`) decides. A column is a scalar or a fixed-length array
-of booleans or numbers; vectors become float32 arrays; everything else is
-refused on the driver, by name, with the remedy. Nothing is ever cast: the
-int64 16,777,217 in the DataFrame is the int64 16,777,217 in the batch.
+Numbers, booleans, dates, arrays and vectors have a kind by their Spark type.
+What needs a decision (strings, bytes) is refused on the driver, by name, with
+the choices; everything else with the remedy. No number is ever cast: the int64
+16,777,217 in the DataFrame is the int64 16,777,217 in the batch. Only vectors
+become float32, unless `Vector("float64")` is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
+from ringspark.pipelines.kinds import Array, Kind, Scalar, Vector, kind_from_json
+from ringspark.pipelines.kinds.array import element_dtype
+from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.kinds.vector import is_vector
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
     from pyspark.sql.types import DataType, StructType
 
-SPARK_DTYPES = {
-    "boolean": "bool",
-    "tinyint": "int8",
-    "smallint": "int16",
-    "int": "int32",
-    "bigint": "int64",
-    "float": "float32",
-    "double": "float64",
-}
-"""Spark's simple type names and the NumPy dtypes of the same width."""
-
-DTYPES = tuple(SPARK_DTYPES.values())
-
 _REMEDIES = {
-    "string": "index it with StringIndexer first",
-    "varchar": "index it with StringIndexer first",
-    "char": "index it with StringIndexer first",
-    "date": "turn it into numbers first, e.g. with F.dayofyear or F.unix_date",
-    "timestamp": "turn it into numbers first, e.g. with F.unix_timestamp or F.hour",
-    "timestamp_ntz": "turn it into numbers first, e.g. with F.unix_timestamp or F.hour",
-    "decimal": "cast it to double first",
     "struct": "select its fields as columns of their own first",
     "map": "select its values as columns of their own first",
-    "binary": "decode it into an array of numbers first",
-    "array": "make it an array of numbers first, e.g. with F.flatten or F.transform",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of a batch.
+    """One column of a set of shards.
 
     Attributes:
-        name: The name in the DataFrame, the Parquet files and the batch.
-        kind: "scalar" for shape (rows,), "array" for shape (rows, length).
-        dtype: NumPy dtype name, one of `DTYPES`.
-        length: Elements per row of an array; None for a scalar, and for an array not written yet.
+        name: The name in the DataFrame; what a batch calls its arrays starts with it.
+        kind: How it is stored and read.
+        source: Spark's simple type string.
     """
 
     name: str
-    kind: Literal["scalar", "array"]
-    dtype: str
-    length: int | None = None
+    kind: Kind
+    source: str = ""
 
-    def __post_init__(self) -> None:
-        if self.kind not in ("scalar", "array") or self.dtype not in DTYPES:
-            raise ValueError(
-                f"column {self.name!r} has an unknown kind or dtype: {self.kind!r} of {self.dtype!r}"
-            )
+    @property
+    def is_dense(self) -> bool:
+        """Whether a batch holds it as one array called `name` whose first dimension is the rows."""
+        return self.name in self.kind.batch_names(self.name)
+
+    @property
+    def dtype(self) -> str:
+        """NumPy dtype name of a dense column in a batch."""
+        return self.kind.arrays(self.name)[self.name].dtype
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row: () or (length,)."""
-        if self.kind == "scalar":
-            return ()
-        assert self.length is not None, f"the length of column {self.name!r} is not known yet"
-        return (self.length,)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row in NumPy."""
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.row_shape, dtype=np.int64))
+        """Shape of one row of a dense column in a batch."""
+        return self.kind.arrays(self.name)[self.name].shape
 
     def to_json(self) -> dict[str, Any]:
         """Returns the column as JSON values."""
-        return {"name": self.name, "kind": self.kind, "dtype": self.dtype, "length": self.length}
+        return {"name": self.name, "source": self.source, **self.kind.to_json()}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Column:
         """Reads what `to_json` returned."""
-        return Column(name=data["name"], kind=data["kind"], dtype=data["dtype"], length=data["length"])
+        fields = dict(data)
+        return Column(name=fields.pop("name"), source=fields.pop("source"), kind=kind_from_json(fields))
 
 
-def columns_from_spark(schema: StructType) -> tuple[Column, ...]:
+def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = None) -> tuple[Column, ...]:
     """Maps a Spark schema to columns. Runs on the driver and starts no job.
 
+    Args:
+        schema: Of the DataFrame.
+        choices: Column name -> kind, where the Spark type alone does not decide or decides otherwise.
+
     Raises:
-        ValueError: A column has a type that cannot be trained on, or two share a name.
+        ValueError: A column has a type that cannot be trained on or needs a choice, a choice does not
+            fit or names no column, or two columns share a name.
     """
-    columns = tuple(_column_from_spark(field.name, field.dataType) for field in schema.fields)
-    seen: set[str] = set()
-    for column in columns:
-        if column.name.lower() in seen:
-            raise ValueError(f"two columns are named {column.name!r}; rename one with df.withColumnRenamed")
-        seen.add(column.name.lower())
+    choices = dict(choices or {})
+    for name, kind in choices.items():
+        if name not in schema.names:
+            near = get_close_matches(name, schema.names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the DataFrame has {schema.names}"
+            raise ValueError(f"columns names {name!r}, which the DataFrame lacks; {hint}")
+        if not isinstance(kind, Kind):
+            raise ValueError(
+                f"columns[{name!r}] must be a kind such as Vocabulary(), Padded() or Sparse(), got {kind!r}"
+            )
+    columns = tuple(
+        Column(
+            name=field.name,
+            kind=(choices.get(field.name) or _default_kind(field.name, field.dataType)).adopt(
+                field.name, field.dataType
+            ),
+            source=field.dataType.simpleString(),
+        )
+        for field in schema.fields
+    )
+    check_names([column.name for column in columns])
     return columns
 
 
-def select_expression(column: Column, data_type: DataType) -> SparkColumn:
-    """Returns the Spark expression that stores `column`: itself, or a vector as a float32 array."""
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.sql import functions as F
-
-    source = F.col(quote(column.name))
-    if not _is_vector(data_type):
-        return source
-    # vector_to_array throws on a null vector, deep in an executor. Nulls must come through: the
-    # driver reports them with the column's name and their number.
-    return F.when(source.isNotNull(), vector_to_array(source, "float32"))
+def check_names(names: list[str]) -> None:
+    """Refuses two columns that Parquet or a batch could not tell apart."""
+    seen: set[str] = set()
+    for name in names:
+        if name.lower() in seen:
+            raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
+        seen.add(name.lower())
 
 
 def quote(name: str) -> str:
@@ -125,74 +117,31 @@ def quote(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def arrow_type(column: Column) -> Any:
-    """Returns the Arrow type that `column` is stored as."""
-    scalar = pa.bool_() if column.dtype == "bool" else pa.from_numpy_dtype(np.dtype(column.dtype))
-    if column.kind == "scalar":
-        return scalar
-    # Elements that cannot be null carry no definition levels: smaller files, faster reads.
-    return pa.list_(pa.field("element", scalar, nullable=False))
-
-
-def to_numpy(data: Any, column: Column) -> npt.NDArray[Any]:
-    """Converts an Arrow column to NumPy, without a copy where Arrow allows it.
-
-    Arrays are flattened and reshaped, never walked row by row.
-
-    Args:
-        data: `pyarrow.Array` or `pyarrow.ChunkedArray` of the column.
-        column: What it must hold.
-
-    Returns:
-        Shape (rows,) for a scalar column, (rows, length) for an array. May be read-only.
-
-    Raises:
-        ValueError: The data has nulls, another dtype or another length than `column` says.
-    """
-    chunks = data.chunks if isinstance(data, pa.ChunkedArray) else [data]
-    parts = [_chunk_to_numpy(chunk, column) for chunk in chunks if len(chunk)]
-    if not parts:
-        return np.zeros((0, *column.row_shape), dtype=column.dtype)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _chunk_to_numpy(chunk: Any, column: Column) -> npt.NDArray[Any]:
-    values = chunk
-    if column.kind == "array":
-        if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
-            raise ValueError(f"column {column.name!r} should hold arrays, but the data is {chunk.type}")
-        values = chunk.flatten()
-    if chunk.null_count or values.null_count:
-        raise ValueError(f"column {column.name!r} holds nulls; write the shards again without them")
-    array = cast("npt.NDArray[Any]", values.to_numpy(zero_copy_only=False))
-    if array.dtype != np.dtype(column.dtype):
-        raise ValueError(f"column {column.name!r} should hold {column.dtype}, but the data is {chunk.type}")
-    if column.kind == "scalar":
-        return array
-    if len(array) != len(chunk) * (column.length or 0):
-        raise ValueError(
-            f"column {column.name!r} should hold arrays of length {column.length}, but lengths vary"
-        )
-    return array.reshape(len(chunk), *column.row_shape)
-
-
-def _column_from_spark(name: str, data_type: DataType) -> Column:
-    if _is_vector(data_type):
-        return Column(name=name, kind="array", dtype="float32")
+def _default_kind(name: str, data_type: DataType) -> Kind:
+    """Returns the kind that a Spark type has without a choice of the user."""
+    if is_vector(data_type):
+        return Vector()
     simple = data_type.simpleString()
-    if simple in SPARK_DTYPES:
-        return Column(name=name, kind="scalar", dtype=SPARK_DTYPES[simple])
-    element = getattr(data_type, "elementType", None)
-    if element is not None and element.simpleString() in SPARK_DTYPES:
-        return Column(name=name, kind="array", dtype=SPARK_DTYPES[element.simpleString()])
+    if simple in SPARK_DTYPES or simple.startswith("decimal"):
+        return Scalar()
     family = data_type.typeName().split("(")[0].split(" ")[0]
-    remedy = _REMEDIES.get(family, "turn it into numbers first, or drop it with df.drop")
+    if family == "array":
+        element_dtype(name, data_type)
+        return Array()
+    if family in ("string", "varchar", "char"):
+        remedy = (
+            "index it with StringIndexer first, or choose in write_shards: "
+            f"columns={{{name!r}: Vocabulary()}} gives each string an id of its own, "
+            f"columns={{{name!r}: HashBuckets(1024)}} hashes it"
+        )
+    elif family == "binary":
+        remedy = (
+            "decode it into an array of numbers first, or choose in write_shards: "
+            f"columns={{{name!r}: Binary('image', shape=(height, width, 3))}}"
+        )
+    else:
+        remedy = _REMEDIES.get(family, "turn it into numbers first, or drop it with df.drop")
     raise ValueError(
-        f"column {name!r} has type {simple}, which cannot be trained on "
-        f"(numbers, booleans, arrays of them and vectors can); {remedy}"
+        f"column {name!r} has type {simple}, which cannot be trained on as it is "
+        f"(numbers, booleans, dates, arrays and vectors can); {remedy}"
     )
-
-
-def _is_vector(data_type: DataType) -> bool:
-    # By name, so that pyspark.ml need not be imported; Spark Connect rebuilds the same class.
-    return type(data_type).__name__ == "VectorUDT"

@@ -8,20 +8,24 @@ outlive the data they count.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
+from ringspark.pipelines.distinct import SIZE as EXACT_UP_TO
 from ringspark.pipelines.stats import ColumnStats
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_DIGEST_BLOCK = 1 << 20
 MANIFEST_NAME = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -36,12 +40,14 @@ class ShardFile:
         path: Relative to the manifest's folder.
         split: "train" or "validation".
         num_bytes: Size of the file.
+        sha256: Digest of its bytes, in hexadecimal.
         row_groups: Rows of each row group, in order.
     """
 
     path: str
     split: Split
     num_bytes: int
+    sha256: str
     row_groups: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -58,6 +64,21 @@ class ShardFile:
         """Rows in the file."""
         return sum(self.row_groups)
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the entry as JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ShardFile:
+        """Reads what `to_json` returned."""
+        return ShardFile(
+            path=data["path"],
+            split=data["split"],
+            num_bytes=int(data["num_bytes"]),
+            sha256=str(data["sha256"]),
+            row_groups=tuple(int(rows) for rows in data["row_groups"]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
@@ -70,6 +91,7 @@ class ShardManifest:
         columns: What a batch holds, in the order of the DataFrame.
         files: The Parquet files in reading order.
         stats: Split -> column name -> statistics.
+        skipped_rows: Rows of the DataFrame that were left out because they held a null.
         format_version: Version of the JSON layout.
     """
 
@@ -77,6 +99,7 @@ class ShardManifest:
     columns: tuple[Column, ...]
     files: tuple[ShardFile, ...]
     stats: dict[str, dict[str, ColumnStats]] = field(default_factory=dict)
+    skipped_rows: int = 0
     format_version: int = FORMAT_VERSION
 
     @property
@@ -113,21 +136,33 @@ class ShardManifest:
         """Returns (file, row group within the file) for every index into `row_groups`."""
         return tuple((file, group) for file in self.files for group in range(len(file.row_groups)))
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """URIs of the Parquet files, for other tools: the folder also holds what is not data."""
+        return tuple(storage.join(self.uri, file.path) for file in self.files)
+
     def describe(self) -> str:
-        """Returns a short text table of splits, columns and their ranges."""
-        lines = [
-            f"{self.uri}: {self.num_rows} rows, {len(self.files)} files, {len(self.row_groups)} row groups"
-        ]
+        """Returns a text table: a line for each column of each split, with its statistics."""
+        skipped = f", {self.skipped_rows:,} rows with nulls skipped" if self.skipped_rows else ""
+        title = (
+            f"{self.uri}: {self.num_rows:,} rows, {len(self.files)} files, "
+            f"{len(self.row_groups)} row groups, "
+            f"{sum(file.num_bytes for file in self.files):,} bytes{skipped}"
+        )
+        header = ("split", "column", "in a batch", "rows", "nulls", "min", "max", "mean", "std", "distinct")
+        lines: list[tuple[str, ...]] = [header]
         for split, columns in self.stats.items():
             for name, stats in columns.items():
-                column = self.column(name)
-                shape = f"[{column.length}]" if column.kind == "array" else ""
-                mean = "none" if stats.mean is None else f"{stats.mean:.6g}"
-                lines.append(
-                    f"  {split} {name}: {column.dtype}{shape}, {stats.rows} rows, range {stats.minimum} to "
-                    f"{stats.maximum}, mean {mean}, {stats.nans} NaN, {stats.infs} infinite"
-                )
-        return "\n".join(lines)
+                lines.append((split, name, str(self.column(name).kind), *_cells(stats)))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        table = [
+            "  ".join(
+                text.ljust(width) if index < 3 else text.rjust(width)
+                for index, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([title, *table])
 
     def verify_files(self) -> None:
         """Checks every file's size and row groups against the manifest; reads footers only.
@@ -135,19 +170,25 @@ class ShardManifest:
         Raises:
             ValueError: A file is missing or differs; names the file and the remedy.
         """
-        if not self.files:
-            return
-        with ThreadPoolExecutor(max_workers=min(16, len(self.files))) as pool:
-            for problem in pool.map(self._file_problem, self.files):
-                if problem is not None:
-                    raise ValueError(
-                        f"{problem}; write the shards again with write_shards(..., overwrite=True)"
-                    )
+        self._check_files(self._footer_problem)
 
-    def save(self) -> None:
-        """Commits the manifest: writes it atomically into its folder."""
+    def verify(self) -> None:
+        """Checks every byte: sizes, row groups and digests of all files. Reads all of them.
+
+        Raises:
+            ValueError: Files are missing or differ; names each of them, and the remedy.
+        """
+        self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
+
+    def save(self, *, overwrite: bool = True) -> None:
+        """Commits the manifest: writes it atomically into its folder.
+
+        Raises:
+            FileExistsError: There is one, and `overwrite` is false.
+        """
         assert self.files, "a manifest without files is never committed"
-        storage.write_atomic(storage.join(self.uri, MANIFEST_NAME), self.to_json().encode())
+        uri = storage.join(self.uri, MANIFEST_NAME)
+        storage.write_atomic(uri, self.to_json().encode(), overwrite=overwrite)
 
     @staticmethod
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
@@ -172,14 +213,12 @@ class ShardManifest:
             {
                 "format_version": self.format_version,
                 "columns": [column.to_json() for column in self.columns],
-                "files": [
-                    {"path": f.path, "split": f.split, "num_bytes": f.num_bytes, "row_groups": f.row_groups}
-                    for f in self.files
-                ],
+                "files": [file.to_json() for file in self.files],
                 "stats": {
-                    split: {name: stats.to_json() for name, stats in columns.items()}
+                    split: {name: stats.without_sketch().to_json() for name, stats in columns.items()}
                     for split, columns in self.stats.items()
                 },
+                "skipped_rows": self.skipped_rows,
             },
             indent=1,
         )
@@ -194,29 +233,38 @@ class ShardManifest:
                 raise ValueError(
                     f"its format is {version}, this ringspark reads up to {FORMAT_VERSION}; upgrade ringspark"
                 )
+            if version < FORMAT_VERSION:
+                raise ValueError(
+                    f"its format is {version}, of before the first release; write the shards again"
+                )
             return ShardManifest(
                 uri=uri,
                 columns=tuple(Column.from_json(column) for column in data["columns"]),
-                files=tuple(
-                    ShardFile(
-                        path=file["path"],
-                        split=file["split"],
-                        num_bytes=int(file["num_bytes"]),
-                        row_groups=tuple(int(rows) for rows in file["row_groups"]),
-                    )
-                    for file in data["files"]
-                ),
+                files=tuple(ShardFile.from_json(file) for file in data["files"]),
                 stats={
                     split: {name: ColumnStats.from_json(stats) for name, stats in columns.items()}
                     for split, columns in data["stats"].items()
                 },
+                skipped_rows=int(data["skipped_rows"]),
                 format_version=version,
             )
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"the manifest in {uri!r} cannot be used: {reason}") from error
 
-    def _file_problem(self, file: ShardFile) -> str | None:
+    def _check_files(self, problem_of: Callable[[ShardFile], str | None]) -> None:
+        if not self.files:
+            return
+        with ThreadPoolExecutor(max_workers=min(16, len(self.files))) as pool:
+            problems = [problem for problem in pool.map(problem_of, self.files) if problem is not None]
+        if problems:
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            raise ValueError(
+                f"{'; '.join(problems[:3])}{more}; "
+                "write the shards again with write_shards(..., overwrite=True)"
+            )
+
+    def _footer_problem(self, file: ShardFile) -> str | None:
         uri = storage.join(self.uri, file.path)
         try:
             num_bytes = storage.size(uri)
@@ -228,12 +276,48 @@ class ShardManifest:
             return f"shard file {uri!r} is missing"
         except (OSError, pa.ArrowException) as error:
             return f"shard file {uri!r} cannot be read ({error})"
-        row_groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        if row_groups != file.row_groups:
-            found, recorded = _shorten(row_groups), _shorten(file.row_groups)
-            return f"shard file {uri!r} has row groups {found} where the manifest says {recorded}"
+        problem = row_group_problem(file, metadata)
+        return None if problem is None else f"shard file {uri!r} {problem}"
+
+    def _digest_problem(self, file: ShardFile) -> str | None:
+        uri = storage.join(self.uri, file.path)
+        digest = hashlib.sha256()
+        try:
+            with storage.open_file(uri) as source:
+                while block := source.read(_DIGEST_BLOCK):
+                    digest.update(block)
+        except OSError as error:
+            return f"shard file {uri!r} cannot be read ({error})"
+        if digest.hexdigest() != file.sha256:
+            return f"shard file {uri!r} holds other bytes than were written"
         return None
+
+
+def row_group_problem(file: ShardFile, metadata: Any) -> str | None:
+    """Says how a Parquet footer differs from the manifest's entry; None when it does not."""
+    row_groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if row_groups == file.row_groups:
+        return None
+    return f"has row groups {_shorten(row_groups)} where the manifest says {_shorten(file.row_groups)}"
 
 
 def _shorten(row_groups: tuple[int, ...]) -> str:
     return str(row_groups) if len(row_groups) <= 4 else f"{len(row_groups)} groups of {sum(row_groups)} rows"
+
+
+def _cells(stats: ColumnStats) -> tuple[str, ...]:
+    numbers = (stats.minimum, stats.maximum, stats.mean, stats.std)
+    odd = [f"{count:,} {what}" for count, what in ((stats.nans, "NaN"), (stats.infs, "inf")) if count]
+    distinct = "" if stats.distinct is None else f"{stats.distinct:,}"
+    return (
+        f"{stats.rows:,}",
+        ", ".join([f"{stats.nulls:,}", *odd]),
+        *map(_number, numbers),
+        distinct if (stats.distinct or 0) < EXACT_UP_TO else f"~{distinct}",
+    )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

@@ -1,10 +1,10 @@
 """The part of `write_shards` that runs inside a Spark task: Arrow batches to Parquet.
 
 Knows nothing of Spark. One call writes at most one file per split and returns
-one JSON report: the files it finished and the statistics of every column. Each
-attempt of a task writes under a name of its own, so a retried or speculative
-attempt never touches another's file; the driver keeps the files of the attempt
-whose report it received.
+one JSON report: the files it finished, the statistics of every column, and what
+was wrong. Each attempt of a task writes under a name of its own, so a retried
+or speculative attempt never touches another's file; the driver keeps the files
+of the attempt whose report it received.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from ringspark.pipelines import storage
-from ringspark.pipelines.columns import Column, arrow_type
-from ringspark.pipelines.manifest import Split
-from ringspark.pipelines.stats import ColumnStats, measure
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Scalar
+from ringspark.pipelines.kinds.base import Shape, numbers
+from ringspark.pipelines.manifest import SPLITS, Split
+from ringspark.pipelines.nulls import fill_nulls, null_rows
+from ringspark.pipelines.shard_file import ShardFileWriter
+from ringspark.pipelines.stats import StatsCollector
 
-DEFAULT_ROW_GROUP_ROWS = 16_384
-MAX_DEFAULT_ROW_GROUP_BYTES = 4 << 20
-"""Wide rows get fewer rows per group: a reader holds up to about 100 row groups (see epoch_plan)."""
+HandleInvalid = Literal["error", "skip", "keep"]
 
 REPORT_SCHEMA = "report string"
 
@@ -36,150 +36,206 @@ class WritePlan:
     """What every task needs to know; travels from the driver with the function.
 
     Attributes:
-        uri: Folder of the shards.
-        run_id: Part of every file name of this write.
-        columns: Columns to store, without lengths. Batches hold them in this order, under any name.
-        validation_col: Name of one more, last column that sends rows to the validation split; not stored.
-        row_group_rows: Rows per row group; None to choose by the width of a row.
+        uri: Folder of the manifest.
+        folder: Folder of the files of this write, below `uri`.
+        columns: The columns in the order in which batches hold them, under any name.
+        handle_invalid: For every column what happens to its nulls.
+        splits: Whether batches have one more, last column: a row where it is true is for validation.
+        row_group_rows: Rows per row group; None to size them by bytes.
         compression: Parquet codec.
     """
 
     uri: str
-    run_id: str
+    folder: str
     columns: tuple[Column, ...]
-    validation_col: str | None
-    row_group_rows: int | None
-    compression: str
+    handle_invalid: tuple[HandleInvalid, ...]
+    splits: bool = False
+    row_group_rows: int | None = None
+    compression: str = "zstd"
+
+    @property
+    def stored_columns(self) -> tuple[Column, ...]:
+        """The columns of the shards: behind each one whose nulls are kept, the mask of its nulls."""
+        stored = []
+        for column, handling in zip(self.columns, self.handle_invalid, strict=True):
+            stored.append(column)
+            if handling == "keep":
+                stored.append(Column(name=f"{column.name}.isnull", kind=Scalar("bool"), source="boolean"))
+        return tuple(stored)
+
+    def new_file(self, task: int, split: Split) -> ShardFileWriter:
+        """Returns the writer of a file whose name no other attempt has."""
+        path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
+        return ShardFileWriter(
+            self.uri,
+            path,
+            self.stored_columns,
+            row_group_rows=self.row_group_rows,
+            compression=self.compression,
+        )
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
     """Writes one partition and yields one record batch with its JSON report. Runs in a Spark task."""
-    attempt = f"part-{_partition_id():05d}-{plan.run_id}-{uuid.uuid4().hex[:12]}"
-    writers: dict[Split, _SplitWriter] = {
-        "train": _SplitWriter(plan, f"{attempt}-train.parquet"),
-        "validation": _SplitWriter(plan, f"{attempt}-validation.parquet"),
-    }
-    indicator = ColumnStats()
+    task = _Task(plan)
     try:
         for batch in batches:
-            if plan.validation_col is None:
-                writers["train"].add(batch)
-                continue
-            values = batch.column(len(plan.columns))
-            indicator = indicator.merge(measure(values))
-            # A null indicator is an error that the driver reports; until then the row goes to train.
-            chosen = values.cast(pa.bool_()).fill_null(False)
-            writers["train"].add(batch.filter(pc.invert(chosen)))
-            writers["validation"].add(batch.filter(chosen))
-        report = {
-            "files": [file for split, writer in writers.items() for file in writer.finish(split)],
-            "stats": {split: writer.stats_json() for split, writer in writers.items()},
-            "indicator": indicator.to_json(),
-        }
+            if batch.num_rows:
+                task.add(batch)
+        report = task.finish()
     except BaseException:
-        for writer in writers.values():
-            writer.discard()
+        task.discard()
         raise
     yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
 
 
-class _SplitWriter:
-    """Buffers the batches of one split and writes row groups of an exact number of rows."""
+class _Task:
+    """What one task has seen and written so far."""
 
-    def __init__(self, plan: WritePlan, name: str) -> None:
+    def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
-        self._name = name
-        self._uri = storage.join(plan.uri, name)
-        self._schema = pa.schema([pa.field(c.name, arrow_type(c), nullable=False) for c in plan.columns])
-        self._stats = {column.name: ColumnStats() for column in plan.columns}
-        self._row_group_rows = plan.row_group_rows
-        self._buffer: list[Any] = []
-        self._buffered_rows = 0
-        self._row_groups: list[int] = []
-        self._file: Any = None
-        self._parquet: Any = None
+        number = _partition_id()
+        self._writers = {split: plan.new_file(number, split) for split in SPLITS}
+        self._stats = {
+            split: [
+                StatsCollector(
+                    is_scalar=isinstance(column.kind, Scalar), counts_distinct=column.kind.counts_distinct
+                )
+                for column in plan.stored_columns
+            ]
+            for split in SPLITS
+        }
+        self._indicator = StatsCollector(is_scalar=True, counts_distinct=False)
+        self._indicator_nulls = 0
+        self._rows = 0
+        self._skipped = 0
+        self._nulls = [0] * len(plan.columns)
+        self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
+        self._problem: str | None = None
+        # Data that the driver will refuse: go on counting for its message, stop writing.
         self._refused = False
 
     def add(self, batch: Any) -> None:
-        """Measures a batch, and writes the row groups that it fills."""
-        if batch.num_rows == 0:
+        """Checks, encodes, measures and writes one batch from Spark."""
+        columns, nulls, chosen = self._without_nulls(batch)
+        if self._problem is not None:
             return
-        for column, values in zip(self._plan.columns, batch.columns, strict=False):
-            self._stats[column.name] = self._stats[column.name].merge(measure(values))
-        if any(stats.nulls or stats.min_length != stats.max_length for stats in self._stats.values()):
-            # The driver will refuse this data: go on counting for its message, stop writing.
-            self.discard()
-            self._refused = True
-        if self._refused:
-            return
-        if self._row_group_rows is None:
-            self._row_group_rows = _default_row_group_rows(batch)
-        names = [column.name for column in self._plan.columns]
-        self._buffer.append(pa.RecordBatch.from_arrays(batch.columns[: len(names)], names=names))
-        self._buffered_rows += batch.num_rows
-        if self._buffered_rows >= self._row_group_rows:
-            self._flush(keep_remainder=True)
+        arrays: list[list[Any]] = []
+        for index, column in enumerate(self._plan.columns):
+            keeps = self._plan.handle_invalid[index] == "keep"
+            values, null = columns[index], nulls[index]
+            if keeps:
+                values = fill_nulls(values)
+            try:
+                encoded = column.kind.encode(values, None if null is None else ~null)
+            except ValueError as error:
+                self._refuse(f"column {column.name!r} {error}")
+                return
+            arrays.append(encoded.arrays)
+            self._widen(index, encoded.shapes)
+            if keeps:
+                mask = np.zeros(len(values), dtype=bool) if null is None else null
+                arrays.append([pa.array(mask)])
+        if chosen is None or not chosen.any():
+            self._write("train", arrays)
+        else:
+            for split, rows in (("train", ~chosen), ("validation", chosen)):
+                mask = pa.array(rows)
+                self._write(split, [[array.filter(mask) for array in group] for group in arrays])  # type: ignore[arg-type]
 
-    def finish(self, split: Split) -> list[dict[str, Any]]:
-        """Closes the file and returns its entry for the manifest; none when no row came."""
-        if self._refused or (not self._buffered_rows and not self._row_groups):
-            return []
-        if self._buffered_rows:
-            self._flush(keep_remainder=False)
-        self._close()
-        num_bytes = storage.size(self._uri)
-        return [{"path": self._name, "split": split, "num_bytes": num_bytes, "row_groups": self._row_groups}]
-
-    def stats_json(self) -> dict[str, Any]:
-        """Returns column name -> statistics."""
-        return {name: stats.to_json() for name, stats in self._stats.items()}
+    def finish(self) -> dict[str, Any]:
+        """Closes the files and returns the report."""
+        files = []
+        if not self._refused:
+            files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
+        return {
+            "files": [file.to_json() for file in files],
+            "stats": {
+                split: [collector.result().to_json() for collector in collectors]
+                for split, collectors in self._stats.items()
+            },
+            "indicator": self._indicator.result().to_json(),
+            "indicator_nulls": self._indicator_nulls,
+            "rows": self._rows,
+            "skipped": self._skipped,
+            "nulls": self._nulls,
+            "shapes": self._shapes,
+            "problem": self._problem,
+        }
 
     def discard(self) -> None:
-        """Closes and removes what was written so far."""
-        self._buffer, self._buffered_rows = [], 0
-        if self._parquet is not None:
-            self._close()
-            storage.remove(self._uri)
-            self._parquet = None
+        """Removes what was written so far."""
+        for writer in self._writers.values():
+            writer.discard()
 
-    def _flush(self, *, keep_remainder: bool) -> None:
-        assert self._row_group_rows is not None
-        table = pa.Table.from_batches(self._buffer)
-        if self._parquet is None:
-            self._open()
-        start = 0
-        while table.num_rows - start >= self._row_group_rows or (
-            not keep_remainder and start < table.num_rows
+    def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        """Drops the rows whose nulls are not kept.
+
+        Returns:
+            The columns, for each a mask of the nulls left in it or None, and the validation mask.
+        """
+        self._rows += batch.num_rows
+        columns = list(batch.columns)
+        chosen = self._chosen(columns.pop()) if self._plan.splits else None
+        nulls = [null_rows(values) for values in columns]
+        dropped = None
+        for index, mask in enumerate(nulls):
+            if mask is None:
+                continue
+            self._nulls[index] += int(mask.sum())
+            if self._plan.handle_invalid[index] != "keep":
+                dropped = mask if dropped is None else dropped | mask
+            if self._plan.handle_invalid[index] == "error":
+                self._refuse(None)
+        if dropped is not None:
+            self._skipped += int(dropped.sum())
+            kept = pa.array(~dropped)
+            columns = [values.filter(kept) for values in columns]
+            nulls = [None if mask is None else mask[~dropped] for mask in nulls]
+            chosen = None if chosen is None else chosen[~dropped]
+        nulls = [
+            mask if handling == "keep" else None
+            for mask, handling in zip(nulls, self._plan.handle_invalid, strict=True)
+        ]
+        return columns, nulls, chosen
+
+    def _chosen(self, values: Any) -> Any:
+        # A null indicator is an error that the driver reports; until then the row goes to train.
+        self._indicator_nulls += values.null_count
+        present = numbers(values.drop_null())
+        self._indicator.add(len(values), present)
+        return values.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
+
+    def _write(self, split: Split, arrays: list[list[Any]]) -> None:
+        if self._refused or not len(arrays[0][0]):
+            return
+        for column, collector, stored in zip(
+            self._plan.stored_columns, self._stats[split], arrays, strict=True
         ):
-            group = table.slice(start, self._row_group_rows)
-            self._parquet.write_table(group.cast(self._schema), row_group_size=self._row_group_rows)
-            self._row_groups.append(group.num_rows)
-            start += group.num_rows
-        self._buffer, self._buffered_rows = [], table.num_rows - start
-        if self._buffered_rows:
-            # At most the batch that came last is kept alive by these views.
-            self._buffer = table.slice(start).to_batches()
+            collector.add(len(stored[0]), column.kind.measured(stored))
+        self._writers[split].add([array for group in arrays for array in group])
 
-    def _open(self) -> None:
-        self._file = storage.open_file(self._uri, "wb")
-        self._parquet = pq.ParquetWriter(
-            self._file,
-            self._schema,
-            compression=self._plan.compression,
-            # Numbers that hardly repeat gain nothing from a dictionary and read slower with one.
-            use_dictionary=[
-                c.name for c in self._plan.columns if c.kind == "scalar" and "float" not in c.dtype
-            ],
-        )
+    def _refuse(self, problem: str | None) -> None:
+        self._problem = self._problem or problem
+        if not self._refused:
+            self.discard()
+        self._refused = True
 
-    def _close(self) -> None:
-        self._parquet.close()
-        self._file.close()
+    def _widen(self, index: int, shapes: tuple[Shape, Shape] | None) -> None:
+        known = self._shapes[index]
+        self._shapes[index] = merge_shapes(known, shapes)
 
 
-def _default_row_group_rows(batch: Any) -> int:
-    row_bytes = max(1, batch.nbytes // batch.num_rows)
-    return int(max(1, min(DEFAULT_ROW_GROUP_ROWS, MAX_DEFAULT_ROW_GROUP_BYTES // row_bytes)))
+def merge_shapes(
+    left: tuple[Shape, Shape] | None, right: tuple[Shape, Shape] | None
+) -> tuple[Shape, Shape] | None:
+    """Returns the smallest and largest of both in each dimension."""
+    if left is None or right is None:
+        return left or right
+    return (
+        tuple(map(min, left[0], right[0])),
+        tuple(map(max, left[1], right[1])),
+    )
 
 
 def _partition_id() -> int:

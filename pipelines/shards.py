@@ -5,33 +5,57 @@ unstable order) gives other rows each time it runs, so a split made by two
 writes can put a row on both sides or on neither; here each row is seen once and
 goes to exactly one file. And statistics and row counts come from the very rows
 that were written. Only the DataFrame API is used: Spark Connect works too.
+
+The files of a write lie in a folder of its own whose name starts with an
+underscore, which tools that read whole folders skip. Until the manifest names
+them they are nobody's; what a killed writer left is removed by a later one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import Column, columns_from_spark, select_expression
+from ringspark.pipelines.columns import Column, check_names, columns_from_spark, quote
+from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
+from ringspark.pipelines.kinds.base import Shape
+from ringspark.pipelines.kinds.strings import learned
 from ringspark.pipelines.manifest import MANIFEST_NAME, SPLITS, ShardFile, ShardManifest
-from ringspark.pipelines.shard_writer import REPORT_SCHEMA, WritePlan, write_partition
+from ringspark.pipelines.rebalance import NewFile, copy_files, even_files
+from ringspark.pipelines.shard_writer import (
+    REPORT_SCHEMA,
+    HandleInvalid,
+    WritePlan,
+    merge_shapes,
+    write_partition,
+)
 from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.stats import ColumnStats
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame, SparkSession
 
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 
+_FOLDER_PREFIX = "_shards-"
+# A write that has not touched its folder for so long is taken for dead.
+_ABANDONED_SECONDS = 24 * 3600
+# Validation rows are told by this many of the hash's bits.
+_FRACTION_STEPS = 1 << 30
+# From here on float32 no longer holds every whole number.
+_FLOAT32_WHOLE = 1 << 24
+
 _logger = logging.getLogger(__name__)
 
-_Stats = dict[str, dict[str, ColumnStats]]
+_Report = dict[str, Any]
 
 
 def write_shards(
@@ -41,19 +65,34 @@ def write_shards(
     num_files: int | None = None,
     row_group_rows: int | None = None,
     compression: str = "zstd",
+    columns: Mapping[str, Kind] | None = None,
+    handle_invalid: HandleInvalid | Mapping[str, HandleInvalid] = "error",
     validation_col: str | None = None,
+    validation_fraction: float | None = None,
+    seed: int = 0,
     overwrite: bool = False,
 ) -> ShardManifest:
     """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
 
     Args:
-        df: Columns of numbers, booleans, arrays of them, or ML vectors (stored as float32 arrays).
+        df: Columns of numbers, booleans, dates, timestamps, arrays, ML vectors; strings and bytes with
+            a choice in `columns`.
         uri: Folder that driver and executors share; anything fsspec reaches.
-        num_files: Files per split, filled evenly; by default one per core of the cluster.
-        row_group_rows: Rows per row group. By default 16,384, or what fits 4 MiB if that is less.
+        num_files: Files per split, of even rows. By default they follow the partitions of `df`, and
+            are evened out where these are skewed or many and tiny.
+        row_group_rows: Rows per row group. By default what fills 4 MiB, at most 32,768.
         compression: One of `COMPRESSIONS`.
+        columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
+            `HashBuckets(n)` for strings, `Padded()` or `Ragged()` for arrays of varying length,
+            `Sparse()` to keep vectors sparse, `Vector("float64")`, `Binary("image", shape=...)`.
+        handle_invalid: What happens to nulls, for all columns or by name: "error" refuses the write,
+            "skip" leaves out the row and counts it, "keep" stores zero (or nothing, for lists) and
+            adds a boolean column `<name>.isnull`.
         validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
             split. The column itself is not stored.
+        validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a
+            hash of (seed, row): equal rows stay together, and a row keeps its split as data grows.
+        seed: For `validation_fraction`.
         overwrite: Replace the shards in `uri`. Readers see the old ones until the new are complete.
 
     Returns:
@@ -64,6 +103,8 @@ def write_shards(
             are no training rows, or `uri` cannot be written or holds shards already. Nothing is
             left behind.
     """
+    from pyspark.sql import functions as F
+
     for name, value in (("num_files", num_files), ("row_group_rows", row_group_rows)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -71,71 +112,173 @@ def write_shards(
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
     if df.isStreaming:
         raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
-    schema = df.schema
-    all_columns = columns_from_spark(schema)
-    columns = _stored_columns(all_columns, validation_col)
-    uri = storage.normalize(uri)
-    previous = _previous(uri, overwrite)
-    storage.check_writable(uri)
-    is_new = not storage.exists(uri)
-    storage.make_dirs(uri)
-
+    chosen = _split_expression(df, columns, validation_col, validation_fraction, seed)
+    data = df.select([F.col(quote(name)) for name in df.columns if name != validation_col])
+    if not data.columns:
+        raise ValueError("there is no column to write; select at least one besides validation_col")
+    found = columns_from_spark(data.schema, columns)
     plan = WritePlan(
-        uri=uri,
-        run_id=uuid.uuid4().hex[:12],
-        columns=columns,
-        validation_col=validation_col,
+        uri=storage.normalize(uri),
+        folder=f"{_FOLDER_PREFIX}{uuid.uuid4().hex[:12]}",
+        columns=found,
+        handle_invalid=_handling(handle_invalid, found),
+        splits=chosen is not None,
         row_group_rows=row_group_rows,
         compression=compression,
     )
-    ordered = [*columns, *(column for column in all_columns if column.name == validation_col)]
-    types = {field.name: field.dataType for field in schema.fields}
-    # Numbered names: Spark Connect takes a dot in a name of mapInArrow's input for a struct field.
-    selected = df.select(
-        [select_expression(c, types[c.name]).alias(f"c{index}") for index, c in enumerate(ordered)]
-    )
-    spread = selected.repartition(num_files or _default_parallelism(df.sparkSession))
+    _check_batch_names(plan)
+    previous = _previous(plan.uri, overwrite)
+    storage.check_writable(plan.uri)
+    plan = replace(plan, columns=tuple(_learn(data, column) for column in plan.columns))
+    is_new = not storage.exists(plan.uri)
+    storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
         with python_workers():
-            rows = spread.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
-        manifest = _manifest(plan, [json.loads(row["report"]) for row in rows])
+            reports = _run(df, plan, chosen)
+            _check_reports(plan, reports, validation_col)
+            files = _even(df.sparkSession, plan, reports, num_files)
+        manifest = _manifest(plan, reports, files)
         _commit(manifest, overwrite)
     except BaseException:
-        _remove_files(uri, _run_files(plan))
+        _remove(plan.uri, [plan.folder])
         if is_new:
-            storage.remove_if_empty(uri)
+            storage.remove_if_empty(plan.uri)
         raise
-    keep = {file.path for file in manifest.files}
-    # Files of attempts whose report never arrived, and the shards that were replaced.
-    _remove_files(uri, [*(n for n in _run_files(plan) if n not in keep), *previous])
+    _clean(manifest, plan, previous)
     return manifest
 
 
-def _stored_columns(columns: Sequence[Column], validation_col: str | None) -> tuple[Column, ...]:
-    stored = tuple(column for column in columns if column.name != validation_col)
+def _split_expression(
+    df: DataFrame,
+    columns: Mapping[str, Kind] | None,
+    validation_col: str | None,
+    fraction: float | None,
+    seed: int,
+) -> SparkColumn | None:
+    """Returns the boolean or 0/1 expression that is true for validation rows."""
+    from pyspark.sql import functions as F
+
     if validation_col is not None:
-        if len(stored) == len(columns):
-            known = ", ".join(column.name for column in columns)
-            raise ValueError(f"validation_col {validation_col!r} is not a column; known: {known}")
-        indicator = next(column for column in columns if column.name == validation_col)
-        if indicator.kind != "scalar":
-            raise ValueError(f"validation_col {validation_col!r} must be boolean or 0/1, got an array column")
-    if not stored:
-        raise ValueError("there is no column to write; select at least one besides validation_col")
-    return stored
+        if fraction is not None:
+            raise ValueError("set validation_col or validation_fraction, not both")
+        if validation_col not in df.columns:
+            raise ValueError(
+                f"validation_col {validation_col!r} is not a column; known: {', '.join(df.columns)}"
+            )
+        if columns is not None and validation_col in columns:
+            raise ValueError(f"validation_col {validation_col!r} is not stored; take it out of columns")
+        simple = df.schema[validation_col].dataType.simpleString()
+        if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
+            raise ValueError(f"validation_col {validation_col!r} must be boolean or 0/1, got type {simple}")
+        return F.col(quote(validation_col))
+    if fraction is None:
+        return None
+    if not 0 < fraction < 1:
+        raise ValueError(f"validation_fraction must be between 0 and 1, got {fraction}")
+    hashed = F.xxhash64(F.lit(seed).cast("bigint"), *(F.col(quote(name)) for name in df.columns))
+    steps = F.pmod(hashed, F.lit(_FRACTION_STEPS).cast("bigint"))
+    return steps < F.lit(round(fraction * _FRACTION_STEPS)).cast("bigint")
 
 
-def _previous(uri: str, overwrite: bool) -> list[str]:
-    """Returns the files of the shards that `uri` holds now."""
-    if not storage.exists(storage.join(uri, MANIFEST_NAME)):
-        return []
-    if not overwrite:
-        raise ValueError(f"{uri!r} holds shards already; choose another folder or pass overwrite=True")
-    try:
-        return [file.path for file in ShardManifest.load(uri).files]
-    except ValueError as error:
-        _logger.warning("the shards in %r are replaced, their files are left there: %s", uri, error)
-        return []
+def _handling(
+    asked: HandleInvalid | Mapping[str, HandleInvalid], columns: Sequence[Column]
+) -> tuple[HandleInvalid, ...]:
+    if not isinstance(asked, str):
+        unknown = set(asked) - {column.name for column in columns}
+        if unknown:
+            raise ValueError(
+                f"handle_invalid names {sorted(unknown)[0]!r}, which is not among the columns to write"
+            )
+    given = {
+        column.name: asked if isinstance(asked, str) else asked.get(column.name, "error")
+        for column in columns
+    }
+    for name, value in given.items():
+        if value not in get_args(HandleInvalid):
+            raise ValueError(
+                f"handle_invalid for column {name!r} must be one of {', '.join(get_args(HandleInvalid))}, "
+                f"got {value!r}"
+            )
+    return cast("tuple[HandleInvalid, ...]", tuple(given.values()))
+
+
+def _check_batch_names(plan: WritePlan) -> None:
+    """Refuses columns whose arrays in a batch, or whose stored columns, would share a name."""
+    check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
+    check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
+
+
+def _learn(df: DataFrame, column: Column) -> Column:
+    """Counts the strings of a vocabulary that the user left open; a job of its own."""
+    from pyspark.sql import functions as F
+
+    if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:
+        return column
+    source = F.col(quote(column.name))
+    counted = df.where(source.isNotNull()).groupBy(source.alias("word")).agg(F.count("*").alias("rows"))
+    if column.kind.min_count > 1:
+        counted = counted.where(F.col("rows") >= column.kind.min_count)
+    if column.kind.max_size is not None:
+        counted = counted.orderBy(F.desc("rows"), "word").limit(column.kind.max_size)
+    counts = [(row["word"], row["rows"]) for row in counted.collect()]
+    return replace(column, kind=learned(column.kind, counts))
+
+
+def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[_Report]:
+    """Runs the one job that writes; returns the reports of its tasks."""
+    from pyspark.sql import functions as F
+
+    types = {field.name: field.dataType for field in df.schema.fields}
+    expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
+    if chosen is not None:
+        expressions.append(chosen)
+    # Numbered names: Spark Connect takes a dot in a name of mapInArrow's input for a struct field.
+    selected = df.select([part.alias(f"c{index}") for index, part in enumerate(expressions)])
+    rows = selected.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
+    return [json.loads(row["report"]) for row in rows]
+
+
+def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: str | None) -> None:
+    """Raises ValueError if what the tasks saw cannot be stored."""
+    rows = sum(report["rows"] for report in reports)
+    for index, (column, handling) in enumerate(zip(plan.columns, plan.handle_invalid, strict=True)):
+        nulls = sum(report["nulls"][index] for report in reports)
+        if nulls and handling == "error":
+            raise ValueError(
+                f"column {column.name!r} has nulls in {nulls} of {rows} rows; fill or drop them first, e.g. "
+                "with pyspark.ml.feature.Imputer or df.na.drop, or pass handle_invalid='skip' or 'keep' "
+                "to write_shards"
+            )
+    for report in reports:
+        if report["problem"] is not None:
+            raise ValueError(report["problem"])
+    if validation_col is not None:
+        indicator = ColumnStats()
+        for report in reports:
+            indicator = indicator.merge(ColumnStats.from_json(report["indicator"]))
+        _check_indicator(validation_col, indicator, sum(report["indicator_nulls"] for report in reports))
+
+
+def _even(
+    spark: SparkSession, plan: WritePlan, reports: Sequence[_Report], num_files: int | None
+) -> list[ShardFile]:
+    """Returns the files to commit, in reading order; makes even ones where they are not."""
+    files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+    files.sort(key=lambda file: file.path)
+    kept: list[ShardFile] = []
+    for split in SPLITS:
+        written = [file for file in files if file.split == split]
+        new = even_files(written, num_files, partial(_default_parallelism, spark))
+        kept += _copy(spark, plan, new) if new else written
+    return kept
+
+
+def _copy(spark: SparkSession, plan: WritePlan, files: list[NewFile]) -> list[ShardFile]:
+    numbers = spark.range(0, len(files), 1, len(files))
+    rows = numbers.mapInArrow(partial(copy_files, plan, files), REPORT_SCHEMA).collect()
+    entries = sorted((json.loads(row["report"]) for row in rows), key=lambda entry: int(entry["number"]))
+    assert [entry["number"] for entry in entries] == list(range(len(files)))
+    return [ShardFile.from_json({k: v for k, v in entry.items() if k != "number"}) for entry in entries]
 
 
 def _default_parallelism(spark: SparkSession) -> int:
@@ -146,60 +289,87 @@ def _default_parallelism(spark: SparkSession) -> int:
     return max(1, spark.range(1 << 14).select(F.spark_partition_id()).distinct().count())
 
 
-def _manifest(plan: WritePlan, reports: Sequence[dict[str, Any]]) -> ShardManifest:
+def _manifest(plan: WritePlan, reports: Sequence[_Report], files: Sequence[ShardFile]) -> ShardManifest:
     """Joins the reports of all tasks; ValueError if the data cannot be trained on."""
-    stats: _Stats = {}
+    names = [column.name for column in plan.stored_columns]
+    nulls = {
+        column.name: sum(report["nulls"][index] for report in reports)
+        for index, column in enumerate(plan.columns)
+        if plan.handle_invalid[index] == "keep"
+    }
+    stats: dict[str, dict[str, ColumnStats]] = {}
     for split in SPLITS:
-        merged = {column.name: ColumnStats() for column in plan.columns}
+        merged = {name: ColumnStats() for name in names}
         for report in reports:
-            for name, part in report["stats"][split].items():
+            for name, part in zip(names, report["stats"][split], strict=True):
                 merged[name] = merged[name].merge(ColumnStats.from_json(part))
-        if split == "train" or merged[plan.columns[0].name].rows:
+        for name in nulls:
+            mask = merged[f"{name}.isnull"]
+            merged[name] = replace(merged[name], nulls=round((mask.mean or 0) * mask.rows))
+        if split == "train" or merged[names[0]].rows:
             stats[split] = merged
-    if plan.validation_col is not None:
-        indicator = ColumnStats()
-        for report in reports:
-            indicator = indicator.merge(ColumnStats.from_json(report["indicator"]))
-        _check_indicator(plan.validation_col, indicator)
-    columns = tuple(
-        _checked_column(column, [part[column.name] for part in stats.values()]) for column in plan.columns
-    )
-    if not stats["train"][columns[0].name].rows:
-        where = "" if plan.validation_col is None else f" (every row has {plan.validation_col!r} true)"
+    if not stats["train"][names[0]].rows:
+        seen = sum(report["rows"] for report in reports)
+        skipped = sum(report["skipped"] for report in reports)
+        where = "" if not seen else f" (of {seen}, {seen - skipped} are for validation, {skipped} hold nulls)"
         raise ValueError(f"the DataFrame has no training rows{where}; nothing was written")
-    files = [
-        ShardFile(**{**file, "row_groups": tuple(file["row_groups"])}) for r in reports for file in r["files"]
-    ]
-    files.sort(key=lambda file: (SPLITS.index(file.split), file.path))
-    return ShardManifest(uri=plan.uri, columns=columns, files=tuple(files), stats=stats)
+    settled: dict[str, Kind] = {}
+    for index, column in enumerate(plan.columns):
+        shapes: tuple[Shape, Shape] | None = None
+        for report in reports:
+            if report["shapes"][index] is not None:
+                low, high = report["shapes"][index]
+                shapes = merge_shapes(shapes, (tuple(low), tuple(high)))
+        settled[column.name] = column.kind.settle(column.name, shapes, nullable=bool(nulls.get(column.name)))
+    _warn_of_rounding(plan, stats)
+    return ShardManifest(
+        uri=plan.uri,
+        columns=tuple(replace(c, kind=settled.get(c.name, c.kind)) for c in plan.stored_columns),
+        files=tuple(files),
+        stats=stats,
+        skipped_rows=sum(report["skipped"] for report in reports),
+    )
 
 
-def _checked_column(column: Column, parts: Sequence[ColumnStats]) -> Column:
-    """Returns the column with its array length, from the statistics of all splits."""
-    stats = ColumnStats()
-    for part in parts:
-        stats = stats.merge(part)
-    if stats.nulls:
+def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnStats]]) -> None:
+    """Says so where float32 may have merged whole numbers: ids do not belong into a float32 vector."""
+    for column in plan.columns:
+        if not isinstance(column.kind, Vector) or column.kind.dtype != "float32":
+            continue
+        bounds = [
+            abs(value)
+            for part in stats.values()
+            for value in (part[column.name].minimum, part[column.name].maximum)
+            if value is not None
+        ]
+        if bounds and max(bounds) >= _FLOAT32_WHOLE:
+            _logger.warning(
+                "column %r holds values up to %g as float32, which tells whole numbers apart only up to %d; "
+                "pass columns={%r: Vector('float64')} to write_shards, or scale them first",
+                column.name,
+                max(bounds),
+                _FLOAT32_WHOLE,
+                column.name,
+            )
+
+
+def _previous(uri: str, overwrite: bool) -> list[str]:
+    """Returns what holds the files of the shards that are in `uri` now."""
+    if not storage.exists(storage.join(uri, MANIFEST_NAME)):
+        return []
+    if not overwrite:
+        raise ValueError(f"{uri!r} holds shards already; choose another folder or pass overwrite=True")
+    try:
+        return sorted({file.path.split("/")[0] for file in ShardManifest.load(uri).files})
+    except ValueError as error:
+        _logger.warning("the shards in %r are replaced, their files are left there: %s", uri, error)
+        return []
+
+
+def _check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:
+    if nulls or stats.nans:
         raise ValueError(
-            f"column {column.name!r} has {stats.nulls} nulls in {stats.rows} rows; fill or drop them first, "
-            "e.g. with pyspark.ml.feature.Imputer or df.na.drop"
-        )
-    if column.kind == "scalar":
-        return column
-    if stats.min_length != stats.max_length:
-        raise ValueError(
-            f"column {column.name!r} has arrays of {stats.min_length} to {stats.max_length} elements; "
-            "every row needs the same number, pad or cut them first"
-        )
-    if stats.min_length == 0:
-        raise ValueError(f"column {column.name!r} holds only empty arrays; drop it with df.drop")
-    return replace(column, length=stats.min_length)
-
-
-def _check_indicator(name: str, stats: ColumnStats) -> None:
-    if stats.nulls or stats.nans:
-        raise ValueError(
-            f"validation_col {name!r} has {stats.nulls + stats.nans} nulls or NaNs in {stats.rows} rows; "
+            f"validation_col {name!r} has {nulls + stats.nans} nulls or NaNs in {stats.rows} rows; "
             "fill them with df.na.fill first"
         )
     if stats.infs or (stats.values and not (stats.minimum in (0, 1) and stats.maximum in (0, 1))):
@@ -210,28 +380,53 @@ def _check_indicator(name: str, stats: ColumnStats) -> None:
 
 
 def _commit(manifest: ShardManifest, overwrite: bool) -> None:
+    seen: dict[str, set[str]] = {}
     for file in manifest.files:
-        if not storage.exists(storage.join(manifest.uri, file.path)):
+        folder, _, name = file.path.rpartition("/")
+        if folder not in seen:
+            seen[folder] = set(storage.list_names(storage.join(manifest.uri, folder)))
+        if name not in seen[folder]:
             raise ValueError(
                 f"the driver does not see {file.path!r} that an executor wrote to {manifest.uri!r}; "
                 "use storage that driver and executors share"
             )
-    if not overwrite and storage.exists(storage.join(manifest.uri, MANIFEST_NAME)):
+    try:
+        manifest.save(overwrite=overwrite)
+    except FileExistsError:
         raise ValueError(
             f"another writer has put shards into {manifest.uri!r} meanwhile; choose another folder"
-        )
-    manifest.save()
+        ) from None
 
 
-def _run_files(plan: WritePlan) -> list[str]:
-    """Names of all files that any task attempt of this write has left in the folder."""
-    return [name for name in storage.list_names(plan.uri) if plan.run_id in name]
+def _clean(manifest: ShardManifest, plan: WritePlan, previous: Sequence[str]) -> None:
+    """Removes what the commit has left without an owner: losing attempts, old shards, dead writers."""
+    keep = {file.path for file in manifest.files}
+    _remove(plan.uri, [*_other_files(plan, keep), *previous])
+    folders = {path.split("/")[0] for path in keep}
+    for name in storage.list_names(plan.uri):
+        if name.startswith(_FOLDER_PREFIX) and name not in folders and _is_abandoned(plan.uri, name):
+            _remove(plan.uri, [name])
 
 
-def _remove_files(uri: str, names: Sequence[str]) -> None:
-    """Removes files, best effort: the data is right without it, and an error here must not hide another."""
+def _other_files(plan: WritePlan, keep: set[str]) -> list[str]:
+    """Names of files that attempts of this write have left and the manifest does not name."""
+    paths = [f"{plan.folder}/{name}" for name in storage.list_names(storage.join(plan.uri, plan.folder))]
+    return [path for path in paths if path not in keep]
+
+
+def _is_abandoned(uri: str, folder: str) -> bool:
+    """Whether no file in the folder of another write is young enough for its writer to live."""
+    try:
+        newest = storage.newest_change(storage.join(uri, folder))
+    except OSError:
+        return False
+    return newest is not None and time.time() - newest > _ABANDONED_SECONDS
+
+
+def _remove(uri: str, names: Sequence[str]) -> None:
+    """Removes files and folders, best effort: an error here must not hide another."""
     for name in names:
         try:
-            storage.remove(storage.join(uri, name))
+            storage.remove(storage.join(uri, name), recursive=True)
         except OSError as error:
             _logger.warning("could not remove %r from %r: %s", name, uri, error)

@@ -2,22 +2,26 @@
 
 They are collected batch by batch in the one pass that writes the data, merged
 on the driver, and stored in the manifest: what the files hold and what the
-manifest says cannot drift apart. Minimum, maximum and mean are over finite
-values only; NaNs and infinities are counted beside them.
+manifest says cannot drift apart. Minimum, maximum, mean and deviation are over
+finite values only; NaNs and infinities are counted beside them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from functools import reduce
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
+
+from ringspark.pipelines.distinct import DistinctSketch
 
 Number = int | float
+Array = npt.NDArray[Any]
+
+# Elements summed at a time: they stay in the processor's cache, and rounding stays small.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +29,18 @@ class ColumnStats:
     """Counts and range of one column of one split; for arrays, over all elements.
 
     Attributes:
-        rows: Rows seen.
-        nulls: Null rows and null elements.
-        values: Elements that are not null, NaN and infinite ones included.
+        rows: Rows stored.
+        nulls: Rows that were null or held a null, and were filled or refused.
+        values: Elements, NaN and infinite ones included.
         nans: NaN elements.
         infs: Infinite elements of either sign.
         fractional: Finite values that are not whole numbers; counted for scalar columns.
         minimum: Smallest finite element, an exact int for integers; None without one.
         maximum: Largest finite element.
-        total: Sum of the finite elements in float64.
-        min_length: Shortest array; None for scalars and for no rows.
-        max_length: Longest array.
+        mean: Mean of the finite elements; None without one.
+        deviations: Sum of squared deviations of the finite elements from their mean.
+        distinct: Estimate of distinct values; None where it is not taken.
+        sketch: What `distinct` is estimated from while tasks are merged; not kept in a manifest.
     """
 
     rows: int = 0
@@ -46,18 +51,36 @@ class ColumnStats:
     fractional: int = 0
     minimum: Number | None = None
     maximum: Number | None = None
-    total: float = 0.0
-    min_length: int | None = None
-    max_length: int | None = None
+    mean: float | None = None
+    deviations: float = 0.0
+    distinct: int | None = None
+    sketch: DistinctSketch | None = field(default=None, compare=False)
 
     @property
-    def mean(self) -> float | None:
-        """Mean of the finite elements; None without one."""
-        finite = self.values - self.nans - self.infs
-        return self.total / finite if finite else None
+    def finite(self) -> int:
+        """Elements that are neither NaN nor infinite."""
+        return self.values - self.nans - self.infs
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation of the finite elements (divisor n - 1, as in Spark); None below two."""
+        return math.sqrt(self.deviations / (self.finite - 1)) if self.finite > 1 else None
 
     def merge(self, other: ColumnStats) -> ColumnStats:
         """Returns the stats of both together."""
+        mean, deviations = self.mean, self.deviations
+        if other.mean is not None:
+            if mean is None:
+                mean, deviations = other.mean, other.deviations
+            else:
+                # Chan, Golub, LeVeque: "Updating formulae and a pairwise algorithm", 1979.
+                share = other.finite / (self.finite + other.finite)
+                gap = other.mean - mean
+                deviations += other.deviations + gap * gap * self.finite * share
+                mean += gap * share
+        sketch = self.sketch
+        if other.sketch is not None:
+            sketch = other.sketch if sketch is None else sketch.merge(other.sketch)
         return ColumnStats(
             rows=self.rows + other.rows,
             nulls=self.nulls + other.nulls,
@@ -67,86 +90,94 @@ class ColumnStats:
             fractional=self.fractional + other.fractional,
             minimum=_pick(min, self.minimum, other.minimum),
             maximum=_pick(max, self.maximum, other.maximum),
-            total=self.total + other.total,
-            min_length=_pick(min, self.min_length, other.min_length),
-            max_length=_pick(max, self.max_length, other.max_length),
+            mean=mean,
+            deviations=deviations,
+            distinct=None if sketch is None else sketch.count,
+            sketch=sketch,
         )
+
+    def without_sketch(self) -> ColumnStats:
+        """Returns the stats as a manifest keeps them."""
+        return replace(self, sketch=None)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the stats as JSON values."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["sketch"] = None if self.sketch is None else self.sketch.to_text()
+        return {key: value for key, value in data.items() if value is not None}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ColumnStats:
         """Reads what `to_json` returned."""
-        return ColumnStats(**{field.name: data[field.name] for field in fields(ColumnStats)})
+        values = {field.name: data[field.name] for field in fields(ColumnStats) if field.name in data}
+        if "sketch" in values:
+            values["sketch"] = DistinctSketch.from_text(values["sketch"])
+        return ColumnStats(**values)
 
 
-def measure(data: Any) -> ColumnStats:
-    """Measures one Arrow array or chunked array of numbers, booleans or lists of them."""
-    chunks = data.chunks if isinstance(data, pa.ChunkedArray) else [data]
-    return reduce(ColumnStats.merge, map(_measure_chunk, chunks), ColumnStats())
+class StatsCollector:
+    """Statistics of one column, a batch at a time. Runs in a task that writes."""
+
+    def __init__(self, *, is_scalar: bool, counts_distinct: bool) -> None:
+        self._is_scalar = is_scalar
+        self._sketch = DistinctSketch() if counts_distinct else None
+        self._stats = ColumnStats()
+
+    def add(self, rows: int, numbers: Array) -> None:
+        """Takes the numbers of `rows` rows."""
+        counts, finite = _measure(numbers)
+        if self._is_scalar and finite.dtype.kind == "f":
+            counts["fractional"] = int(np.count_nonzero(finite != np.rint(finite)))
+        if self._sketch is not None:
+            # Kept apart from the merging below: a sketch that is full looks at a few values only.
+            self._sketch = self._sketch.add(finite)
+        self._stats = self._stats.merge(ColumnStats(rows=rows, values=len(numbers), **counts))
+
+    def result(self) -> ColumnStats:
+        """Returns the statistics so far."""
+        distinct = None if self._sketch is None else self._sketch.count
+        return replace(self._stats, sketch=self._sketch, distinct=distinct)
 
 
-def _measure_chunk(chunk: Any) -> ColumnStats:
-    nulls, values = chunk.null_count, chunk
-    min_length = max_length = None
-    if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
-        values = chunk.flatten()
-        lengths = np.diff(chunk.offsets.to_numpy())
-        if nulls:
-            # A null row has no length of its own; it is reported as a null.
-            lengths = lengths[chunk.is_valid().to_numpy(zero_copy_only=False)]
-        if len(lengths):
-            min_length, max_length = int(lengths.min()), int(lengths.max())
-        nulls += values.null_count
-    if values.null_count:
-        values = values.drop_null()
-    array = values.to_numpy(zero_copy_only=False)
-    counts = _measure_values(array)
-    if min_length is None:
-        counts["fractional"] = _count_fractional(array)
-    return ColumnStats(
-        rows=len(chunk),
-        nulls=nulls,
-        values=len(array),
-        min_length=min_length,
-        max_length=max_length,
-        **counts,
-    )
-
-
-def _count_fractional(array: npt.NDArray[Any]) -> int:
-    if array.dtype.kind != "f":
-        return 0
-    return int(((array != np.rint(array)) & np.isfinite(array)).sum())
-
-
-def _measure_values(array: npt.NDArray[Any]) -> dict[str, Any]:
-    if len(array) == 0:
-        return {}
-    if array.dtype.kind != "f":
-        return {
-            "minimum": int(array.min()),
-            "maximum": int(array.max()),
-            "total": float(array.sum(dtype=np.float64)),
-        }
-    nans = infs = 0
-    minimum, maximum = float(array.min()), float(array.max())
-    if not (math.isfinite(minimum) and math.isfinite(maximum)):
+def _measure(numbers: Array) -> tuple[dict[str, Any], Array]:
+    """Returns counts and moments, and the finite numbers among those given."""
+    if len(numbers) == 0:
+        return {}, numbers
+    low, high = numbers.min(), numbers.max()
+    counts: dict[str, Any] = {}
+    if numbers.dtype.kind == "f" and not (math.isfinite(low) and math.isfinite(high)):
         # Rare, so only now look at every element. A NaN makes both of them NaN.
-        nans, infs = int(np.isnan(array).sum()), int(np.isinf(array).sum())
-        array = array[np.isfinite(array)]
-        if len(array) == 0:
-            return {"nans": nans, "infs": infs}
-        minimum, maximum = float(array.min()), float(array.max())
+        counts = {"nans": int(np.isnan(numbers).sum()), "infs": int(np.isinf(numbers).sum())}
+        numbers = numbers[np.isfinite(numbers)]
+        if len(numbers) == 0:
+            return counts, numbers
+        low, high = numbers.min(), numbers.max()
+    exact = float if numbers.dtype.kind == "f" else int
+    mean, deviations = _moments(numbers)
     return {
-        "nans": nans,
-        "infs": infs,
-        "minimum": minimum,
-        "maximum": maximum,
-        "total": float(array.sum(dtype=np.float64)),
-    }
+        **counts,
+        "minimum": exact(low),
+        "maximum": exact(high),
+        "mean": mean,
+        "deviations": deviations,
+    }, numbers
+
+
+def _moments(numbers: Array) -> tuple[float, float]:
+    """Returns mean and sum of squared deviations, in float64."""
+    count, mean, deviations = 0, 0.0, 0.0
+    # Squares of doubles beyond 1e150 overflow; such columns get an infinite deviation, without a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(numbers), _BLOCK):
+            block = numbers[start : start + _BLOCK].astype(np.float64)
+            block_mean = float(block.mean())
+            block -= block_mean
+            share = len(block) / (count + len(block))
+            gap = block_mean - mean
+            deviations += float(block @ block) + gap * gap * count * share
+            mean += gap * share
+            count += len(block)
+    return mean, deviations
 
 
 def _pick(choose: Any, left: Any, right: Any) -> Any:

@@ -124,18 +124,38 @@ def remove_if_empty(uri: str) -> None:
             return
 
 
-def write_atomic(uri: str, data: bytes) -> None:
+def newest_change(uri: str) -> float | None:
+    """Returns when a folder's youngest file was last written, in seconds since 1970; None without files.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    fs, path = filesystem(uri)
+    fs.invalidate_cache()
+    names = [str(entry) for entry in fs.ls(path, detail=False)]
+    if not names and is_local(uri):
+        names = [path]
+    return max((fs.modified(name).timestamp() for name in names), default=None)
+
+
+def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
     Locally: a temporary file beside it, flushed to disk, then a rename. On
     object stores a put is atomic already. Elsewhere (HDFS): temporary, then move.
+
+    Raises:
+        FileExistsError: There is a file and `overwrite` is false. Of several writers at once exactly
+            one gets through; on an object store whose fsspec module lacks conditional puts, the last.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
+    if not overwrite and exists(uri):
+        raise FileExistsError(f"{uri!r} exists")
     if is_local(uri):
         os.makedirs(parent or "/", exist_ok=True)
     if _protocols(fs) & _ATOMIC_PUT:
-        fs.pipe_file(path, data)
+        _put(fs, path, data, overwrite)
         return
     temporary = f"{parent}/.{name}.{uuid.uuid4().hex}"
     try:
@@ -144,11 +164,16 @@ def write_atomic(uri: str, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            if overwrite:
+                os.replace(temporary, path)
+            else:
+                # Unlike a rename, a link refuses to take the place of a file.
+                os.link(temporary, path)
+                os.remove(temporary)
             return
         fs.makedirs(parent, exist_ok=True)
         fs.pipe_file(temporary, data)
-        if fs.exists(path):
+        if overwrite and fs.exists(path):
             # HDFS refuses to rename onto a file.
             fs.rm(path)
         fs.mv(temporary, path)
@@ -156,6 +181,16 @@ def write_atomic(uri: str, data: bytes) -> None:
         if fs.exists(temporary):
             fs.rm(temporary)
         raise
+
+
+def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
+    if not overwrite:
+        try:
+            fs.pipe_file(path, data, mode="create")
+            return
+        except (NotImplementedError, TypeError):
+            pass  # no conditional put here: the caller has looked a moment ago
+    fs.pipe_file(path, data)
 
 
 def check_writable(uri: str) -> None:
@@ -172,7 +207,8 @@ def check_writable(uri: str) -> None:
             raise OSError("the probe file read back differently")
         remove(probe)
         if not existed and is_local(uri):
-            os.rmdir(uri)
+            # Another writer may have put something there meanwhile.
+            remove_if_empty(uri)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ValueError(
             f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "

@@ -20,6 +20,8 @@ import pytest
 
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Array, Scalar
+from ringspark.pipelines.manifest import SPLITS, ShardFile
 from ringspark.pipelines.shard_writer import WritePlan, write_partition
 from ringspark.pipelines.shards import _manifest
 
@@ -29,6 +31,14 @@ os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
 MakeShards = Callable[..., ShardManifest]
+
+
+def nested(values: np.ndarray) -> Any:
+    """Returns the Arrow type of a row of `values`: lists as deep as it has dimensions."""
+    data_type = pa.from_numpy_dtype(values.dtype)
+    for _ in range(values.ndim - 1):
+        data_type = pa.list_(data_type)
+    return data_type
 
 
 @pytest.fixture(scope="session")
@@ -66,21 +76,20 @@ def make_shards(tmp_path: Path) -> MakeShards:
         name: str = "shards",
     ) -> ShardManifest:
         folder = tmp_path / name
-        folder.mkdir()
-        kinds = tuple(
-            Column(name=key, kind="scalar" if value.ndim == 1 else "array", dtype=value.dtype.name)
-            for key, value in columns.items()
-        )
+        (folder / "_shards-test").mkdir(parents=True)
         plan = WritePlan(
             uri=str(folder),
-            run_id="test",
-            columns=kinds,
-            validation_col=None if validation is None else "is_validation",
+            folder="_shards-test",
+            columns=tuple(
+                Column(name=key, kind=(Scalar if value.ndim == 1 else Array)(value.dtype.name))
+                for key, value in columns.items()
+            ),
+            handle_invalid=("error",) * len(columns),
+            splits=validation is not None,
             row_group_rows=row_group_rows,
-            compression="zstd",
         )
         data = {
-            key: pa.array(list(value)) if value.ndim > 1 else pa.array(value)
+            key: pa.array(value.tolist(), nested(value)) if value.ndim > 1 else pa.array(value)
             for key, value in columns.items()
         }
         if validation is not None:
@@ -91,7 +100,9 @@ def make_shards(tmp_path: Path) -> MakeShards:
             batches = table.take(pa.array(part)).to_batches()
             (report,) = write_partition(plan, iter(batches))
             reports.append(json.loads(report.to_pydict()["report"][0]))
-        manifest = _manifest(plan, reports)
+        files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+        files.sort(key=lambda file: (SPLITS.index(file.split), file.path))
+        manifest = _manifest(plan, reports, files)
         manifest.save()
         return manifest
 

@@ -90,6 +90,12 @@ def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
     for name in wanted:
         if name not in known:
             raise ValueError(f"column {name!r} is not in the shards at {manifest.uri}; they have {known}")
+        if not manifest.column(name).is_dense:
+            kind = manifest.column(name).kind.tag
+            raise ValueError(
+                f"column {name!r} is {kind} in the shards at {manifest.uri}, training takes one dense array a "
+                "column; write it with Padded() or Vector(), or read it with open_reader in a loop of your own"
+            )
     if manifest.select("train").num_rows == 0:
         raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
     for split, columns in manifest.stats.items():
@@ -115,7 +121,7 @@ def _probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> t
     inputs = []
     for name in config.input_columns:
         column = manifest.column(name)
-        shape = (PROBE_ROWS,) if column.length is None else (PROBE_ROWS, column.length)
+        shape = (PROBE_ROWS, *column.row_shape)
         is_integer = np.dtype(column.dtype).kind in "iu"
         inputs.append(torch.zeros(shape, dtype=torch.int64 if is_integer else torch.float32))
     given = ", ".join(
@@ -150,7 +156,7 @@ def _check_classes(
     config: TrainConfig, manifest: ShardManifest, model: str, shape: tuple[int, ...], binary: bool
 ) -> None:
     label = config.label_column
-    if manifest.column(label).length is not None:
+    if manifest.column(label).row_shape:
         raise ValueError(f"labelCol {label!r} must hold one class number per row, got an array column")
     if len(shape) > 2:
         raise ValueError(
@@ -184,11 +190,11 @@ def _check_classes(
 def _check_regression(
     config: TrainConfig, manifest: ShardManifest, model: str, shape: tuple[int, ...]
 ) -> None:
-    length = manifest.column(config.label_column).length
-    label_shape = (PROBE_ROWS,) if length is None else (PROBE_ROWS, length)
+    row_shape = manifest.column(config.label_column).row_shape
+    label_shape = (PROBE_ROWS, *row_shape)
     squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
     if squeezed != label_shape:
-        wanted = "(batch,) or (batch, 1)" if length is None else f"(batch, {length})"
+        wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"
         raise ValueError(
             f"model {model} must return {wanted} for labelCol {config.label_column!r}, "
             f"got {tuple(shape)} for {PROBE_ROWS} rows; change the model's last layer"

@@ -14,12 +14,15 @@ from typing import cast
 
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.base import Batch, ShardReader
+from ringspark.pipelines.readers.cache import CACHES
 
 READERS: dict[str, str] = {
     "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
     "arrow": "ringspark.pipelines.readers.arrow_reader:ArrowReader",
 }
 """Engine name -> "module:class". By name, so that Petastorm is imported only where it is used."""
+
+DEFAULT_CACHE_BYTES = 2 << 30
 
 # Petastorm reads through pyarrow's legacy dataset and uses np.unicode_: both are gone since.
 _PETASTORM_LIMITS = {"pyarrow": 15, "numpy": 2}
@@ -36,6 +39,8 @@ def open_reader(
     seed: int = 0,
     engine: str = "petastorm",
     shuffle: bool = True,
+    cache: str | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> ShardReader:
     """Opens one shard's reader over all files of `manifest`.
 
@@ -48,6 +53,9 @@ def open_reader(
         seed: Any whole number; the same on all shards.
         engine: A key of `READERS`. All engines give the same bytes.
         shuffle: False keeps the order of the files.
+        cache: "memory" or "disk" keeps decoded row groups for the epochs that follow; None reads the
+            files in every epoch.
+        cache_bytes: How many bytes of them at most; the rest is read again.
 
     Raises:
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out
@@ -56,7 +64,18 @@ def open_reader(
     check_engine(engine)
     module, _, name = READERS[engine].partition(":")
     reader_class = cast("type[ShardReader]", getattr(import_module(module), name))
-    return reader_class(manifest, columns, shard, num_shards, batch_size, seed, shuffle)
+    if cache is not None and cache not in CACHES:
+        raise ValueError(f"cache must be None or one of {', '.join(CACHES)}, got {cache!r}")
+    return reader_class(
+        manifest,
+        columns,
+        shard,
+        num_shards,
+        batch_size,
+        seed,
+        shuffle,
+        None if cache is None else CACHES[cache](cache_bytes),
+    )
 
 
 def check_engine(engine: str) -> None:

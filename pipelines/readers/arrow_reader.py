@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import to_numpy
-from ringspark.pipelines.readers.base import Batch, ShardReader
+from ringspark.pipelines.readers.base import ShardReader
 
 # The lanes of a shuffled epoch take turns over many files; opening one costs about a millisecond.
 _OPEN_FILES = 64
@@ -23,22 +22,14 @@ class ArrowReader(ShardReader):
 
     engine: ClassVar[str] = "arrow"
 
-    def read_row_groups(self, indexes: Sequence[int]) -> Iterator[Batch]:
+    def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups in order, from files kept open while they are in use."""
-        names = [column.name for column in self.columns]
+        names = self.stored_names
         files: OrderedDict[str, tuple[Any, ExitStack]] = OrderedDict()
         try:
             for index in indexes:
                 uri, row_group = self.locate(index)
-                try:
-                    file = _opened(files, uri)
-                    table = file.read_row_group(row_group, columns=names, use_threads=False)
-                    columns = {
-                        column.name: to_numpy(table.column(column.name), column) for column in self.columns
-                    }
-                except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-                    raise self.read_error(index, error) from error
-                yield columns
+                yield _opened(files, uri).read_row_group(row_group, columns=names, use_threads=False)
         finally:
             for _, stack in files.values():
                 stack.close()

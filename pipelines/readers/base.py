@@ -1,10 +1,12 @@
 """From row groups to batches: everything that all readers share.
 
-An engine only has to yield row groups in the order it is told. What belongs to
-which batch is `plan_epoch`'s business and is done here once, so every engine
-gives the same bytes. Row groups are permuted and cut into lanes when they
-arrive; batches are put together for many steps at a time (a block), because
-one large gather is several times faster than a small one per step.
+An engine only has to yield row groups, as Arrow tables, in the order it is
+told. What belongs to which batch is `plan_epoch`'s business and is done here
+once, so every engine gives the same bytes. Row groups are permuted and cut into
+lanes when they arrive; batches are put together for many steps at a time (a
+block), because one large gather is several times faster than a small one per
+step. Reading and putting together run in two threads: the one mostly waits or
+decompresses, outside Python's lock, while the other gathers.
 """
 
 from __future__ import annotations
@@ -13,26 +15,32 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupRead, ShardPlan, plan_epoch
 from ringspark.pipelines.manifest import ShardManifest
+from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch
+from ringspark.pipelines.readers.retry import Retries
+from ringspark.pipelines.rows import Rows, cut, join, take
 
 Batch = dict[str, npt.NDArray[Any]]
+RowGroup = dict[str, Rows]
 
 # A block is put together at once: large enough that NumPy calls do not count, small
 # enough to stay in the processor's cache (twice the size takes twice the time).
 _BLOCK_ROWS = 12_288
 _BLOCK_BYTES = 8 << 20
 _PREFETCHED_BLOCKS = 2
+_PREFETCHED_ROW_GROUPS = 2
 
 
 class ShardReader(ABC):
@@ -46,9 +54,12 @@ class ShardReader(ABC):
         batch_size: Rows per step over all shards.
         seed: Seed of the order.
         shuffle: False keeps the order of the files.
+        cache: Row groups that were read before; None to read them again in every epoch.
     """
 
     engine: ClassVar[str]
+    reads_ahead: ClassVar[bool] = False
+    """Whether the engine reads in a thread of its own."""
 
     def __init__(
         self,
@@ -59,6 +70,7 @@ class ShardReader(ABC):
         batch_size: int = 1024,
         seed: int = 0,
         shuffle: bool = True,
+        cache: RowGroupCache | None = None,
     ) -> None:
         if isinstance(columns, str) or (columns is not None and not columns):
             raise ValueError(f"columns must be a list of at least one column name, got {columns!r}")
@@ -72,6 +84,9 @@ class ShardReader(ABC):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.cache = cache
+        self._kinds = {column.name: column.kind for column in self.columns}
+        self._checked_files: set[str] = set()
         self._row_groups = manifest.row_groups
         self._located = manifest.locate()
         self.plan(0).shard(shard)  # refuses numbers out of range here rather than in the first epoch
@@ -98,9 +113,10 @@ class ShardReader(ABC):
         A thread reads ahead. Close the iterator, or let it end, and the thread is gone.
 
         Yields:
-            Column name -> array of shape (rows,) or (rows, length), in the order of the epoch's
-            positions; writable, and shared with no other batch. A shard without rows in a step
-            gets arrays of 0 rows. Rows differ by a few between steps; the sum over shards does not.
+            Name -> array of shape (rows, ...), in the order of the epoch's positions; writable, and
+            shared with no other batch. Ragged and sparse columns give several arrays, see their
+            kinds. A shard without rows in a step gets arrays of 0 rows. Rows differ by a few between
+            steps; the sum over shards does not.
 
         Raises:
             RuntimeError: A row group cannot be read; names the file and the row group.
@@ -110,49 +126,144 @@ class ShardReader(ABC):
         return self._batches(self.plan(epoch).shard(self.shard), start_step)
 
     @abstractmethod
-    def read_row_groups(self, indexes: Sequence[int]) -> Iterator[Batch]:
-        """Yields the columns of the row groups with these indexes, in exactly this order.
+    def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
+        """Yields the row groups with these indexes as Arrow tables, in exactly this order.
 
-        Indexes count over the files of the manifest in order. They may repeat. An error must be
-        raised as `self.read_error(index, error)`. Closing the iterator frees files and threads.
+        Indexes count over the files of the manifest in order. They may repeat. A table holds at least
+        `stored_names`. An error is raised as it is, in place of the first row group that cannot be
+        read. Closing the iterator frees files and threads.
         """
+
+    @property
+    def stored_names(self) -> list[str]:
+        """Names of the Parquet columns to read."""
+        return [name for column in self.columns for name in column.kind.stored(column.name)]
+
+    def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
+        """Yields the columns of row groups in this order, from the cache where they are there.
+
+        Raises:
+            RuntimeError: A row group cannot be read; names the file and the row group.
+        """
+        cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
+        missing = [index for index in indexes if index not in cached]
+        with ExitStack() as stack:
+            tables: Iterator[Any] = self._tables(missing)
+            if missing and not self.reads_ahead:
+                tables = prefetch(tables, _PREFETCHED_ROW_GROUPS)
+            stack.enter_context(closing(tables))  # type: ignore[type-var]
+            for index in indexes:
+                if index in cached:
+                    assert self.cache is not None
+                    yield self.cache.get(index)
+                    continue
+                row_group = self._decode(index, next(tables))
+                if self.cache is not None:
+                    self.cache.put(index, row_group)
+                yield row_group
 
     def locate(self, index: int) -> tuple[str, int]:
         """Returns the URI of the file, and the row group within it, of a row group index."""
         file, row_group = self._located[index]
         return storage.join(self.manifest.uri, file.path), row_group
 
-    def read_error(self, index: int, error: BaseException) -> RuntimeError:
+    def read_error(self, index: int, error: BaseException, attempts: int = 1) -> RuntimeError:
         """Returns the error to raise when a row group cannot be read."""
         uri, row_group = self.locate(index)
-        return RuntimeError(
-            f"reading row group {row_group} of {os.fspath(uri)!r} failed ({type(error).__name__}: {error}); "
-            "if the file is damaged, write the shards again"
+        tried = f" after {attempts} attempts" if attempts > 1 else ""
+        remedy = (
+            "check the connection to the store and resume"
+            if attempts > 1
+            else "if the file is damaged, write the shards again"
         )
+        return RuntimeError(
+            f"reading row group {row_group} of {os.fspath(uri)!r} failed{tried} "
+            f"({type(error).__name__}: {error}); {remedy}"
+        )
+
+    def _tables(self, indexes: Sequence[int]) -> Iterator[Any]:
+        """Yields the row groups as tables; begins again where a store failed for the moment."""
+        done, retries = 0, Retries()
+        while done < len(indexes):
+            try:
+                self._check_file(indexes[done])
+                with closing(self.read_tables(indexes[done:])) as tables:  # type: ignore[type-var]
+                    for table in tables:
+                        self._check_table(indexes[done], table)
+                        yield table
+                        done += 1
+                        retries.reset()
+                        if done < len(indexes):
+                            self._check_file(indexes[done])
+            except Exception as error:
+                uri, _ = self.locate(indexes[done])
+                if not retries.again(uri, error):
+                    raise self.read_error(indexes[done], error, retries.attempts) from error
+
+    def _check_file(self, index: int) -> None:
+        """Compares the file's size with the manifest's, the first time it is used."""
+        file, _ = self._located[index]
+        if file.path in self._checked_files:
+            return
+        num_bytes = storage.size(storage.join(self.manifest.uri, file.path))
+        if num_bytes != file.num_bytes:
+            raise ValueError(f"it has {num_bytes} bytes where the manifest says {file.num_bytes}")
+        self._checked_files.add(file.path)
+
+    def _check_table(self, index: int, table: Any) -> None:
+        expected = self._row_groups[index]
+        if table.num_rows != expected:
+            raise ValueError(f"it has {table.num_rows} rows where the manifest says {expected}")
+
+    def _decode(self, index: int, table: Any) -> RowGroup:
+        row_group = {}
+        for name, kind in self._kinds.items():
+            try:
+                row_group[name] = kind.decode([_one_chunk(table.column(part)) for part in kind.stored(name)])
+            except (ValueError, KeyError, pa.ArrowException) as error:
+                raise self.read_error(index, ValueError(f"column {name!r} {error}")) from error
+        return row_group
 
     def _batches(self, plan: ShardPlan, start_step: int) -> Iterator[Batch]:
         with closing(prefetch(self._blocks(plan, start_step), _PREFETCHED_BLOCKS)) as blocks:
-            for block, bounds in blocks:
-                for start, stop in pairwise(bounds):
-                    yield {name: values[start:stop] for name, values in block.items()}
+            for block in blocks:
+                yield from block
 
-    def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[tuple[Batch, list[int]]]:
-        """Yields several steps' rows at once, with the bounds of each step in them."""
+    def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
+        """Yields the batches of several steps at once."""
         reads = plan.reads(start_step)
-        lanes = [_LaneBuffer(self.columns) for _ in plan.deal.lanes]
+        lanes = [_LaneBuffer() for _ in plan.deal.lanes]
         waiting = deque(reads)
         num_steps, block_steps = plan.plan.num_steps, self._block_steps()
+        empty = self._empty()
         with closing(self.read_row_groups([read.row_group for read in reads])) as row_groups:  # type: ignore[type-var]
             for first in range(start_step, num_steps, block_steps):
                 last = min(first + block_steps, num_steps)
                 while waiting and waiting[0].first_step < last:
                     _deal_row_group(plan, waiting.popleft(), next(row_groups), lanes)
                 bounds = plan.bounds(first, last)
-                block = _assemble(lanes, plan.deal.lane_of(bounds[0], bounds[-1]), self.columns)
-                yield block, [bound - bounds[0] for bound in bounds]
+                block = _assemble(lanes, plan.deal.lane_of(bounds[0], bounds[-1]), empty)
+                yield [
+                    self._finish(block, start - bounds[0], stop - bounds[0])
+                    for start, stop in pairwise(bounds)
+                ]
+
+    def _finish(self, block: RowGroup, start: int, stop: int) -> Batch:
+        """Returns the batch of one step from its rows in a block."""
+        batch: Batch = {}
+        for name, kind in self._kinds.items():
+            batch.update(kind.finish(name, cut(block[name], start, stop)))
+        return batch
+
+    def _empty(self) -> RowGroup:
+        """Returns every column without rows."""
+        return {
+            name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
+            for name, kind in self._kinds.items()
+        }
 
     def _block_steps(self) -> int:
-        row_bytes = sum(column.row_bytes for column in self.columns)
+        row_bytes = sum(kind.row_bytes for kind in self._kinds.values())
         step_bytes = max(1, row_bytes * self.batch_size // self.num_shards)
         return max(1, min(_BLOCK_ROWS // self.batch_size, _BLOCK_BYTES // step_bytes))
 
@@ -160,56 +271,60 @@ class ShardReader(ABC):
 class _LaneBuffer:
     """The rows of one lane that are in memory and not used yet, in order."""
 
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self._names = [column.name for column in columns]
-        self._pieces: deque[tuple[int, Batch]] = deque()  # (first local row, columns)
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[int, int, RowGroup]] = deque()  # (first local row, stop, columns)
         self._next: int | None = None
 
-    def add(self, start: int, piece: Batch) -> None:
-        """Takes rows from local row `start` on. A piece may arrive before those in front of it."""
-        self._pieces.append((start, piece))
+    def add(self, start: int, stop: int, piece: RowGroup) -> None:
+        """Takes local rows `start` to `stop`. A piece may arrive before those in front of it."""
+        self._pieces.append((start, stop, piece))
         if len(self._pieces) > 1 and self._pieces[-2][0] > start:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
 
-    def take(self, num_rows: int) -> list[Batch]:
-        """Removes and returns the next rows, as views."""
+    def take(self, num_rows: int) -> list[tuple[RowGroup, int, int]]:
+        """Removes the next rows; returns pieces, and which of their rows."""
         taken = []
         while num_rows:
-            start, piece = self._pieces[0]
+            start, stop, piece = self._pieces[0]
             self._next = start if self._next is None else self._next
-            offset, rows = self._next - start, len(piece[self._names[0]])
-            assert 0 <= offset < rows, "a lane was read out of order"
-            stop = min(rows, offset + num_rows)
-            taken.append({name: piece[name][offset:stop] for name in self._names})
-            num_rows -= stop - offset
-            self._next += stop - offset
-            if stop == rows:
+            first = self._next
+            assert start <= first < stop, "a lane was read out of order"
+            last = min(stop, first + num_rows)
+            taken.append((piece, first - start, last - start))
+            num_rows -= last - first
+            self._next = last
+            if last == stop:
                 self._pieces.popleft()
         return taken
 
 
-def _deal_row_group(plan: ShardPlan, read: RowGroupRead, row_group: Batch, lanes: list[_LaneBuffer]) -> None:
+def _deal_row_group(
+    plan: ShardPlan, read: RowGroupRead, row_group: RowGroup, lanes: list[_LaneBuffer]
+) -> None:
     for piece, rows in zip(read.pieces, plan.rows(read), strict=True):
-        lanes[piece.lane].add(
-            piece.start, {name: values.take(rows, axis=0) for name, values in row_group.items()}
-        )
+        columns = {name: take(values, rows) for name, values in row_group.items()}
+        lanes[piece.lane].add(piece.start, piece.stop, columns)
 
 
-def _assemble(
-    lanes: list[_LaneBuffer], lane_of_row: npt.NDArray[np.int64], columns: Sequence[Column]
-) -> Batch:
+def _assemble(lanes: list[_LaneBuffer], lane_of_row: npt.NDArray[np.int64], empty: RowGroup) -> RowGroup:
     """Takes the rows of a block from the lanes and puts them into the order of positions."""
     num_rows = len(lane_of_row)
+    if not num_rows:
+        return empty
     counts = np.bincount(lane_of_row, minlength=len(lanes)).tolist()
     parts = [part for lane, count in zip(lanes, counts, strict=True) for part in lane.take(count)]
-    block = {}
     by_lane = np.argsort(lane_of_row.astype(np.int16), kind="stable")
     source = np.empty(num_rows, dtype=np.int64)
     source[by_lane] = np.arange(num_rows)
-    for column in columns:
-        if not parts:
-            block[column.name] = np.zeros((0, *column.row_shape), dtype=column.dtype)
-            continue
-        joined = np.concatenate([part[column.name] for part in parts])
-        block[column.name] = joined if len(lanes) == 1 else joined.take(source, axis=0)
+    block = {}
+    for name in empty:
+        joined = join([cut(piece[name], start, stop) for piece, start, stop in parts])
+        block[name] = joined if len(lanes) == 1 else take(joined, source)
     return block
+
+
+def _one_chunk(column: Any) -> Any:
+    """Returns a table's column as one Arrow array."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

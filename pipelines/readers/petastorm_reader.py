@@ -24,14 +24,17 @@ from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequ
 from pyarrow.filesystem import DaskFileSystem, LocalFileSystem
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import to_numpy
-from ringspark.pipelines.readers.base import Batch, ShardReader
+from ringspark.pipelines.readers.base import ShardReader
+
+# Row groups that Petastorm holds in advance.
+_READ_AHEAD = 4
 
 
 class PetastormReader(ShardReader):
     """Engine "petastorm"."""
 
     engine: ClassVar[str] = "petastorm"
+    reads_ahead: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,37 +45,30 @@ class PetastormReader(ShardReader):
                 "ignore", category=category, module=rf"petastorm\.|{re.escape(__name__)}$"
             )
 
-    def read_row_groups(self, indexes: Sequence[int]) -> Iterator[Batch]:
+    def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups in order, read ahead by one Petastorm worker thread."""
         if not indexes:
             return
         try:
             reader = _OrderedReader(self, indexes)
-        except (OSError, ValueError, RuntimeError, pa.ArrowException) as error:
+        except Exception as error:
             # The frames hold Petastorm's pool that reads the footers: its threads live as long.
             traceback.clear_frames(error.__traceback__)
-            raise self._footer_error(indexes[0], error) from error
+            raise self._footer_error(error) from error
         try:
-            for index in indexes:
-                try:
-                    table = next(reader)
-                    columns = {
-                        column.name: to_numpy(table.column(column.name), column) for column in self.columns
-                    }
-                except (OSError, ValueError, KeyError, EmptyResultError, pa.ArrowException) as error:
-                    raise self.read_error(index, error) from error
-                yield columns
+            for _ in indexes:
+                yield next(reader)
         finally:
             reader.stop()
             reader.join()
 
-    def _footer_error(self, index: int, error: Exception) -> RuntimeError:
+    def _footer_error(self, error: Exception) -> Exception:
         """Petastorm reads all footers first and does not say over which file it stumbled."""
         try:
             self.manifest.verify_files()
         except ValueError as problem:
-            return RuntimeError(str(problem))
-        return self.read_error(index, error)
+            return problem
+        return error
 
 
 class _OrderedReader(Reader):  # type: ignore[misc]
@@ -85,10 +81,10 @@ class _OrderedReader(Reader):  # type: ignore[misc]
             _legacy_filesystem(reader.manifest.uri),
             files,
             # Petastorm takes names as regular expressions.
-            schema_fields=[f"^{re.escape(column.name)}$" for column in reader.columns],
+            schema_fields=[f"^{re.escape(name)}$" for name in reader.stored_names],
             shuffle_row_groups=False,
             # One worker: the order of the results is the order of the requests in every version.
-            reader_pool=ThreadPool(1),
+            reader_pool=ThreadPool(1, results_queue_size=_READ_AHEAD),
             num_epochs=1,
             worker_class=_TableWorker,
             is_batched_reader=True,

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ringspark.pipelines import Column, ShardManifest
+from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine
+from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.shard_writer import WritePlan, write_partition
 from ringspark.pipelines.shards import _manifest
 
@@ -29,7 +30,7 @@ def _arrow(values: np.ndarray[Any, Any]) -> Any:
 
 
 def _column(name: str, values: np.ndarray[Any, Any]) -> Column:
-    return Column(name=name, kind="scalar" if values.ndim == 1 else "array", dtype=values.dtype.name)
+    return Column(name=name, kind=(Scalar if values.ndim == 1 else Array)(values.dtype.name))
 
 
 @pytest.fixture
@@ -44,14 +45,13 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
         name: str = "shards",
     ) -> ShardManifest:
         folder = tmp_path / name
-        folder.mkdir()
+        (folder / "_shards-test").mkdir(parents=True)
         plan = WritePlan(
             uri=str(folder),
-            run_id="test",
+            folder="_shards-test",
             columns=tuple(_column(key, values) for key, values in data.items()),
-            validation_col=None,
+            handle_invalid=("error",) * len(data),
             row_group_rows=row_group_rows,
-            compression="zstd",
         )
         reports = []
         for part in np.array_split(np.arange(len(next(iter(data.values())))), num_files):
@@ -60,14 +60,26 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
         for number, report in enumerate(reports):
             # Names hold a random part; number them, so that the order of files is the order of rows.
             for file in report["files"]:
-                path = f"part-{number:05d}.parquet"
+                path = f"_shards-test/part-{number:05d}.parquet"
                 (folder / file["path"]).rename(folder / path)
                 file["path"] = path
-        manifest = _manifest(plan, reports)
+        files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+        manifest = _manifest(plan, reports, files)
         manifest.save()
         return manifest
 
     return make
+
+
+@pytest.fixture(params=READERS)
+def engine(request: pytest.FixtureRequest) -> str:
+    """Every reading engine in turn; one that cannot run here is skipped."""
+    name: str = request.param
+    try:
+        check_engine(name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return name
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_load_gives_what_was_saved(shards: ShardManifest) -> None:
     assert ShardManifest.load(shards.uri) == shards
     assert ShardManifest.load(f"file://{shards.uri}/") == shards
     assert (shards.num_rows, shards.row_groups) == (25, (10, 3, 10, 2))
-    assert [(column.name, column.length) for column in shards.schema] == [("x", None), ("v", 2)]
+    assert [(column.name, column.row_shape) for column in shards.schema] == [("x", ()), ("v", (2,))]
     assert shards.locate()[2] == (shards.files[1], 0)
     shards.verify_files()
 
@@ -45,9 +45,11 @@ def test_select_is_a_view_of_one_split(shards: ShardManifest) -> None:
 
 def test_describe_names_every_column(shards: ShardManifest) -> None:
     text = shards.describe()
-    assert "25 rows, 2 files, 4 row groups" in text
-    assert "train x: int64, 25 rows, range 0 to 24, mean 12" in text
-    assert "train v: float32[2]" in text
+    title, header, x, v = text.splitlines()
+    assert "25 rows, 2 files, 4 row groups" in title
+    assert header.split()[-5:] == ["min", "max", "mean", "std", "distinct"]
+    assert x.split() == ["train", "x", "int64", "25", "0", "0", "24", "12", "7.3598", "25"]
+    assert v.split()[:4] == ["train", "v", "float32[2]", "25"]
 
 
 def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
@@ -64,9 +66,28 @@ def _edit(manifest: ShardManifest, change: Any) -> None:
 
 
 def test_a_newer_format_is_refused(shards: ShardManifest) -> None:
-    _edit(shards, lambda data: data.update(format_version=2))
-    with pytest.raises(ValueError, match="its format is 2, this ringspark reads up to 1; upgrade ringspark"):
+    _edit(shards, lambda data: data.update(format_version=3))
+    with pytest.raises(ValueError, match="its format is 3, this ringspark reads up to 2; upgrade ringspark"):
         ShardManifest.load(shards.uri)
+    _edit(shards, lambda data: data.update(format_version=1))
+    with pytest.raises(ValueError, match="of before the first release; write the shards again"):
+        ShardManifest.load(shards.uri)
+
+
+def test_a_full_check_names_every_damaged_file(shards: ShardManifest) -> None:
+    shards.verify()
+    path = Path(shards.uri) / shards.files[1].path
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1  # the size and the footer stay as they are
+    path.write_bytes(data)
+    shards.verify_files()
+    with pytest.raises(
+        ValueError, match=f"{shards.files[1].path}' holds other bytes than were written; write"
+    ):
+        shards.verify()
+    (Path(shards.uri) / shards.files[0].path).unlink()
+    with pytest.raises(ValueError, match=rf"{shards.files[0].path}' is missing; .*{shards.files[1].path}"):
+        shards.verify()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,7 @@ def test_a_newer_format_is_refused(shards: ShardManifest) -> None:
 )
 def test_paths_out_of_the_folder_are_refused(shards: ShardManifest, path: str) -> None:
     with pytest.raises(ValueError, match="may only name files in its own folder"):
-        ShardFile(path=path, split="train", num_bytes=1, row_groups=(1,))
+        ShardFile(path=path, split="train", num_bytes=1, sha256="", row_groups=(1,))
     _edit(shards, lambda data: data["files"][0].update(path=path))
     with pytest.raises(ValueError, match="cannot be used: a manifest may only name files in its own folder"):
         ShardManifest.load(shards.uri)
@@ -93,7 +114,7 @@ def test_a_damaged_manifest_is_one_sentence(shards: ShardManifest) -> None:
 
 
 def test_an_unknown_column_names_the_known_ones(shards: ShardManifest) -> None:
-    assert shards.column("v").length == 2
+    assert shards.column("v").row_shape == (2,)
     with pytest.raises(ValueError, match="have no column 'y'; known: x, v"):
         shards.column("y")
 

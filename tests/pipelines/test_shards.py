@@ -98,27 +98,28 @@ def test_overwriting_swaps_the_shards_and_removes_the_old_files(rows: Any, tmp_p
     manifest = write_shards(rows.select("d").limit(7), str(folder), overwrite=True)
     # Row counts live in the manifest alone, so none can outlive the data.
     assert ShardManifest.load(folder).num_rows == 7
-    expected = {"manifest.json", "mine.txt", *(file.path for file in manifest.files)}
-    assert set(os.listdir(folder)) == expected
+    (data,) = {file.path.split("/")[0] for file in manifest.files}
+    assert set(os.listdir(folder)) == {"manifest.json", "mine.txt", data}
+    assert {f"{data}/{name}" for name in os.listdir(folder / data)} == {file.path for file in manifest.files}
 
 
 def test_a_failed_overwrite_keeps_the_old_shards(rows: Any, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     old = write_shards(rows.select("i"), str(folder))
-    with pytest.raises(ValueError, match="has 40 nulls"):
+    with pytest.raises(ValueError, match="has nulls in 40 of 200 rows"):
         write_shards(rows.selectExpr("if(held_out, null, i) as i"), str(folder), overwrite=True)
     assert ShardManifest.load(folder) == old
     old.verify_files()
-    assert len(os.listdir(folder)) == len(old.files) + 1
+    assert len(os.listdir(folder)) == 2
 
 
 @pytest.mark.parametrize(
     ("expressions", "message"),
     [
         (["i", "cast(i as string) as s"], "column 's' has type string, .*; index it with StringIndexer"),
-        (["if(i % 50 = 1, null, i) as i"], "column 'i' has 4 nulls in 200 rows; fill or drop them first"),
-        (["if(i = 1, null, a) as a"], "column 'a' has 1 nulls in 200 rows"),
-        (["if(i = 1, array(1.0D, null), array(1.0D, 2.0D)) as a"], "column 'a' has 1 nulls"),
+        (["if(i % 50 = 1, null, i) as i"], "column 'i' has nulls in 4 of 200 rows; fill or drop them first"),
+        (["if(i = 1, null, a) as a"], "column 'a' has nulls in 1 of 200 rows"),
+        (["if(i = 1, array(1.0D, null), array(1.0D, 2.0D)) as a"], "column 'a' has nulls in 1 of"),
         (["if(i = 1, array(1.0D), array(1.0D, 2.0D)) as a"], "column 'a' has arrays of 1 to 2 elements"),
         (["cast(array() as array<int>) as a"], "column 'a' holds only empty arrays"),
     ],
@@ -138,7 +139,7 @@ def test_vectors_of_several_sizes_and_null_vectors_are_refused(spark: Any, tmp_p
     schema = StructType([StructField("v", VectorUDT())])
     for value, message in (
         (Vectors.dense([1.0]), "arrays of 1 to 2 elements"),
-        (None, "column 'v' has 1 nulls"),
+        (None, "column 'v' has nulls in 1 of 2 rows"),
     ):
         df = spark.createDataFrame([(Vectors.dense([1.0, 2.0]),), (value,)], schema)
         with pytest.raises(ValueError, match=message):
@@ -151,8 +152,8 @@ def test_vectors_of_several_sizes_and_null_vectors_are_refused(spark: Any, tmp_p
         ("if(i = 3, null, held_out)", "has 1 nulls or NaNs in 200 rows; fill them with df.na.fill first"),
         ("i", "must be boolean or 0/1, got values from 0 to 199"),
         ("if(i = 3, double('NaN'), 0D)", "has 1 nulls or NaNs"),
-        ("a", "must be boolean or 0/1, got an array column"),
-        ("true", r"no training rows \(every row has 'held_out' true\)"),
+        ("a", "must be boolean or 0/1, got type array<float>"),
+        ("true", r"no training rows \(of 200, 200 are for validation, 0 hold nulls\)"),
     ],
 )
 def test_an_indicator_that_is_none_is_refused(
@@ -186,6 +187,152 @@ def test_a_failing_task_leaves_nothing(rows: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("num_files", [None, 3])
+def test_files_are_even_however_skewed_the_input_is(
+    spark: Any, tmp_path: Path, num_files: int | None
+) -> None:
+    from pyspark.sql import functions as F
+
+    # One partition holds nearly everything, some hold one row, most hold none.
+    df = spark.range(5_000).repartition(8, F.when(F.col("id") < 4_990, 0).otherwise(F.col("id")))
+    manifest = write_shards(df, str(tmp_path / "s"), num_files=num_files, row_group_rows=100)
+    sizes = [file.num_rows for file in manifest.files]
+    assert max(sizes) <= 1.5 * sum(sizes) / len(sizes)
+    assert num_files is None or len(sizes) == num_files
+    assert np.array_equal(np.sort(_read(manifest)["id"]), np.arange(5_000))
+    assert manifest.stats["train"]["id"].rows == 5_000
+    manifest.verify()
+    (data,) = {file.path.split("/")[0] for file in manifest.files}
+    assert len(os.listdir(tmp_path / "s" / data)) == len(sizes)
+
+
+def test_a_fraction_of_the_rows_is_for_validation_by_their_hash(spark: Any, tmp_path: Path) -> None:
+    def validation(name: str, rows: int, seed: int, partitions: int) -> set[int]:
+        df = spark.range(rows).withColumn("a", F.array("id")).repartition(partitions)
+        manifest = write_shards(df, str(tmp_path / name), validation_fraction=0.2, seed=seed)
+        assert manifest.num_rows == rows
+        train = set(_read(manifest.select("train"))["id"].tolist())
+        held_out = set(_read(manifest.select("validation"))["id"].tolist())
+        assert train | held_out == set(range(rows))
+        assert not train & held_out
+        return held_out
+
+    from pyspark.sql import functions as F
+
+    few = validation("few", 2_000, 1, 2)
+    # Five standard deviations.
+    assert abs(len(few) - 400) < 5 * (2_000 * 0.2 * 0.8) ** 0.5
+    # A row keeps its split when the data grows or is partitioned otherwise; another seed is another split.
+    assert {row for row in validation("more", 3_000, 1, 5) if row < 2_000} == few
+    assert validation("other", 2_000, 2, 2) != few
+
+
+def test_nulls_are_skipped_or_kept_where_asked_for(spark: Any, tmp_path: Path) -> None:
+    df = spark.range(100).selectExpr(
+        "id",
+        "if(id % 4 = 0, null, id) as x",
+        "if(id % 10 = 0, null, array(id)) as a",
+        "id % 2 = 0 as held_out",
+    )
+    skipped = write_shards(df, str(tmp_path / "skip"), handle_invalid="skip", validation_col="held_out")
+    kept = [row for row in range(100) if row % 4 and row % 10]
+    assert skipped.skipped_rows == 100 - len(kept)
+    assert ShardManifest.load(skipped.uri).skipped_rows == skipped.skipped_rows
+    assert "rows with nulls skipped" in skipped.describe()
+    assert sorted(_read(skipped)["id"].tolist()) == kept
+
+    manifest = write_shards(df, str(tmp_path / "keep"), handle_invalid={"x": "keep", "a": "keep"})
+    assert [column.name for column in manifest.columns] == [
+        "id",
+        "x",
+        "x.isnull",
+        "a",
+        "a.isnull",
+        "held_out",
+    ]
+    data = _read(manifest)
+    assert np.array_equal(data["x.isnull"], data["id"] % 4 == 0)
+    assert np.array_equal(data["x"], np.where(data["id"] % 4 == 0, 0, data["id"]))
+    assert np.array_equal(data["a.isnull"], data["id"] % 10 == 0)
+    assert np.array_equal(data["a"][:, 0], np.where(data["id"] % 10 == 0, 0, data["id"]))
+    assert manifest.stats["train"]["x"].nulls == 25
+
+    with pytest.raises(ValueError, match=r"of 100, 50 are for validation, 50 hold nulls"):
+        write_shards(
+            df.selectExpr("if(held_out, id, null) as id", "held_out"),
+            str(tmp_path / "none"),
+            handle_invalid="skip",
+            validation_col="held_out",
+        )
+
+
+def test_one_writer_of_two_without_overwrite_gets_through(spark: Any, tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def write(number: int) -> str:
+        try:
+            df = spark.range(number * 1000, number * 1000 + 500)
+            return str(write_shards(df, str(tmp_path / "s")).stats["train"]["id"].minimum)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(write, range(3)))
+    (first,) = [int(result) for result in results if result.isdigit()]
+    refusals = ("another writer has put shards", "holds shards already")
+    assert sum(any(text in result for text in refusals) for result in results) == 2
+    manifest = ShardManifest.load(tmp_path / "s")
+    manifest.verify()
+    assert sorted(_read(manifest)["id"].tolist()) == list(range(first, first + 500))
+    assert len(os.listdir(tmp_path / "s")) == 2
+
+
+def test_what_a_dead_writer_left_is_removed_a_day_later(spark: Any, tmp_path: Path) -> None:
+    import time
+
+    for name, hours in (("old", 25), ("young", 1)):
+        folder = tmp_path / "s" / f"_shards-{name}"
+        folder.mkdir(parents=True)
+        (folder / "part.parquet").write_text("half a file")
+        when = time.time() - hours * 3600
+        os.utime(folder / "part.parquet", (when, when))
+    write_shards(spark.range(5), str(tmp_path / "s"))
+    assert not (tmp_path / "s" / "_shards-old").exists()
+    assert (tmp_path / "s" / "_shards-young").exists()
+
+
+def test_other_tools_see_no_data_in_the_folder_but_read_the_files_that_the_manifest_names(
+    spark: Any, tmp_path: Path
+) -> None:
+    import pyarrow.dataset as ds
+
+    manifest = write_shards(spark.range(50), str(tmp_path / "s"))
+    assert spark.read.parquet(*manifest.paths).count() == 50
+    assert ds.dataset(str(tmp_path / "s"), format="parquet", exclude_invalid_files=True).count_rows() == 0
+
+
+def test_columns_whose_arrays_would_share_a_name_are_refused(spark: Any, tmp_path: Path) -> None:
+    from ringspark.pipelines import Ragged
+
+    df = spark.range(3).selectExpr("array(id) as x", "id as `x.offsets`")
+    with pytest.raises(ValueError, match=r"two columns are named 'x.offsets'"):
+        write_shards(df, str(tmp_path / "s"), columns={"x": Ragged()})
+    with pytest.raises(ValueError, match=r"two columns are named 'id.isnull'"):
+        write_shards(
+            spark.range(3).selectExpr("id", "id as `id.isnull`"), str(tmp_path / "s"), handle_invalid="keep"
+        )
+
+
+def test_whole_numbers_that_float32_would_merge_are_warned_about(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    df = spark.createDataFrame([(Vectors.dense([16_777_217.0]),)], ["v"])
+    write_shards(df, str(tmp_path / "s"))
+    assert "pass columns={'v': Vector('float64')}" in caplog.text
+
+
 def test_more_files_than_rows_are_fewer_files(rows: Any, tmp_path: Path) -> None:
     manifest = write_shards(rows.select("i").limit(2), str(tmp_path / "s"), num_files=5)
     assert manifest.num_rows == 2
@@ -198,6 +345,10 @@ def test_settings_out_of_range_are_refused_before_spark_runs(rows: Any, tmp_path
         ({"num_files": 0}, "num_files must be at least 1, got 0"),
         ({"row_group_rows": 0}, "row_group_rows must be at least 1, got 0"),
         ({"compression": "rar"}, "compression must be one of zstd, .*, got 'rar'"),
+        ({"validation_fraction": 1.0}, "validation_fraction must be between 0 and 1, got 1.0"),
+        ({"validation_fraction": 0.1, "validation_col": "flag"}, "or validation_fraction, not both"),
+        ({"handle_invalid": "drop"}, "must be one of error, skip, keep, got 'drop'"),
+        ({"handle_invalid": {"nope": "skip"}}, "handle_invalid names 'nope', which is not among the columns"),
         ({"validation_col": "nope"}, "validation_col 'nope' is not a column; known: id, i"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,50 @@
+"""Column kinds: one file a family, one registry, one contract.
+
+To add a kind: subclass `Kind`, list it in `KINDS`, give tests/pipelines/test_kinds.py an example.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringspark.pipelines.kinds.array import Array
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
+from ringspark.pipelines.kinds.binary import DECODERS, Binary
+from ringspark.pipelines.kinds.ragged import Padded, Ragged
+from ringspark.pipelines.kinds.scalar import Scalar
+from ringspark.pipelines.kinds.sparse import Sparse
+from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
+from ringspark.pipelines.kinds.vector import Vector
+
+KINDS: dict[str, type[Kind]] = {
+    kind.tag: kind
+    for kind in (Scalar, Array, Ragged, Padded, Vector, Sparse, Vocabulary, HashBuckets, Binary)
+}
+"""Tag in the manifest -> class."""
+
+__all__ = [
+    "DECODERS",
+    "KINDS",
+    "Array",
+    "BatchArray",
+    "Binary",
+    "Encoded",
+    "HashBuckets",
+    "Kind",
+    "Padded",
+    "Ragged",
+    "Scalar",
+    "Sparse",
+    "Vector",
+    "Vocabulary",
+    "kind_from_json",
+]
+
+
+def kind_from_json(data: dict[str, Any]) -> Kind:
+    """Reads what `Kind.to_json` returned; ValueError for a kind that this version does not know."""
+    fields = dict(data)
+    tag = fields.pop("kind", None)
+    if tag not in KINDS:
+        raise ValueError(f"a column has kind {tag!r}; known: {', '.join(KINDS)}; upgrade ringspark")
+    return KINDS[tag](**{key: tuple(val) if isinstance(val, list) else val for key, val in fields.items()})

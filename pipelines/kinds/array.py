@@ -1,0 +1,159 @@
+"""Kind "array": every row an array of one shape, of any number of dimensions.
+
+Stored as flat lists in row-major order, the shape in the manifest: nested lists
+would cost a level of Parquet's repetition for each dimension at every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ringspark.pipelines.kinds.base import (
+    BatchArray,
+    Encoded,
+    Kind,
+    Shape,
+    decode_lists,
+    is_list,
+    list_offsets,
+    list_type,
+    make_lists,
+    matching_dtype,
+)
+from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.rows import Array as NumpyArray
+from ringspark.pipelines.rows import Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Array(Kind):
+    """An array of one shape a row; a batch holds (rows, *shape).
+
+    Attributes:
+        dtype: NumPy dtype name of the elements; given by the Spark type when empty.
+        shape: Shape of a row; found while writing when None.
+        nullable: Whether null rows were kept: they are stored empty and read as zeros.
+    """
+
+    tag: ClassVar[str] = "array"
+    dtype: str = ""
+    shape: Shape | None = None
+    nullable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shape is not None:
+            object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        return replace(self, dtype=matching_dtype(name, self.dtype, element_dtype(name, data_type)))
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: list_type(self.dtype)}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        lists, lengths = flatten(values, self.dtype)
+        if valid is not None:
+            lengths[0] = lengths[0][valid]
+        if not all(len(level) for level in lengths[:1]):
+            return Encoded([lists])
+        ranges = [(int(level.min()), int(level.max())) if len(level) else (0, 0) for level in lengths]
+        return Encoded([lists], (tuple(low for low, _ in ranges), tuple(high for _, high in ranges)))
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        low, high = shapes or ((0,), (0,))
+        if low != high:
+            dimension = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a != b)
+            where = "" if len(low) == 1 else f" in dimension {dimension}"
+            remedy = (
+                f"pad or cut them first, or pass columns={{{name!r}: Padded()}} or Ragged() to write_shards"
+                if len(low) == 1
+                else "pad or cut them first"
+            )
+            raise ValueError(
+                f"column {name!r} has arrays of {low[dimension]} to {high[dimension]} elements{where}; "
+                f"every row needs the same number, {remedy}"
+            )
+        if prod(low) == 0:
+            raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
+        if self.shape is not None and self.shape != low:
+            raise ValueError(
+                f"column {name!r} has arrays of shape {low} where shape={self.shape} was asked for"
+            )
+        return replace(self, shape=low, nullable=nullable)
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        lists = decode_lists(column, self.dtype)
+        (leaf,), num_rows, size = lists.parts, len(column), prod(self.row_shape)
+        if len(leaf) != num_rows * size or self.nullable:
+            lengths = np.diff(lists.offsets)
+            if not ((lengths == size) | ((lengths == 0) & self.nullable)).all():
+                raise ValueError(f"should hold arrays of shape {self.row_shape}, but their sizes vary")
+            filled = np.zeros((num_rows, size), dtype=self.dtype)
+            filled[lengths > 0] = leaf.reshape(-1, size)
+            leaf = filled
+        return leaf.reshape(num_rows, *self.row_shape)
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {name: BatchArray(self.dtype, self.row_shape)}
+
+    @property
+    def row_shape(self) -> Shape:
+        """Shape of one row."""
+        assert self.shape is not None, "the shape is not known before the write"
+        return self.shape
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize) * prod(self.row_shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape or ()))}]"
+
+
+def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> str:
+    """Returns the dtype of the numbers in Spark's (nested) array type.
+
+    Raises:
+        ValueError: It is no array of numbers or booleans, or not `depth` deep.
+    """
+    element, found = data_type, 0
+    while (inner := getattr(element, "elementType", None)) is not None:
+        element, found = inner, found + 1
+    simple = element.simpleString()
+    if not found or simple not in SPARK_DTYPES or simple in ("date", "timestamp", "timestamp_ntz"):
+        raise ValueError(
+            f"column {name!r} has type {data_type.simpleString()}, which is no array of numbers or booleans; "
+            "make it an array of numbers first, e.g. with F.flatten or F.transform"
+        )
+    if depth is not None and found != depth:
+        raise ValueError(
+            f"column {name!r} has type {data_type.simpleString()}: only arrays without arrays inside may "
+            "vary in length; flatten it first"
+        )
+    return SPARK_DTYPES[simple]
+
+
+def flatten(values: Any, dtype: str) -> tuple[Any, list[NumpyArray]]:
+    """Flattens the nested lists of each row into one list a row.
+
+    Returns:
+        The lists, and the lengths found at each level of nesting.
+    """
+    offsets = list_offsets(values)
+    lengths = [np.diff(offsets)]
+    leaf = values.flatten()
+    while is_list(leaf.type):
+        inner = list_offsets(leaf)
+        lengths.append(np.diff(inner))
+        offsets, leaf = inner[offsets], leaf.flatten()
+    return make_lists(offsets, leaf, dtype), lengths

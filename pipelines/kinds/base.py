@@ -1,0 +1,226 @@
+"""`Kind`: how one column is checked, stored in Parquet, read back and handed to a batch.
+
+A kind is at once what the user chooses (`Padded(value=0)`), what travels to the
+tasks, and, completed by what the tasks saw, what the manifest keeps. One kind a
+file, all in `KINDS`; the shuffle in between sees only `rows.Rows`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines.rows import Array, RaggedRows, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+DTYPES = ("bool", "int8", "int16", "int32", "int64", "float32", "float64")
+"""NumPy dtypes that Spark's numbers have; images and raw bytes may have others."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One batch of a column as it is stored.
+
+    Attributes:
+        arrays: One Arrow array for each of `Kind.stored`, without nulls.
+        shapes: Smallest and largest shape of a row in each dimension; None for scalars or no rows.
+    """
+
+    arrays: list[Any]
+    shapes: tuple[Shape, Shape] | None = None
+
+
+@dataclass(frozen=True)
+class BatchArray:
+    """One array that a column gives to a batch.
+
+    Attributes:
+        dtype: NumPy dtype name.
+        shape: Shape after the first dimension.
+        per_row: Whether the first dimension is the rows of the batch.
+    """
+
+    dtype: str
+    shape: Shape = ()
+    per_row: bool = True
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """What one column is. Frozen; every field is a JSON value.
+
+    Attributes:
+        tag: The kind's name in the manifest.
+        counts_distinct: Whether an estimate of distinct values is worth its time.
+    """
+
+    tag: ClassVar[str]
+    counts_distinct: ClassVar[bool] = False
+
+    # ------------------------------------------------------------- on the driver, before the write
+
+    @abstractmethod
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        """Returns the kind completed for a Spark type.
+
+        Raises:
+            ValueError: This kind cannot hold that type.
+        """
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        """Returns the Spark expression whose values `encode` takes. A null stays a null."""
+        return source
+
+    @abstractmethod
+    def stored(self, name: str) -> dict[str, Any]:
+        """Returns Parquet column name -> Arrow type."""
+
+    # ------------------------------------------------------------------------- in the writing task
+
+    @abstractmethod
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        """Brings an Arrow array from Spark, without nulls, into the stored form.
+
+        Args:
+            values: The array; rows that were null have been filled with zeros or emptied.
+            valid: Boolean NumPy array, false where a row was null; None when none was.
+
+        Raises:
+            ValueError: A value cannot be stored; the text completes "column 'x' ...".
+        """
+
+    def measured(self, arrays: Sequence[Any]) -> Array:
+        """Returns the numbers of the stored arrays that statistics are over."""
+        return numbers(arrays[-1])
+
+    # -------------------------------------------------------------- on the driver, after the write
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        """Returns the kind completed by the shapes that the tasks saw.
+
+        Raises:
+            ValueError: The shapes do not fit the kind; says what to do.
+        """
+        return self
+
+    # --------------------------------------------------------------------------------- in a reader
+
+    @abstractmethod
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        """Brings stored columns (Arrow arrays without nulls, one chunk) into memory.
+
+        Raises:
+            ValueError: They do not hold what the kind says; the text completes "column 'x' ...".
+        """
+
+    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
+        """Returns the arrays of a batch from its rows."""
+        assert not isinstance(rows, RaggedRows)
+        return {name: rows}
+
+    def batch_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names of the arrays that the column gives to a batch."""
+        return (name,)
+
+    @abstractmethod
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        """Returns what `finish` returns, described."""
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes of one row in a batch, about."""
+
+    # ----------------------------------------------------------------------------------- as a value
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the kind as JSON values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            "kind": self.tag,
+            **{key: list(value) if isinstance(value, tuple) else value for key, value in values.items()},
+        }
+
+    def __str__(self) -> str:
+        return self.tag
+
+
+def matching_dtype(name: str, asked: str, found: str) -> str:
+    """Returns the dtype of a Spark type, unless the user asked for another: nothing is cast here."""
+    if asked and asked != found:
+        raise ValueError(f"column {name!r} holds {found} where {asked} was asked for; cast it in Spark first")
+    return found
+
+
+def numbers(values: Any) -> Array:
+    """Returns the numbers of an Arrow array, or of all its lists, as NumPy; a view where it can be."""
+    leaf = values.flatten() if is_list(values.type) else values
+    array: Array = leaf.to_numpy(zero_copy_only=False)
+    return array
+
+
+def is_list(data_type: Any) -> bool:
+    """Whether an Arrow type is a list of either width."""
+    return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type))
+
+
+def list_offsets(values: Any) -> Array:
+    """Returns (rows + 1,) int64 offsets from 0 of an Arrow list array without nulls."""
+    offsets: Array = values.offsets.to_numpy().astype(np.int64)
+    return offsets if not len(offsets) or offsets[0] == 0 else offsets - offsets[0]
+
+
+def number_type(dtype: str) -> Any:
+    """Returns the Arrow type of a NumPy dtype name."""
+    return pa.bool_() if dtype == "bool" else pa.from_numpy_dtype(np.dtype(dtype))
+
+
+def list_type(dtype: str) -> Any:
+    """Returns the Arrow type of lists of numbers.
+
+    Elements that cannot be null carry no definition levels: smaller files, faster reads.
+    """
+    return pa.list_(pa.field("element", number_type(dtype), nullable=False))
+
+
+def make_lists(offsets: Array, leaf: Any, dtype: str) -> Any:
+    """Returns an Arrow list array from offsets that start at 0 and its elements."""
+    leaf = pa.array(leaf, number_type(dtype)) if isinstance(leaf, np.ndarray) else leaf
+    if len(offsets) and offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(
+            "has more than 2**31 elements in one batch of rows; lower "
+            "spark.sql.execution.arrow.maxRecordsPerBatch"
+        )
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), leaf, type=list_type(dtype))
+
+
+def decode_lists(column: Any, dtype: str) -> RaggedRows:
+    """Returns the rows of a stored list column as views into it.
+
+    Raises:
+        ValueError: The column holds something else.
+    """
+    if not is_list(column.type):
+        raise ValueError(f"should hold arrays, but the data is {column.type}")
+    leaf = column.flatten()
+    if column.null_count or leaf.null_count:
+        raise ValueError("holds nulls; write the shards again without them")
+    if leaf.type != number_type(dtype):
+        raise ValueError(f"should hold arrays of {dtype}, but the data is {column.type}")
+    return RaggedRows(list_offsets(column), (leaf.to_numpy(zero_copy_only=False),))
+
+
+def range_of(values: Array) -> tuple[Shape, Shape] | None:
+    """Returns the smallest and the largest of some lengths as shapes of one dimension."""
+    return None if not len(values) else ((int(values.min()),), (int(values.max()),))

@@ -1,0 +1,201 @@
+"""Kind "binary": bytes with a decoder, e.g. images. Stored as they are, decoded in the reader.
+
+The compressed bytes are what is written, shuffled and held in memory; arrays
+are made when a batch is put together.
+"""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
+from ringspark.pipelines.rows import Array, RaggedRows, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+
+class Decoder(ABC):
+    """Turns the bytes of a row into an array of one shape and dtype."""
+
+    @abstractmethod
+    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        """Returns shape and dtype of what `data` holds, from its header alone."""
+
+    @abstractmethod
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+        """Returns the array."""
+
+
+class RawDecoder(Decoder):
+    """The numbers themselves in row-major order, little-endian."""
+
+    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        size = np.dtype(dtype).itemsize * prod(shape)
+        return (shape, dtype) if len(data) == size else ((len(data),), "uint8")
+
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+        return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+class NpyDecoder(Decoder):
+    """What `numpy.save` writes; never a pickle."""
+
+    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+        return array.shape, array.dtype.name
+
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+        array: Array = np.load(io.BytesIO(data), allow_pickle=False)
+        return array
+
+
+class ImageDecoder(Decoder):
+    """JPEG, PNG and what else Pillow reads: (height, width, channels), or (height, width) for grey."""
+
+    _MODES: ClassVar[dict[int, str]] = {1: "L", 3: "RGB", 4: "RGBA"}
+
+    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        with _pillow().open(io.BytesIO(data)) as image:
+            return (image.height, image.width, *shape[2:]), "uint8"
+
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+        with _pillow().open(io.BytesIO(data)) as image:
+            mode = self._MODES[shape[2] if len(shape) == 3 else 1]
+            return np.asarray(image if image.mode == mode else image.convert(mode)).reshape(
+                image.height, image.width, *shape[2:]
+            )
+
+
+DECODERS: dict[str, type[Decoder]] = {"raw": RawDecoder, "npy": NpyDecoder, "image": ImageDecoder}
+
+
+@dataclass(frozen=True)
+class Binary(Kind):
+    """Bytes that a decoder turns into an array; a batch holds (rows, *shape).
+
+    Attributes:
+        decoder: A key of `DECODERS`.
+        shape: Shape of every decoded row. For "image" (height, width) or (height, width, channels).
+        dtype: NumPy dtype name of the decoded rows.
+        nullable: Whether null rows were kept: they are stored empty and read as zeros.
+    """
+
+    tag: ClassVar[str] = "binary"
+    decoder: str
+    shape: Shape
+    dtype: str = "uint8"
+    nullable: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if self.decoder not in DECODERS:
+            raise ValueError(
+                f"decoder of Binary must be one of {', '.join(DECODERS)}, got {self.decoder!r}; "
+                "other bytes have to become one of these first"
+            )
+        if self.decoder == "image":
+            channels = self.shape[2] if len(self.shape) == 3 else 1
+            if len(self.shape) not in (2, 3) or channels not in (1, 3, 4) or self.dtype != "uint8":
+                raise ValueError(
+                    "an image has shape (height, width) or (height, width, 1, 3 or 4) and dtype uint8, "
+                    f"got {self.shape} of {self.dtype}"
+                )
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        if data_type.simpleString() != "binary":
+            raise ValueError(f"column {name!r} has type {data_type.simpleString()}, which is not binary")
+        if self.decoder == "image":
+            _pillow()
+        return self
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: pa.binary()}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        decoder = DECODERS[self.decoder]()
+        for row, value in enumerate(values):
+            if valid is not None and not valid[row]:
+                continue
+            data = value.as_py()
+            try:
+                shape, dtype = decoder.describe(data, self.shape, self.dtype)
+            except (OSError, ValueError, KeyError) as error:
+                raise ValueError(
+                    f"holds {len(data)} bytes that decoder {self.decoder!r} cannot read ({error})"
+                ) from None
+            if (shape, dtype) != (self.shape, self.dtype):
+                raise ValueError(
+                    f"holds {dtype} of shape {shape} where {self.dtype} of shape {self.shape} was asked for"
+                )
+        return Encoded([values.cast(pa.binary())])
+
+    def measured(self, arrays: Sequence[Any]) -> Array:
+        # Of bytes, the sizes say more than the values.
+        offsets = _offsets(arrays[0])
+        return np.diff(offsets)
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        return replace(self, nullable=nullable)
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        if column.null_count or column.type != pa.binary():
+            raise ValueError(f"should hold bytes without nulls, but the data is {column.type}")
+        buffer = column.buffers()[2]
+        data = np.frombuffer(buffer, np.uint8) if buffer is not None else np.zeros(0, np.uint8)
+        return RaggedRows(_offsets(column), (data,))
+
+    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
+        assert isinstance(rows, RaggedRows)
+        decoder, (data,) = DECODERS[self.decoder](), rows.parts
+        offsets = rows.offsets.tolist()
+        decoded = np.zeros((len(offsets) - 1, *self.shape), dtype=self.dtype)
+        for row, (start, stop) in enumerate(pairwise(offsets)):
+            if start == stop and self.nullable:
+                continue
+            array = decoder.decode(data[start:stop].tobytes(), self.shape, self.dtype)
+            if array.shape != self.shape or array.dtype != decoded.dtype:
+                raise ValueError(
+                    f"column {name!r} holds {array.dtype} of shape {array.shape} where the manifest says "
+                    f"{self.dtype} of shape {self.shape}; write the shards again"
+                )
+            decoded[row] = array
+        return {name: decoded}
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {name: BatchArray(self.dtype, self.shape)}
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize) * prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}] from {self.decoder}"
+
+
+def _offsets(values: Any) -> Array:
+    """Returns the (rows + 1,) offsets of a binary array into its buffer."""
+    buffer = values.buffers()[1]
+    if buffer is None:
+        return np.zeros(1, dtype=np.int64)
+    offsets = np.frombuffer(buffer, np.int32, count=values.offset + len(values) + 1)
+    return offsets[values.offset :].astype(np.int64)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError("decoder 'image' needs Pillow; pip install 'ringspark[images]'") from None
+    return Image

@@ -1,0 +1,151 @@
+"""Kinds "ragged" and "padded": arrays whose length varies from row to row.
+
+Both are stored as they are. They differ in the batch: "ragged" gives all values
+end to end with offsets, as `torch.nn.EmbeddingBag` takes them; "padded" gives a
+rectangle and the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ringspark.pipelines.kinds.array import element_dtype, flatten
+from ringspark.pipelines.kinds.base import (
+    BatchArray,
+    Encoded,
+    Kind,
+    Shape,
+    decode_lists,
+    list_type,
+    matching_dtype,
+    range_of,
+)
+from ringspark.pipelines.rows import Array, RaggedRows, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Ragged(Kind):
+    """Arrays of any length; a batch holds `name.values` and `name.offsets`.
+
+    Row i is `values[offsets[i]:offsets[i + 1]]`; offsets are int64, (rows + 1,), from 0.
+
+    Attributes:
+        dtype: NumPy dtype name of the elements; given by the Spark type when empty.
+    """
+
+    tag: ClassVar[str] = "ragged"
+    dtype: str = ""
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        return replace(self, dtype=matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1)))
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: list_type(self.dtype)}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        lists, (lengths,) = flatten(values, self.dtype)
+        return Encoded([lists], range_of(lengths))
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        return decode_lists(column, self.dtype)
+
+    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
+        assert isinstance(rows, RaggedRows)
+        compact = rows.compact()
+        return {f"{name}.values": compact.parts[0], f"{name}.offsets": compact.offsets}
+
+    def batch_names(self, name: str) -> tuple[str, ...]:
+        return f"{name}.values", f"{name}.offsets"
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {
+            f"{name}.values": BatchArray(self.dtype, per_row=False),
+            f"{name}.offsets": BatchArray("int64", per_row=False),
+        }
+
+    @property
+    def row_bytes(self) -> int:
+        # The length is anyone's guess; this only sizes the blocks that are put together at once.
+        return 32 * int(np.dtype(self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[ragged]"
+
+
+@dataclass(frozen=True)
+class Padded(Kind):
+    """Arrays of any length; a batch holds `name` (rows, length) and `name.length` (rows,) int64.
+
+    Attributes:
+        dtype: NumPy dtype name of the elements; given by the Spark type when empty.
+        length: Elements of a row in the batch; the longest row's when None. A longer row is refused.
+        value: What fills the end of shorter rows.
+    """
+
+    tag: ClassVar[str] = "padded"
+    dtype: str = ""
+    length: int | None = None
+    value: float = 0
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"length of Padded for column {name!r} must be at least 1, got {self.length}")
+        dtype = matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1))
+        kept = np.asarray(self.value).astype(dtype)
+        if not (kept == self.value or self.value != self.value):
+            raise ValueError(f"value of Padded for column {name!r} must be a {dtype}, got {self.value!r}")
+        return replace(self, dtype=dtype)
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: list_type(self.dtype)}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        lists, (lengths,) = flatten(values, self.dtype)
+        return Encoded([lists], range_of(lengths))
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        longest = 0 if shapes is None else shapes[1][0]
+        if self.length is not None and longest > self.length:
+            raise ValueError(
+                f"column {name!r} has arrays of up to {longest} elements where length={self.length} was "
+                "asked for; cut them first with F.slice, or raise length"
+            )
+        if self.length is None and longest == 0:
+            raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
+        return replace(self, length=self.length or longest)
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        return decode_lists(column, self.dtype)
+
+    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
+        assert isinstance(rows, RaggedRows)
+        assert self.length is not None
+        compact = rows.compact()
+        lengths = np.diff(compact.offsets)
+        padded = np.full((len(lengths), self.length), self.value, dtype=self.dtype)
+        padded[np.arange(self.length) < lengths[:, None]] = compact.parts[0]
+        return {name: padded, f"{name}.length": lengths}
+
+    def batch_names(self, name: str) -> tuple[str, ...]:
+        return name, f"{name}.length"
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        assert self.length is not None
+        return {name: BatchArray(self.dtype, (self.length,)), f"{name}.length": BatchArray("int64")}
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize) * (self.length or 1)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.length} padded]"

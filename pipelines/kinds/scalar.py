@@ -1,0 +1,101 @@
+"""Kind "scalar": one number or boolean a row, in exactly the width that Spark has.
+
+Dates are stored as int32 days and timestamps as int64 microseconds since
+1970-01-01 UTC (a timestamp without a zone: since 1970-01-01 in its own clock).
+Decimals of up to 15 digits become float64, which holds each of them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, matching_dtype, number_type
+from ringspark.pipelines.rows import Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+SPARK_DTYPES = {
+    "boolean": "bool",
+    "tinyint": "int8",
+    "smallint": "int16",
+    "int": "int32",
+    "bigint": "int64",
+    "float": "float32",
+    "double": "float64",
+    "date": "int32",
+    "timestamp": "int64",
+    "timestamp_ntz": "int64",
+}
+"""Spark's simple type names and the NumPy dtypes of the same width."""
+
+EXACT_DECIMAL_DIGITS = 15
+
+
+@dataclass(frozen=True)
+class Scalar(Kind):
+    """One number or boolean a row; a batch holds (rows,).
+
+    Attributes:
+        dtype: NumPy dtype name; given by the Spark type when empty.
+    """
+
+    tag: ClassVar[str] = "scalar"
+    counts_distinct: ClassVar[bool] = True
+    dtype: str = ""
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        simple = data_type.simpleString()
+        if simple.startswith("decimal"):
+            digits = int(simple[len("decimal(") :].split(",")[0])
+            if digits > EXACT_DECIMAL_DIGITS:
+                raise ValueError(
+                    f"column {name!r} has type {simple}; float64 holds {EXACT_DECIMAL_DIGITS} digits; "
+                    "cast it to double first if rounding is fine, or to decimal(15, ...)"
+                )
+            return replace(self, dtype=matching_dtype(name, self.dtype, "float64"))
+        if simple not in SPARK_DTYPES:
+            raise ValueError(
+                f"column {name!r} has type {simple}, which is no number, boolean, date or timestamp"
+            )
+        return replace(self, dtype=matching_dtype(name, self.dtype, SPARK_DTYPES[simple]))
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        return source.cast("double") if data_type.simpleString().startswith("decimal") else source
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: number_type(self.dtype)}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        if pa.types.is_timestamp(values.type):
+            # Safe: Spark's own unit; anything finer raises rather than lose digits.
+            values = values.cast(pa.timestamp("us", values.type.tz)).view(pa.int64())
+        elif pa.types.is_date32(values.type):
+            values = values.view(pa.int32())
+        return Encoded([values])
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        if column.null_count:
+            raise ValueError("holds nulls; write the shards again without them")
+        if column.type != number_type(self.dtype):
+            raise ValueError(f"should hold {self.dtype}, but the data is {column.type}")
+        rows: Rows = column.to_numpy(zero_copy_only=False)
+        return rows
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {name: BatchArray(self.dtype)}
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return self.dtype

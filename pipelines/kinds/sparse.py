@@ -1,0 +1,109 @@
+"""Kind "sparse": Spark ML vectors kept sparse, to the batch, in compressed sparse rows (CSR)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines.kinds.base import (
+    BatchArray,
+    Encoded,
+    Kind,
+    Shape,
+    decode_lists,
+    list_offsets,
+    list_type,
+    make_lists,
+    range_of,
+)
+from ringspark.pipelines.kinds.vector import check_vector, vector_parts
+from ringspark.pipelines.rows import Array, RaggedRows, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Sparse(Kind):
+    """A sparse vector a row; a batch holds `name.indptr`, `name.indices` and `name.data`.
+
+    The three are what `scipy.sparse.csr_matrix((data, indices, indptr), shape=(rows, size))` and
+    `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))` take: indptr int64 (rows + 1,),
+    indices int32, data of `dtype`. A dense row among them keeps all its values.
+
+    Attributes:
+        dtype: "float32", or "float64" to keep what Spark has bit for bit.
+        size: Elements of a vector, zeros included; found while writing when None.
+    """
+
+    tag: ClassVar[str] = "sparse"
+    dtype: str = "float32"
+    size: int | None = None
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        check_vector(self.tag, self.dtype, name, data_type)
+        return self
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {f"{name}.indices": list_type("int32"), f"{name}.data": list_type(self.dtype)}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        is_dense, sizes, indices, numbers = vector_parts(values)
+        offsets = list_offsets(numbers)
+        counts = np.diff(offsets)
+        leaf = numbers.flatten().to_numpy().astype(self.dtype)
+        places = (np.arange(len(leaf)) - np.repeat(offsets[:-1], counts)).astype(np.int32)
+        if not is_dense.all():
+            places[np.repeat(~is_dense, counts)] = indices.flatten().to_numpy()
+        return Encoded(
+            [make_lists(offsets, places, "int32"), make_lists(offsets, pa.array(leaf), self.dtype)],
+            range_of(sizes if valid is None else sizes[valid]),
+        )
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        (low,), (high,) = shapes or ((0,), (0,))
+        if low != high:
+            raise ValueError(
+                f"column {name!r} has vectors of size {low} to {high}; every row needs the same size"
+            )
+        if self.size is not None and self.size != low:
+            raise ValueError(
+                f"column {name!r} has vectors of size {low} where size={self.size} was asked for"
+            )
+        return replace(self, size=low)
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        indices, data = (
+            decode_lists(column, dtype) for column, dtype in zip(columns, ("int32", self.dtype), strict=True)
+        )
+        if not np.array_equal(indices.offsets, data.offsets):
+            raise ValueError("has other numbers of indices than of values")
+        return RaggedRows(data.offsets, (*indices.parts, *data.parts))
+
+    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
+        assert isinstance(rows, RaggedRows)
+        compact = rows.compact()
+        indices, data = compact.parts
+        return {f"{name}.indptr": compact.offsets, f"{name}.indices": indices, f"{name}.data": data}
+
+    def batch_names(self, name: str) -> tuple[str, ...]:
+        return f"{name}.indptr", f"{name}.indices", f"{name}.data"
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {
+            f"{name}.indptr": BatchArray("int64", per_row=False),
+            f"{name}.indices": BatchArray("int32", per_row=False),
+            f"{name}.data": BatchArray(self.dtype, per_row=False),
+        }
+
+    @property
+    def row_bytes(self) -> int:
+        return 32 * (4 + int(np.dtype(self.dtype).itemsize))  # as for ragged rows, a guess
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{self.size} sparse]"

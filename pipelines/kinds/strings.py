@@ -1,0 +1,152 @@
+"""Kinds "vocabulary" and "hash": strings become int64 ids while they are written.
+
+The user chooses: a vocabulary gives every known string an id of its own, a
+hash needs no pass over the data and no table but lets strings share an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
+from ringspark.pipelines.kinds.scalar import Scalar
+from ringspark.pipelines.rows import Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class _Ids(Kind):
+    """Strings as int64 ids; a batch holds (rows,)."""
+
+    counts_distinct: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of ids."""
+        return "int64"
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        if data_type.typeName().split("(")[0] not in ("string", "varchar", "char"):
+            raise ValueError(
+                f"column {name!r} has type {data_type.simpleString()}: {type(self).__name__} is for strings; "
+                "numbers are stored as they are"
+            )
+        return self
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: pa.int64()}
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        return Scalar("int64").decode(columns)
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {name: BatchArray("int64")}
+
+    @property
+    def row_bytes(self) -> int:
+        return 8
+
+
+@dataclass(frozen=True)
+class Vocabulary(_Ids):
+    """The id of a string is its place in `words`; any other string, and a null, is `len(words)`.
+
+    Attributes:
+        words: The known strings. None lets `write_shards` count them first, in a job of its own; the
+            most frequent gets 0, ties are in the order of the alphabet (as Spark's StringIndexer).
+        max_size: Keeps only so many of the most frequent.
+        min_count: Keeps only strings that occur at least so often.
+    """
+
+    tag: ClassVar[str] = "vocabulary"
+    words: tuple[str, ...] | None = None
+    max_size: int | None = None
+    min_count: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.words, str):
+            raise ValueError(f"words of Vocabulary must be a list of strings, got {self.words!r}")
+        if self.words is not None:
+            object.__setattr__(self, "words", tuple(self.words))
+            if len(set(self.words)) != len(self.words):
+                raise ValueError("words of Vocabulary must not repeat a string")
+        if self.min_count < 1 or (self.max_size is not None and self.max_size < 1):
+            raise ValueError("max_size and min_count of Vocabulary must be at least 1")
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        assert self.words is not None
+        ids = pc.index_in(values, value_set=_value_set(self.words)).cast(pa.int64())
+        ids = pc.fill_null(ids, len(self.words))
+        if valid is not None:
+            ids = pc.if_else(pa.array(valid), ids, pa.scalar(len(self.words), pa.int64()))
+        return Encoded([ids])
+
+    def __repr__(self) -> str:
+        # The words of a large vocabulary would fill the screen.
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "words"]
+        words = "None" if self.words is None else f"<{len(self.words)} words, {hash_words(self.words)}>"
+        return f"Vocabulary(words={words}, {', '.join(shown)})"
+
+    def __str__(self) -> str:
+        return f"int64 ids of {len(self.words or ())} words"
+
+
+@dataclass(frozen=True)
+class HashBuckets(_Ids):
+    """The id of a string is its xxHash64 (Collet), seeded, modulo the number of buckets.
+
+    In Spark SQL: `pmod(xxhash64(seed, column), num_buckets)` with `seed` a bigint.
+
+    Attributes:
+        num_buckets: Ids are from 0 to `num_buckets - 1`.
+        seed: Any whole number of 64 bits.
+    """
+
+    tag: ClassVar[str] = "hash"
+    num_buckets: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_buckets < 1:
+            raise ValueError(f"num_buckets of HashBuckets must be at least 1, got {self.num_buckets}")
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        from pyspark.sql import functions as F
+
+        hashed = F.xxhash64(F.lit(self.seed).cast("bigint"), source)
+        # The hash of a null is a number like any other; a null has to stay one.
+        return F.when(source.isNotNull(), F.pmod(hashed, F.lit(self.num_buckets).cast("bigint")))
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        return Encoded([values])
+
+    def __str__(self) -> str:
+        return f"int64 of {self.num_buckets} buckets"
+
+
+def learned(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
+    """Returns the vocabulary with the words of (string, count) pairs in any order."""
+    kept = sorted((-count, word) for word, count in counts if count >= kind.min_count)
+    return replace(kind, words=tuple(word for _, word in kept[: kind.max_size]))
+
+
+def hash_words(words: tuple[str, ...]) -> str:
+    """Returns a short digest of a list of words."""
+    import hashlib
+
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=8)
+def _value_set(words: tuple[str, ...]) -> Any:
+    return pa.array(words, pa.string())

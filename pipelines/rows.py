@@ -1,0 +1,90 @@
+"""Rows of one column in memory: dense, or of varying length. What readers shuffle.
+
+A shuffle takes, cuts and joins rows without knowing what they mean. Dense rows
+are a NumPy array, one row an entry. Rows of varying length (lists, sparse
+vectors, files) are values laid end to end with offsets; a sparse vector has two
+such arrays, its indices and its values, under the same offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows of varying length.
+
+    Attributes:
+        offsets: (rows + 1,) int64, not decreasing; row i is `part[offsets[i]:offsets[i + 1]]`. They
+            need not start at 0: a cut is a view.
+        parts: Arrays that share the offsets.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    parts: tuple[Array, ...]
+
+    def compact(self) -> RaggedRows:
+        """Returns the same rows with offsets from 0 and no value outside them."""
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
+
+
+Rows = Array | RaggedRows
+
+
+def num_rows(rows: Rows) -> int:
+    """Returns how many rows there are."""
+    return len(rows.offsets) - 1 if isinstance(rows, RaggedRows) else len(rows)
+
+
+def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
+    """Returns a copy of the rows at `indexes`, in their order."""
+    if not isinstance(rows, RaggedRows):
+        taken: Array = rows.take(indexes, axis=0)
+        return taken
+    starts = rows.offsets[indexes]
+    lengths = rows.offsets[indexes + 1] - starts
+    offsets = np.zeros(len(indexes) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    # Value j of the result lies at its row's old start, plus how far j is into the row.
+    values = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
+    return RaggedRows(offsets, tuple(part.take(values) for part in rows.parts))
+
+
+def cut(rows: Rows, start: int, stop: int) -> Rows:
+    """Returns rows `start` to `stop` as a view."""
+    if isinstance(rows, RaggedRows):
+        return RaggedRows(rows.offsets[start : stop + 1], rows.parts)
+    return rows[start:stop]
+
+
+def join(pieces: Sequence[Rows]) -> Rows:
+    """Returns the rows of all pieces in one; there must be at least one piece."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if not isinstance(pieces[0], RaggedRows):
+        joined: Array = np.concatenate(cast("Sequence[Array]", pieces))
+        return joined
+    ragged = [piece.compact() for piece in pieces if isinstance(piece, RaggedRows)]
+    lengths = np.concatenate([np.diff(piece.offsets) for piece in ragged])
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    parts = zip(*(piece.parts for piece in ragged), strict=True)
+    return RaggedRows(offsets, tuple(np.concatenate(part) for part in parts))
+
+
+def num_bytes(rows: Rows) -> int:
+    """Returns the bytes that the rows take."""
+    if isinstance(rows, RaggedRows):
+        return int(rows.offsets.nbytes) + sum(
+            int(part.itemsize * (rows.offsets[-1] - rows.offsets[0])) for part in rows.parts
+        )
+    return int(rows.nbytes)

@@ -1,0 +1,186 @@
+"""One Parquet file of shards being written: row groups cut to size, a digest taken on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.distinct import DistinctSketch
+from ringspark.pipelines.kinds.base import is_list, numbers
+from ringspark.pipelines.manifest import ShardFile, Split
+
+ROW_GROUP_BYTES = 4 << 20
+"""A reader holds up to about 100 row groups (see epoch_plan), decoded."""
+
+MAX_ROW_GROUP_ROWS = 1 << 15
+"""Narrow rows: larger groups read no faster, and give many shards less to share."""
+
+
+class ShardFileWriter:
+    """Buffers record batches of stored columns and writes them as row groups. Writes nothing for no rows."""
+
+    def __init__(
+        self,
+        uri: str,
+        path: str,
+        columns: Sequence[Column],
+        *,
+        row_group_rows: int | None,
+        compression: str,
+    ) -> None:
+        """Makes a writer; the file is opened with its first row group.
+
+        Args:
+            uri: Folder of the manifest.
+            path: Name of the file below it.
+            columns: What batches hold, one Arrow array for each stored column.
+            row_group_rows: Rows of a row group; None to fill `ROW_GROUP_BYTES`.
+            compression: Parquet codec.
+        """
+        self._path = path
+        self._uri = storage.join(uri, path)
+        stored = {name: kind for column in columns for name, kind in column.kind.stored(column.name).items()}
+        self._schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in stored.items()])
+        self._row_group_rows = row_group_rows
+        self._compression = compression
+        self._buffer: list[Any] = []
+        self._buffered_rows = 0
+        self._buffered_bytes = 0
+        self._row_groups: list[int] = []
+        self._file: _DigestFile | None = None
+        self._parquet: Any = None
+
+    def add(self, arrays: Sequence[Any]) -> None:
+        """Takes rows, one Arrow array for each stored column; writes the row groups they fill."""
+        batch = pa.RecordBatch.from_arrays(list(arrays), schema=self._schema)
+        if not batch.num_rows:
+            return
+        self._buffer.append(batch)
+        self._buffered_rows += batch.num_rows
+        self._buffered_bytes += sum(map(_bytes, arrays))
+        if self._buffered_rows >= self._group_rows():
+            self._flush(keep_remainder=True)
+
+    def finish(self, split: Split) -> ShardFile | None:
+        """Closes the file and returns its entry for the manifest; None when no row came."""
+        if self._buffered_rows:
+            self._flush(keep_remainder=False)
+        if self._parquet is None:
+            return None
+        self._parquet.close()
+        assert self._file is not None
+        self._file.close()
+        return ShardFile(
+            path=self._path,
+            split=split,
+            num_bytes=self._file.num_bytes,
+            sha256=self._file.digest.hexdigest(),
+            row_groups=tuple(self._row_groups),
+        )
+
+    def discard(self) -> None:
+        """Closes and removes what was written so far."""
+        self._buffer, self._buffered_rows, self._buffered_bytes = [], 0, 0
+        if self._parquet is not None:
+            assert self._file is not None
+            self._parquet.close()
+            self._file.close()
+            storage.remove(self._uri)
+            self._parquet = None
+
+    def _group_rows(self) -> int:
+        if self._row_group_rows is not None:
+            return self._row_group_rows
+        row_bytes = max(1, self._buffered_bytes // self._buffered_rows)
+        return max(1, min(MAX_ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
+
+    def _flush(self, *, keep_remainder: bool) -> None:
+        table = pa.Table.from_batches(self._buffer)
+        group_rows, start = self._group_rows(), 0
+        while table.num_rows - start >= group_rows or (not keep_remainder and start < table.num_rows):
+            group = table.slice(start, group_rows)
+            if self._parquet is None:
+                self._open(group)
+            self._parquet.write_table(group, row_group_size=group_rows)
+            self._row_groups.append(group.num_rows)
+            start += group.num_rows
+        rest = table.num_rows - start
+        self._buffered_bytes = self._buffered_bytes * rest // table.num_rows
+        # At most the batch that came last is kept alive by these views.
+        self._buffer, self._buffered_rows = table.slice(start).to_batches() if rest else [], rest
+
+    def _open(self, first_group: Any) -> None:
+        self._file = _DigestFile(storage.open_file(self._uri, "wb"))
+        self._parquet = pq.ParquetWriter(
+            self._file,
+            self._schema,
+            compression=self._compression,
+            use_dictionary=[field.name for field in self._schema if _repeats(first_group[field.name])],
+            # The manifest holds better ones.
+            write_statistics=False,
+        )
+
+
+class _DigestFile:
+    """A file to write that counts and digests its bytes: no second read for the checksum."""
+
+    def __init__(self, file: IO[Any]) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        """Appends bytes."""
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        self._file.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Passes a flush on."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; on an object store it appears now."""
+        if not self.closed:
+            self.closed = True
+            self._file.close()
+
+    def tell(self) -> int:
+        """Returns the bytes written."""
+        return self.num_bytes
+
+    def readable(self) -> bool:
+        """Never: it is written from front to end."""
+        return False
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Never."""
+        return False
+
+
+def _bytes(values: Any) -> int:
+    """Returns the bytes of an Arrow array's values: the same for the same rows however they were cut."""
+    if pa.types.is_binary(values.type):
+        return int(values.nbytes)
+    leaf = values.flatten() if is_list(values.type) else values
+    return len(leaf) * max(1, int(leaf.type.bit_width) // 8)
+
+
+def _repeats(column: Any) -> bool:
+    """Whether whole numbers repeat enough in a row group for a dictionary to pay."""
+    if not pa.types.is_integer(column.type):
+        return False
+    values = numbers(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)
+    return bool(DistinctSketch().add(values).count * 8 <= len(values))

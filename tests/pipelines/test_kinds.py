@@ -1,0 +1,457 @@
+"""One contract over every kind in KINDS: from a Spark column to the arrays of a batch."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringspark.pipelines import (
+    Array,
+    Binary,
+    Column,
+    HashBuckets,
+    Kind,
+    Padded,
+    Ragged,
+    Scalar,
+    ShardManifest,
+    Sparse,
+    Vector,
+    Vocabulary,
+    open_reader,
+    write_shards,
+)
+from ringspark.pipelines.kinds import KINDS
+from ringspark.pipelines.readers import Batch
+
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("no_thread_left")]
+
+ROWS = 53
+NUMBERS = np.arange(ROWS)
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A column of a DataFrame, and what a batch of all its rows in order must hold.
+
+    Attributes:
+        values: Python values, one a row.
+        type: Spark's type, as text or as a DataType.
+        arrays: What the batch holds; a key is appended to the column's name.
+        choice: What the user passes in `columns`; None for nothing.
+        tag: The kind that must come of it.
+    """
+
+    values: Sequence[Any]
+    type: Any
+    arrays: Arrays = field(default_factory=dict)
+    choice: Kind | None = None
+    tag: str = "scalar"
+
+
+def _vectors(sparse: bool) -> list[Any]:
+    from pyspark.ml.linalg import Vectors
+
+    rows = []
+    for row in NUMBERS.tolist():
+        # Both forms in one column, as VectorAssembler makes them; empty ones among the sparse.
+        pairs = {i: row + i / 2 for i in range(6) if (row * 7 + i) % 5 == 0}
+        dense = [pairs.get(i, 0.0) for i in range(6)]
+        rows.append(Vectors.sparse(6, pairs) if sparse and row % 3 else Vectors.dense(dense))
+    return rows
+
+
+def _dense(dtype: str) -> np.ndarray[Any, Any]:
+    return np.array([vector.toArray() for vector in _vectors(True)], dtype=dtype)
+
+
+def _csr(dtype: str) -> Arrays:
+    from pyspark.ml.linalg import SparseVector
+
+    indptr, indices, data = [0], [], []
+    for vector in _vectors(True):
+        is_sparse = isinstance(vector, SparseVector)
+        indices += vector.indices.tolist() if is_sparse else list(range(6))
+        data += vector.values.tolist()
+        indptr.append(len(data))
+    return {
+        ".indptr": np.array(indptr, np.int64),
+        ".indices": np.array(indices, np.int32),
+        ".data": np.array(data, dtype),
+    }
+
+
+def _lists() -> list[list[int]]:
+    return [list(range(row, row + row % 5)) for row in NUMBERS.tolist()]
+
+
+def _padded(length: int, value: int) -> np.ndarray[Any, Any]:
+    return np.array([row + [value] * (length - len(row)) for row in _lists()], dtype=np.int64)
+
+
+def _npy(array: np.ndarray[Any, Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def _png(row: int) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((3, 4, 3), row, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _examples() -> dict[str, Example]:
+    """Name of the column -> example; every kind is there at least once."""
+    from pyspark.ml.linalg import VectorUDT
+
+    day, moment = datetime.date(1969, 12, 30), datetime.datetime(1969, 12, 31, 23, 59, 59, 999_999)
+    utc = moment.replace(tzinfo=datetime.timezone.utc)
+    shift = [datetime.timedelta(days=row, microseconds=row) for row in NUMBERS.tolist()]
+    micros = NUMBERS * (86_400_000_000 + 1) - 1
+    words = ["b", "a", "c", "b", "", "b c", "a"]
+    ids = {"b": 0, "a": 1, "": 3, "b c": 4, "c": 2}
+    counted = sorted(set(words), key=lambda w: (-[words[r % 7] for r in range(ROWS)].count(w), w))
+    ids = {word: number for number, word in enumerate(counted)}
+    cube = NUMBERS[:, None, None, None] * 100 + np.arange(24).reshape(2, 3, 4)
+    raw = (NUMBERS[:, None] * 3 + np.arange(3)).astype("<f4")
+    return {
+        "int8": Example((NUMBERS - 20).tolist(), "tinyint", {"": (NUMBERS - 20).astype(np.int8)}),
+        "int16": Example(NUMBERS.tolist(), "smallint", {"": NUMBERS.astype(np.int16)}),
+        "int32": Example(NUMBERS.tolist(), "int", {"": NUMBERS.astype(np.int32)}),
+        "int64": Example((NUMBERS + 2**53 + 1).tolist(), "bigint", {"": NUMBERS + 2**53 + 1}),
+        "float": Example(
+            (NUMBERS / 3).astype(np.float32).tolist(), "float", {"": (NUMBERS / 3).astype("f4")}
+        ),
+        "double": Example((NUMBERS / 3).tolist(), "double", {"": NUMBERS / 3}),
+        "flag": Example((NUMBERS % 3 == 0).tolist(), "boolean", {"": NUMBERS % 3 == 0}),
+        "date": Example([day + step for step in shift], "date", {"": (NUMBERS - 2).astype(np.int32)}),
+        "moment": Example([utc + step for step in shift], "timestamp", {"": micros}),
+        "clock": Example([moment + step for step in shift], "timestamp_ntz", {"": micros}),
+        "price": Example(
+            [decimal.Decimal(row) / 100 for row in NUMBERS.tolist()], "decimal(15,2)", {"": NUMBERS / 100}
+        ),
+        "array": Example(
+            [[float(row), row / 2] for row in NUMBERS.tolist()],
+            "array<float>",
+            {"": np.stack([NUMBERS, NUMBERS / 2], 1).astype("f4")},
+            tag="array",
+        ),
+        "flags": Example(
+            [[row % 2 == 0, row % 3 == 0] for row in NUMBERS.tolist()],
+            "array<boolean>",
+            {"": np.stack([NUMBERS % 2 == 0, NUMBERS % 3 == 0], 1)},
+            tag="array",
+        ),
+        "cube": Example(cube.tolist(), "array<array<array<bigint>>>", {"": cube}, tag="array"),
+        "ragged": Example(
+            _lists(),
+            "array<bigint>",
+            {
+                ".values": np.concatenate([np.array(row, np.int64) for row in _lists()]),
+                ".offsets": np.cumsum([0, *map(len, _lists())]),
+            },
+            Ragged(),
+            "ragged",
+        ),
+        "padded": Example(
+            _lists(),
+            "array<bigint>",
+            {"": _padded(4, -1), ".length": np.array(list(map(len, _lists())))},
+            Padded(value=-1),
+            "padded",
+        ),
+        "long": Example(
+            _lists(),
+            "array<bigint>",
+            {"": _padded(9, 0), ".length": np.array(list(map(len, _lists())))},
+            Padded(length=9),
+            "padded",
+        ),
+        "vector": Example(_vectors(True), VectorUDT(), {"": _dense("f4")}, tag="vector"),
+        "exact": Example(_vectors(True), VectorUDT(), {"": _dense("f8")}, Vector("float64"), "vector"),
+        "all_dense": Example(_vectors(False), VectorUDT(), {"": _dense("f4")}, tag="vector"),
+        "sparse": Example(_vectors(True), VectorUDT(), _csr("f4"), Sparse(), "sparse"),
+        "counted": Example(
+            [words[row % 7] for row in range(ROWS)],
+            "string",
+            {"": np.array([ids[words[row % 7]] for row in range(ROWS)])},
+            Vocabulary(),
+            "vocabulary",
+        ),
+        "known": Example(
+            [words[row % 7] for row in range(ROWS)],
+            "string",
+            {"": np.array([{"c": 0, "b": 1}.get(words[row % 7], 2) for row in range(ROWS)])},
+            Vocabulary(("c", "b")),
+            "vocabulary",
+        ),
+        "hashed": Example([words[row % 7] for row in range(ROWS)], "string", {}, HashBuckets(8, 5), "hash"),
+        "raw": Example(
+            [row.tobytes() for row in raw],
+            "binary",
+            {"": raw.reshape(ROWS, 3)},
+            Binary("raw", shape=(3,), dtype="float32"),
+            "binary",
+        ),
+        "npy": Example(
+            [_npy(cube[row, 0]) for row in range(ROWS)],
+            "binary",
+            {"": cube[:, 0]},
+            Binary("npy", shape=(3, 4), dtype="int64"),
+            "binary",
+        ),
+        "image": Example(
+            [_png(row) for row in range(ROWS)],
+            "binary",
+            {"": np.broadcast_to(NUMBERS[:, None, None, None].astype(np.uint8), (ROWS, 3, 4, 3))},
+            Binary("image", shape=(3, 4, 3)),
+            "binary",
+        ),
+    }
+
+
+def frame(spark: Any, examples: dict[str, Example], partitions: int = 3) -> Any:
+    from pyspark.sql.types import StructField, StructType, _parse_datatype_string
+
+    fields = [
+        StructField(name, _parse_datatype_string(e.type) if isinstance(e.type, str) else e.type)
+        for name, e in examples.items()
+    ]
+    rows = list(zip(*(example.values for example in examples.values()), strict=True))
+    return spark.createDataFrame(rows, StructType(fields)).coalesce(partitions)
+
+
+@pytest.fixture(scope="module")
+def examples(spark: Any) -> dict[str, Example]:
+    return _examples()
+
+
+@pytest.fixture(scope="module")
+def shards(
+    spark: Any, examples: dict[str, Example], tmp_path_factory: pytest.TempPathFactory
+) -> ShardManifest:
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    choices = {name: e.choice for name, e in examples.items() if e.choice is not None}
+    try:
+        return write_shards(
+            frame(spark, examples),
+            str(tmp_path_factory.mktemp("kinds") / "s"),
+            columns=choices,
+            row_group_rows=8,
+        )
+    finally:
+        spark.conf.unset("spark.sql.session.timeZone")
+
+
+def _in_order(batch: Batch, rows: np.ndarray[Any, Any], examples: dict[str, Example]) -> None:
+    """Checks that a batch holds exactly these rows of the examples, bit for bit."""
+    for name, example in examples.items():
+        for suffix, expected in example.arrays.items():
+            values = batch[name + suffix]
+            if example.tag == "ragged" or example.tag == "sparse":
+                continue
+            assert values.dtype == expected.dtype, name
+            assert values.tobytes() == expected[rows].tobytes(), name
+        if example.tag in ("ragged", "sparse"):
+            key = ".offsets" if example.tag == "ragged" else ".indptr"
+            offsets, mine = example.arrays[key], batch[name + key]
+            assert mine.dtype == np.int64
+            assert mine.tobytes() == np.cumsum([0, *np.diff(offsets)[rows]]).tobytes()
+            for suffix, expected in example.arrays.items():
+                if suffix != key:
+                    parts = [expected[offsets[row] : offsets[row + 1]] for row in rows]
+                    assert batch[name + suffix].dtype == expected.dtype
+                    assert batch[name + suffix].tobytes() == np.concatenate(parts).tobytes(), name
+
+
+def test_every_kind_has_an_example(examples: dict[str, Example]) -> None:
+    assert {example.tag for example in examples.values()} == set(KINDS)
+
+
+def test_the_manifest_says_what_a_batch_holds(shards: ShardManifest, examples: dict[str, Example]) -> None:
+    batch = next(open_reader(shards, batch_size=20, engine="arrow").batches(0))
+    names = []
+    for column in shards.columns:
+        assert column.kind.tag == examples[column.name].tag
+        described = column.kind.arrays(column.name)
+        assert tuple(described) == column.kind.batch_names(column.name)
+        for name, array in described.items():
+            names.append(name)
+            assert batch[name].dtype == array.dtype
+            assert batch[name].shape[1:] == array.shape
+            assert (len(batch[name]) == 20) is array.per_row or not array.per_row
+        assert column.kind.row_bytes > 0
+        assert str(column.kind)
+    assert list(batch) == names
+
+
+def test_kinds_survive_json(shards: ShardManifest) -> None:
+    for column in shards.columns:
+        assert Column.from_json(json.loads(json.dumps(column.to_json()))) == column
+    with pytest.raises(ValueError, match=r"has kind 'graph'; known: scalar, .*; upgrade ringspark"):
+        Column.from_json({"name": "x", "source": "", "kind": "graph"})
+
+
+def test_every_value_comes_back_bit_for_bit(
+    shards: ShardManifest, examples: dict[str, Example], engine: str
+) -> None:
+    (batch,) = open_reader(shards, batch_size=100, engine=engine, shuffle=False).batches(0)
+    _in_order(batch, NUMBERS, examples)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_rows_stay_together_in_the_shuffle(
+    shards: ShardManifest, examples: dict[str, Example], engine: str, num_shards: int
+) -> None:
+    seen = []
+    for shard in range(num_shards):
+        reader = open_reader(shards, None, shard, num_shards, batch_size=7, seed=3, engine=engine)
+        for batch in reader.batches(2):
+            rows = batch["int32"].astype(np.int64)
+            _in_order(batch, rows, examples)
+            seen += rows.tolist()
+    assert sorted(seen) == NUMBERS.tolist()
+
+
+def test_resuming_gives_the_same_batches(shards: ShardManifest, engine: str) -> None:
+    reader = open_reader(shards, batch_size=7, seed=3, engine=engine)
+    whole = list(reader.batches(1))
+    for left, right in zip(reader.batches(1, start_step=3), whole[3:], strict=True):
+        assert {name: values.tobytes() for name, values in left.items()} == {
+            name: values.tobytes() for name, values in right.items()
+        }
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_cached_row_groups_give_the_same_batches(
+    shards: ShardManifest, examples: dict[str, Example], engine: str, cache: str
+) -> None:
+    reader = open_reader(shards, batch_size=7, seed=3, engine=engine, cache=cache)
+    for epoch in range(3):
+        for batch in reader.batches(epoch):
+            _in_order(batch, batch["int32"].astype(np.int64), examples)
+
+
+def test_a_subset_of_columns_reads_no_other(shards: ShardManifest, engine: str) -> None:
+    (batch,) = open_reader(shards, ["sparse", "padded"], batch_size=99, engine=engine).batches(0)
+    assert list(batch) == ["sparse.indptr", "sparse.indices", "sparse.data", "padded", "padded.length"]
+
+
+def test_describe_is_a_table_of_all_columns(shards: ShardManifest) -> None:
+    lines = shards.describe().splitlines()
+    assert "53 rows" in lines[0]
+    assert lines[1].split() == [
+        *("split", "column", "in", "a", "batch"),
+        *("rows", "nulls", "min", "max", "mean", "std", "distinct"),
+    ]
+    assert len(lines) == 2 + len(shards.columns)
+    by_name = {line.split()[1]: line for line in lines[2:]}
+    assert by_name["cube"].split()[2:7] == ["int64[2,", "3,", "4]", "53", "0"]
+    assert by_name["int32"].split()[2:] == ["int32", "53", "0", "0", "52", "26", "15.4434", "53"]
+
+
+def test_hashing_is_what_spark_says(spark: Any, shards: ShardManifest, examples: dict[str, Example]) -> None:
+    from pyspark.sql import functions as F
+
+    (batch,) = open_reader(shards, batch_size=100, engine="arrow", shuffle=False).batches(0)
+    rows = frame(spark, {"hashed": examples["hashed"]}).select(F.expr("pmod(xxhash64(5L, hashed), 8L)"))
+    assert batch["hashed"].tolist() == [row[0] for row in rows.collect()]
+
+
+def test_vocabularies_are_limited_and_kept_in_the_manifest(
+    spark: Any, examples: dict[str, Example], tmp_path: Any
+) -> None:
+    example = examples["counted"]
+    df = frame(spark, {"w": example})
+    manifest = write_shards(df, str(tmp_path / "s"), columns={"w": Vocabulary(max_size=2, min_count=2)})
+    kind = ShardManifest.load(manifest.uri).column("w").kind
+    assert isinstance(kind, Vocabulary)
+    assert kind.words == ("b", "a")
+    ids = next(open_reader(manifest, engine="arrow", shuffle=False).batches(0))["w"]
+    assert ids.tolist() == [{"b": 0, "a": 1}.get(word, 2) for word in example.values]
+
+
+@pytest.mark.parametrize(
+    ("type_", "choice", "message"),
+    [
+        ("string", None, r"column 'x' has type string.*StringIndexer.*Vocabulary\(\).*HashBuckets"),
+        ("binary", None, r"column 'x' has type binary.*Binary\('image'"),
+        ("array<string>", None, "array<string>, which is no array of numbers"),
+        ("struct<a:int>", None, "select its fields"),
+        ("map<int,int>", None, "select its values"),
+        ("decimal(38,2)", None, r"decimal\(38,2\); float64 holds 15 digits; cast it to double"),
+        ("int", Vocabulary(), "Vocabulary is for strings"),
+        ("string", Sparse(), "which is no vector"),
+        ("array<array<int>>", Ragged(), "flatten it first"),
+        ("array<int>", Padded(length=0), "length of Padded for column 'x' must be at least 1"),
+        ("array<int>", Padded(value=0.5), "value of Padded for column 'x' must be a int32, got 0.5"),
+        ("array<int>", Ragged("float32"), "holds int32 where float32 was asked for; cast it in Spark first"),
+        ("int", Binary("raw", shape=(1,)), "which is not binary"),
+        ("int", "padded", r"columns\['x'\] must be a kind such as Vocabulary\(\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_with_the_remedy(
+    spark: Any, tmp_path: Any, type_: str, choice: Any, message: str
+) -> None:
+    df = spark.createDataFrame([], f"x {type_}")
+    with pytest.raises(ValueError, match=message):
+        write_shards(df, str(tmp_path / "s"), columns=None if choice is None else {"x": choice})
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_typo_in_columns_names_the_near_one(spark: Any, tmp_path: Any) -> None:
+    df = spark.range(3).withColumnRenamed("id", "carrier")
+    with pytest.raises(
+        ValueError, match="columns names 'carier', which the DataFrame lacks; did you mean 'carrier'"
+    ):
+        write_shards(df, str(tmp_path / "s"), columns={"carier": Scalar()})
+
+
+@pytest.mark.parametrize(
+    ("values", "type_", "choice", "message"),
+    [
+        ([[1], [1, 2]], "array<int>", None, r"arrays of 1 to 2 elements; .*Padded\(\)\} or Ragged\(\)"),
+        (
+            [[[1], [2]], [[1, 2], [3, 4]]],
+            "array<array<int>>",
+            None,
+            "arrays of 1 to 2 elements in dimension 1",
+        ),
+        ([[1, 2, 3]], "array<int>", Padded(length=2), "up to 3 elements where length=2 was asked for"),
+        ([[]], "array<int>", None, "holds only empty arrays"),
+        ([b"1234"], "binary", Binary("raw", shape=(3,)), "column 'x' holds uint8 of shape"),
+        ([b"1234"], "binary", Binary("image", shape=(3, 3)), "4 bytes that decoder 'image' cannot read"),
+        ([b"1234"], "binary", Binary("npy", shape=(3, 3)), "4 bytes that decoder 'npy' cannot read"),
+        (
+            [_png(1)],
+            "binary",
+            Binary("image", shape=(3, 3, 3)),
+            r"shape \(3, 4, 3\) where uint8 of shape \(3, 3",
+        ),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_and_nothing_is_left(
+    spark: Any, tmp_path: Any, values: list[Any], type_: str, choice: Kind | None, message: str
+) -> None:
+    df = spark.createDataFrame([(value,) for value in values], f"x {type_}")
+    with pytest.raises(ValueError, match=message):
+        write_shards(df, str(tmp_path / "s"), columns=None if choice is None else {"x": choice})
+    assert not (tmp_path / "s").exists()
+
+
+def test_shapes_are_kept_in_the_manifest(shards: ShardManifest) -> None:
+    kind = shards.column("cube").kind
+    assert isinstance(kind, Array)
+    assert kind.shape == (2, 3, 4)
