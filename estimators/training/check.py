@@ -93,8 +93,8 @@ def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
         if not manifest.column(name).is_dense:
             kind = manifest.column(name).kind.tag
             raise ValueError(
-                f"column {name!r} is {kind} in the shards at {manifest.uri}, training takes one dense array a "
-                "column; write it with Padded() or Vector(), or read it with open_reader in a loop of your own"
+                f"column {name!r} is {kind} in the shards at {manifest.uri}, but training takes "
+                "one dense array a column; write it with Padded() or Vector(), or read it with open_reader"
             )
     if manifest.select("train").num_rows == 0:
         raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
