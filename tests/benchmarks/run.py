@@ -18,6 +18,7 @@ import harness
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
+    "read_rate": "reading rows/s of the engines against Petastorm's loader and bare pyarrow",
     "gang_startup": "seconds until a gang of 2 has joined and parted",
     "fit_rate": "training rows/s against the bare PyTorch loop",
     "transform_rate": "prediction rows/s against an identity through mapInArrow",
