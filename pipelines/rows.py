@@ -31,6 +31,10 @@ class RaggedRows:
     offsets: npt.NDArray[np.int64]
     parts: tuple[Array, ...]
 
+    def cut(self, start: int, stop: int) -> RaggedRows:
+        """Returns rows `start` to `stop` as a view."""
+        return RaggedRows(self.offsets[start : stop + 1], self.parts)
+
     def compact(self) -> RaggedRows:
         """Returns the same rows with offsets from 0 and no value outside them."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
@@ -62,7 +66,7 @@ def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
 def cut(rows: Rows, start: int, stop: int) -> Rows:
     """Returns rows `start` to `stop` as a view."""
     if isinstance(rows, RaggedRows):
-        return RaggedRows(rows.offsets[start : stop + 1], rows.parts)
+        return rows.cut(start, stop)
     return rows[start:stop]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import settings
 
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
@@ -27,6 +28,10 @@ from ringspark.pipelines.shards import _manifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+
+# A loaded machine is no failure: no test here is about time.
+settings.register_profile("ringspark", deadline=None)
+settings.load_profile("ringspark")
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 

@@ -124,10 +124,9 @@ class Kind(ABC):
             ValueError: They do not hold what the kind says; the text completes "column 'x' ...".
         """
 
-    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
-        """Returns the arrays of a batch from its rows."""
-        assert not isinstance(rows, RaggedRows)
-        return {name: rows}
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+        """Returns the arrays of a batch from rows of varying length; dense rows are their own."""
+        raise NotImplementedError(f"kind {self.tag!r} decodes to dense rows")
 
     def batch_names(self, name: str) -> tuple[str, ...]:
         """Returns the names of the arrays that the column gives to a batch."""

@@ -156,8 +156,7 @@ class Binary(Kind):
         data = np.frombuffer(buffer, np.uint8) if buffer is not None else np.zeros(0, np.uint8)
         return RaggedRows(_offsets(column), (data,))
 
-    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
-        assert isinstance(rows, RaggedRows)
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
         decoder, (data,) = DECODERS[self.decoder](), rows.parts
         offsets = rows.offsets.tolist()
         decoded = np.zeros((len(offsets) - 1, *self.shape), dtype=self.dtype)

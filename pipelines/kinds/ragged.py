@@ -58,8 +58,7 @@ class Ragged(Kind):
         (column,) = columns
         return decode_lists(column, self.dtype)
 
-    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
-        assert isinstance(rows, RaggedRows)
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
         compact = rows.compact()
         return {f"{name}.values": compact.parts[0], f"{name}.offsets": compact.offsets}
 
@@ -127,8 +126,7 @@ class Padded(Kind):
         (column,) = columns
         return decode_lists(column, self.dtype)
 
-    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
-        assert isinstance(rows, RaggedRows)
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
         assert self.length is not None
         compact = rows.compact()
         lengths = np.diff(compact.offsets)

@@ -85,8 +85,7 @@ class Sparse(Kind):
             raise ValueError("has other numbers of indices than of values")
         return RaggedRows(data.offsets, (*indices.parts, *data.parts))
 
-    def finish(self, name: str, rows: Rows) -> dict[str, Array]:
-        assert isinstance(rows, RaggedRows)
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
         compact = rows.compact()
         indices, data = compact.parts
         return {f"{name}.indptr": compact.offsets, f"{name}.indices": indices, f"{name}.data": data}
