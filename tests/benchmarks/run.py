@@ -19,6 +19,7 @@ import harness
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "read_rate": "reading rows/s of the engines against Petastorm's loader and bare pyarrow",
+    "write_rate": "seconds of write_shards against Spark's own Parquet writer",
     "gang_startup": "seconds until a gang of 2 has joined and parted",
     "fit_rate": "training rows/s against the bare PyTorch loop",
     "transform_rate": "prediction rows/s against an identity through mapInArrow",
