@@ -3,12 +3,19 @@
 Nothing else in `pipelines` knows where a file lives. The invariant kept here:
 a file written by `write_atomic` is either absent, or the old bytes, or the new
 bytes, never a part of them. That is what lets a manifest be the commit.
+
+What a store's client raises arrives as an OSError. Nothing here tries again:
+the clients do that already, several times, for requests as small as these (see
+`readers.retry` for the reads that are tried again).
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any, cast
 from urllib.parse import unquote
 
@@ -16,6 +23,9 @@ from fsspec.core import url_to_fs
 
 # A single put is atomic on these, while their "move" is a copy followed by a delete.
 _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
+
+# A second look changes none of these, whatever the client calls them.
+_NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 
 def normalize(uri: str | os.PathLike[str]) -> str:
@@ -61,10 +71,30 @@ def filesystem(uri: str) -> tuple[Any, str]:
     return fs, path
 
 
+@contextmanager
+def store_errors(subject: str) -> Iterator[None]:
+    """Raises what a store's client raises as an OSError that says what was asked for.
+
+    s3fs translates S3's answers and passes on what botocore and aiohttp raise where none comes:
+    EndpointConnectionError and ClientPayloadError are no OSErrors, and a timeout has no text.
+    """
+    try:
+        yield
+    except (asyncio.TimeoutError, TimeoutError) as error:  # not the same before Python 3.11
+        reason = str(error) or str(error.__cause__ or "") or "timed out"
+        raise TimeoutError(f"{subject}: {reason}") from error
+    except (OSError, ValueError, LookupError, TypeError, ImportError, RuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        kind = PermissionError if type(error).__name__ in _NO_ACCESS else ConnectionError
+        raise kind(f"{subject}: {type(error).__name__}: {error}") from error
+
+
 def open_file(uri: str, mode: str = "rb") -> IO[Any]:
-    """Opens `uri`; the caller closes it."""
+    """Opens `uri`; the caller closes it. Reads and writes raise what the store's client raises."""
     fs, path = filesystem(uri)
-    return cast("IO[Any]", fs.open(path, mode))
+    with store_errors(uri):
+        return cast("IO[Any]", fs.open(path, mode))
 
 
 def read_bytes(uri: str) -> bytes:
@@ -72,26 +102,30 @@ def read_bytes(uri: str) -> bytes:
     fs, path = filesystem(uri)
     # A listing cached before another process committed must not hide or age the file.
     fs.invalidate_cache()
-    return cast(bytes, fs.cat_file(path))
+    with store_errors(uri):
+        return cast(bytes, fs.cat_file(path))
 
 
 def exists(uri: str) -> bool:
     """Whether a file or folder is there now (not in a cached listing)."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
-    return bool(fs.exists(path))
+    with store_errors(uri):
+        return bool(fs.exists(path))
 
 
 def size(uri: str) -> int:
     """Returns the size of a file in bytes; FileNotFoundError when it is missing."""
     fs, path = filesystem(uri)
-    return int(fs.info(path)["size"])
+    with store_errors(uri):
+        return int(fs.info(path)["size"])
 
 
 def make_dirs(uri: str) -> None:
     """Makes the folder and its parents; nothing happens on object stores or when it exists."""
     fs, path = filesystem(uri)
-    fs.makedirs(path, exist_ok=True)
+    with store_errors(uri):
+        fs.makedirs(path, exist_ok=True)
 
 
 def list_names(uri: str) -> list[str]:
@@ -99,7 +133,8 @@ def list_names(uri: str) -> list[str]:
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     try:
-        entries = fs.ls(path, detail=False)
+        with store_errors(uri):
+            entries = fs.ls(path, detail=False)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
@@ -108,8 +143,11 @@ def list_names(uri: str) -> list[str]:
 def remove(uri: str, *, recursive: bool = False) -> None:
     """Removes a file, or a folder with all it holds; a missing one is fine."""
     fs, path = filesystem(uri)
+    # An old listing would hide from a recursive removal what another process has put there.
+    fs.invalidate_cache()
     try:
-        fs.rm(path, recursive=recursive)
+        with store_errors(uri):
+            fs.rm(path, recursive=recursive)
     except FileNotFoundError:
         return
 
@@ -117,9 +155,12 @@ def remove(uri: str, *, recursive: bool = False) -> None:
 def remove_if_empty(uri: str) -> None:
     """Removes a folder that holds nothing; any other is left alone. Object stores have no folders."""
     fs, path = filesystem(uri)
+    if "/" not in path.strip("/") and not is_local(uri):
+        return  # a bucket: not made here
     if not list_names(uri):
         try:
-            fs.rmdir(path)
+            with store_errors(uri):
+                fs.rmdir(path)
         except (OSError, NotImplementedError):
             return
 
@@ -132,10 +173,11 @@ def newest_change(uri: str) -> float | None:
     """
     fs, path = filesystem(uri)
     fs.invalidate_cache()
-    names = [str(entry) for entry in fs.ls(path, detail=False)]
-    if not names and is_local(uri):
-        names = [path]
-    return max((fs.modified(name).timestamp() for name in names), default=None)
+    with store_errors(uri):
+        names = [str(entry) for entry in fs.ls(path, detail=False)]
+        if not names and is_local(uri):
+            names = [path]
+        return max((fs.modified(name).timestamp() for name in names), default=None)
 
 
 def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
@@ -147,6 +189,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
     Raises:
         FileExistsError: There is a file and `overwrite` is false. Of several writers at once exactly
             one gets through; on an object store whose fsspec module lacks conditional puts, the last.
+            A writer that finds exactly its own bytes counts as through: they may be what it has put.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
@@ -155,7 +198,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
     if is_local(uri):
         os.makedirs(parent or "/", exist_ok=True)
     if _protocols(fs) & _ATOMIC_PUT:
-        _put(fs, path, data, overwrite)
+        with store_errors(uri):
+            _put(fs, path, data, overwrite)
         return
     temporary = f"{parent}/.{name}.{uuid.uuid4().hex}"
     try:
@@ -186,10 +230,19 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
 def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
     if not overwrite:
         try:
-            fs.pipe_file(path, data, mode="create")
+            with store_errors(path):
+                fs.pipe_file(path, data, mode="create")
             return
         except (NotImplementedError, TypeError):
             pass  # no conditional put here: the caller has looked a moment ago
+        except OSError:
+            # The answer to a put may get lost: the client tries again, and meets its own file.
+            fs.invalidate_cache()
+            if not fs.exists(path):
+                raise
+            if fs.cat_file(path) == data:
+                return
+            raise FileExistsError(f"{path!r} exists") from None
     fs.pipe_file(path, data)
 
 

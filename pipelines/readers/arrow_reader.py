@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.readers.base import ShardReader
+from ringspark.pipelines.readers.prefetch import closed_check
+from ringspark.pipelines.readers.range_file import RangeFile, Tails
 
 # The lanes of a shuffled epoch take turns over many files; opening one costs about a millisecond.
 _OPEN_FILES = 64
@@ -22,6 +24,10 @@ class ArrowReader(ShardReader):
 
     engine: ClassVar[str] = "arrow"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tails = Tails()
+
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups in order, from files kept open while they are in use."""
         names = self.stored_names
@@ -29,21 +35,27 @@ class ArrowReader(ShardReader):
         try:
             for index in indexes:
                 uri, row_group = self.locate(index)
-                yield _opened(files, uri).read_row_group(row_group, columns=names, use_threads=False)
+                if uri in files:
+                    files.move_to_end(uri)
+                else:
+                    if len(files) >= _OPEN_FILES:
+                        files.popitem(last=False)[1][1].close()
+                    files[uri] = self._open(index)
+                yield files[uri][0].read_row_group(row_group, columns=names, use_threads=False)
         finally:
             for _, stack in files.values():
                 stack.close()
 
+    def _open(self, index: int) -> tuple[Any, ExitStack]:
+        """Returns the Parquet file of a row group, and what closes it."""
+        uri, _ = self.locate(index)
+        is_local = storage.is_local(uri)
+        with ExitStack() as stack:
+            source: Any = pa.memory_map(uri) if is_local else self._range_file(index)
+            # In a store the columns of a row group that lie side by side are one request.
+            file = pq.ParquetFile(stack.enter_context(source), pre_buffer=not is_local)
+            return file, stack.pop_all()
 
-def _opened(files: OrderedDict[str, tuple[Any, ExitStack]], uri: str) -> Any:
-    """Returns the open Parquet file, closing the one not used for longest when there are too many."""
-    if uri in files:
-        files.move_to_end(uri)
-        return files[uri][0]
-    if len(files) >= _OPEN_FILES:
-        files.popitem(last=False)[1][1].close()
-    with ExitStack() as stack:
-        source = stack.enter_context(pa.memory_map(uri) if storage.is_local(uri) else storage.open_file(uri))
-        file = pq.ParquetFile(source, pre_buffer=not storage.is_local(uri))
-        files[uri] = (file, stack.pop_all())
-    return file
+    def _range_file(self, index: int) -> RangeFile:
+        file, _ = self._located[index]
+        return RangeFile(self.locate(index)[0], file.num_bytes, self._tails, closed_check())

@@ -173,11 +173,14 @@ class ShardReader(ABC):
         """Returns the error to raise when a row group cannot be read."""
         uri, row_group = self.locate(index)
         tried = f" after {attempts} attempts" if attempts > 1 else ""
-        remedy = (
-            "check the connection to the store and resume"
-            if attempts > 1
-            else "if the file is damaged, write the shards again"
-        )
+        if attempts > 1:
+            remedy = "check the connection to the store and resume"
+        elif isinstance(error, PermissionError):
+            remedy = "check the credentials of this process and what they allow"
+        elif isinstance(error, FileNotFoundError):
+            remedy = "load the manifest again if the shards were replaced, otherwise write them again"
+        else:
+            remedy = "if the file is damaged, write the shards again"
         return RuntimeError(
             f"reading row group {row_group} of {os.fspath(uri)!r} failed{tried} "
             f"({type(error).__name__}: {error}); {remedy}"

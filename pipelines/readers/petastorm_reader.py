@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -24,7 +24,11 @@ from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequ
 from pyarrow.filesystem import DaskFileSystem, LocalFileSystem
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.readers.base import ShardReader
+from ringspark.pipelines.readers.prefetch import closed_check
+from ringspark.pipelines.readers.range_file import RangeFile, Tails
+from ringspark.pipelines.readers.retry import may_pass
 
 # Row groups that Petastorm holds in advance.
 _READ_AHEAD = 4
@@ -38,6 +42,7 @@ class PetastormReader(ShardReader):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._tails = Tails()
         # Petastorm uses pyarrow's legacy dataset, which warns at every call, in several threads:
         # catch_warnings is not safe there. Only warnings about Petastorm's own lines are dropped.
         for category in (FutureWarning, DeprecationWarning):
@@ -62,8 +67,26 @@ class PetastormReader(ShardReader):
             reader.stop()
             reader.join()
 
+    def legacy_filesystem(self) -> Any:
+        """Returns the file system in the only form in which pyarrow still opens a legacy dataset."""
+        uri = self.manifest.uri
+        if storage.is_local(uri):
+            return _LocalFiles()
+        is_closed = closed_check()
+
+        def opener(file: ShardFile) -> Callable[[], RangeFile]:
+            name = storage.join(uri, file.path)
+            return lambda: RangeFile(name, file.num_bytes, self._tails, is_closed)
+
+        fs, folder = storage.filesystem(uri)
+        return _RemoteFiles(
+            fs, {storage.join(folder, file.path): opener(file) for file in self.manifest.files}
+        )
+
     def _footer_error(self, error: Exception) -> Exception:
         """Petastorm reads all footers first and does not say over which file it stumbled."""
+        if not storage.is_local(self.manifest.uri) and may_pass(error):
+            return error  # the store's failure: it names the file, and to ask for all files is no help
         try:
             self.manifest.verify_files()
         except ValueError as problem:
@@ -74,11 +97,11 @@ class PetastormReader(ShardReader):
 class _OrderedReader(Reader):  # type: ignore[misc]
     """A Petastorm reader of given row groups in a given order."""
 
-    def __init__(self, reader: ShardReader, indexes: Sequence[int]) -> None:
+    def __init__(self, reader: PetastormReader, indexes: Sequence[int]) -> None:
         self._wanted = [self._place(*reader.locate(index)) for index in indexes]
         files = sorted({path for path, _ in self._wanted})
         super().__init__(
-            _legacy_filesystem(reader.manifest.uri),
+            reader.legacy_filesystem(),
             files,
             # Petastorm takes names as regular expressions.
             schema_fields=[f"^{re.escape(name)}$" for name in reader.stored_names],
@@ -100,13 +123,6 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         return storage.filesystem(uri)[1], row_group
 
 
-def _legacy_filesystem(uri: str) -> Any:
-    """Returns `uri`'s file system in the only form in which pyarrow still opens a legacy dataset."""
-    if storage.is_local(uri):
-        return _LocalFiles()
-    return _RemoteFiles(storage.filesystem(uri)[0])
-
-
 class _LocalFiles(LocalFileSystem):  # type: ignore[misc]
     """Opens Arrow's own files: Petastorm never closes them, these close without a warning."""
 
@@ -115,13 +131,23 @@ class _LocalFiles(LocalFileSystem):  # type: ignore[misc]
 
 
 class _RemoteFiles(DaskFileSystem):  # type: ignore[misc]
-    """Any fsspec file system, with the two questions that the adapter leaves open."""
+    """The manifest's files in any fsspec file system; what they are is not asked for."""
+
+    def __init__(self, fs: Any, openers: Mapping[str, Callable[[], RangeFile]]) -> None:
+        super().__init__(fs)
+        self._openers = openers
 
     def isfile(self, path: str) -> bool:
-        return bool(self.fs.isfile(path))
+        return path in self._openers
 
     def isdir(self, path: str) -> bool:
-        return bool(self.fs.isdir(path))
+        return False
+
+    def exists(self, path: str) -> bool:
+        return path in self._openers
+
+    def open(self, path: str, mode: str = "rb") -> Any:
+        return self._openers[path]()
 
 
 class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]

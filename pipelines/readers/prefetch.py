@@ -1,19 +1,33 @@
 """Runs an iterator ahead of its consumer in one thread.
 
 The thread never outlives the iterator: it ends with the source, with an error
-(raised where the consumer waits), or when the consumer closes early.
+(raised where the consumer waits), or when the consumer closes early. What waits
+in such a thread asks `closed_check()`, taken in that thread, whether the wait is
+still of use: closing the outermost iterator also ends the ones it reads from.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
+
+_thread = threading.local()
+
+
+class Closed(BaseException):
+    """The consumer has gone: ends a wait in its favour. No Exception, for these are tried again."""
+
+
+def closed_check() -> Callable[[], bool] | None:
+    """Returns what tells whether the consumer of the calling thread's items has gone; None without one."""
+    check: Callable[[], bool] | None = getattr(_thread, "closed", None)
+    return check
 
 
 class _Failure:
@@ -38,9 +52,13 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
     assert depth >= 1, depth
     items: queue.Queue[T | _Failure | _End] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
+    outer = closed_check()
+
+    def closed() -> bool:
+        return stopped.is_set() or (outer is not None and outer())
 
     def put(item: T | _Failure | _End) -> bool:
-        while not stopped.is_set():
+        while not closed():
             try:
                 items.put(item, timeout=_POLL_SECONDS)
                 return True
@@ -48,7 +66,16 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
                 continue
         return False
 
+    def get() -> T | _Failure | _End:
+        while True:
+            try:
+                return items.get(timeout=None if outer is None else _POLL_SECONDS)
+            except queue.Empty:
+                if closed():
+                    raise Closed from None
+
     def run() -> None:
+        _thread.closed = closed
         last: _Failure | _End = _End()
         try:
             for item in source:
@@ -68,7 +95,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
     thread.start()
     try:
         while True:
-            item = items.get()
+            item = get()
             if isinstance(item, _End):
                 return
             if isinstance(item, _Failure):

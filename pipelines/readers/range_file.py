@@ -1,0 +1,151 @@
+"""A Parquet file in a store, read range by range: what Arrow asks for is what the store is asked for.
+
+fsspec's own files read ahead by whole blocks (50 MiB on S3), which for a few
+columns of a row group fetches most of the file. They also ask for the size,
+which the manifest knows, and cannot be interrupted: a read that stalls would
+hold its thread until the store's own timeouts and retries have all passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.readers.prefetch import Closed
+
+READ_SECONDS = 180.0
+"""For one range, the retries of the store's client included: these can add up to half an hour."""
+
+_POLL_SECONDS = 0.05
+# Footers are read anew with every opening of a file; Arrow asks for the last 64 KiB first.
+_LARGEST_TAIL = 1 << 20
+_ALL_TAILS = 64 << 20
+
+
+class Tails:
+    """The ends of files that were read once, where Parquet has its footers. Shared by threads."""
+
+    def __init__(self) -> None:
+        self._tails: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> bytes:
+        """Returns the end of a file, as much as is known of it."""
+        return self._tails.get(path, b"")
+
+    def put(self, path: str, tail: bytes) -> None:
+        """Keeps a longer end of a file if it fits."""
+        with self._lock:
+            more = len(tail) - len(self.get(path))
+            if more > 0 and len(tail) <= _LARGEST_TAIL and self._num_bytes + more <= _ALL_TAILS:
+                self._tails[path] = tail
+                self._num_bytes += more
+
+
+class RangeFile(io.RawIOBase):
+    """A file to read of which every `read` is one ranged request."""
+
+    def __init__(
+        self, uri: str, num_bytes: int, tails: Tails, closed: Callable[[], bool] | None = None
+    ) -> None:
+        """Makes the file; nothing is asked for yet.
+
+        Args:
+            uri: Of the file.
+            num_bytes: Its size.
+            tails: Where the ends of files are kept.
+            closed: Asked while a read waits: true ends it.
+        """
+        self._uri = uri
+        self._fs, self._path = storage.filesystem(uri)
+        self._num_bytes = num_bytes
+        self._tails = tails
+        self._is_closed = closed or (lambda: False)
+        self._position = 0
+        self._file: Any = None
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Returns the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Moves the position; costs nothing."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Returns bytes from the position on.
+
+        Raises:
+            OSError: They cannot be had now; FileNotFoundError and PermissionError where trying again
+                is of no use.
+            Closed: The consumer has gone.
+        """
+        start = self._position
+        stop = self._num_bytes if size < 0 else min(start + size, self._num_bytes)
+        if start >= stop:
+            return b""
+        tail = self._tails.get(self._path)
+        tail_start = self._num_bytes - len(tail)
+        if start >= tail_start:
+            data = tail[start - tail_start : stop - tail_start]
+        elif stop > tail_start:
+            longer = self._fetch(start, tail_start) + tail
+            self._tails.put(self._path, longer)
+            data = longer[: stop - start]
+        else:
+            data = self._fetch(start, stop)
+            if stop == self._num_bytes:
+                self._tails.put(self._path, data)
+        self._position = stop
+        return data
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        with storage.store_errors(f"bytes {start} to {stop} of {self._path.rpartition('/')[2]!r}"):
+            data = self._read_range(start, stop)
+            if len(data) != stop - start:
+                # To Arrow a short read is a damaged file, which is not read again.
+                raise OSError(f"{len(data)} bytes came")
+        return data
+
+    def close(self) -> None:
+        """Forgets the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        super().close()
+
+    def _read_range(self, start: int, stop: int) -> bytes:
+        if not getattr(self._fs, "async_impl", False):
+            # HDFS and the like: one open file is cheaper than one a range, and nothing can interrupt it.
+            if self._file is None:
+                self._file = self._fs.open(self._path, "rb")
+            self._file.seek(start)
+            return bytes(self._file.read(stop - start))
+        read = self._fs._cat_file(self._path, start=start, end=stop)
+        future: Any = asyncio.run_coroutine_threadsafe(read, self._fs.loop)
+        deadline = time.monotonic() + READ_SECONDS
+        while not wait([future], timeout=_POLL_SECONDS).done:
+            if self._is_closed():
+                future.cancel()
+                raise Closed
+            if time.monotonic() >= deadline:
+                future.cancel()
+                raise TimeoutError(f"no answer within {READ_SECONDS:g} s")
+        return bytes(future.result())
