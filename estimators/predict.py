@@ -14,10 +14,12 @@ from typing import Any, Iterator, Literal, Tuple  # noqa: UP035 (pandas_udf read
 import numpy as np
 import pandas as pd
 import torch
-from pyspark.ml.functions import array_to_vector
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
+from pyspark.sql.types import DataType
 from torch import nn
 
 from ringspark.estimators.training.checkpoint import load_checkpoint
@@ -92,22 +94,47 @@ def to_input(name: str, series: pd.Series[Any]) -> Array:
     Raises:
         ValueError: A null, or arrays of different lengths.
     """
-    if series.isna().any():
-        raise ValueError(
-            f"column {name!r} has a null in transform; fill or drop nulls first, e.g. by df.na.drop"
-        )
-    values = series.to_numpy()
-    if values.dtype == object:
+    values, shape, is_null = series.to_numpy(), [len(series)], bool(series.isna().any())
+    while values.dtype == object and len(values) and not is_null:
         lengths = {len(value) for value in values}
         if len(lengths) > 1:
+            where = "" if len(shape) == 1 else f" in dimension {len(shape) - 1}"
             raise ValueError(
-                f"column {name!r} has arrays of {min(lengths)} to {max(lengths)} elements in transform"
+                f"column {name!r} has arrays of {min(lengths)} to {max(lengths)} elements{where} in "
+                "transform; every row needs the number that the model was trained on, pad or cut them first"
             )
+        shape += lengths
         # Several times faster than np.stack, which looks at every row by itself.
-        values = np.concatenate(values).reshape(len(values), *lengths)
+        values = np.concatenate(values)
+        # Inside arrays pandas turns nulls into NaN, and integers beside them into floating values.
+        is_null = bool(pd.isna(values).any()) if values.dtype == object else bool(np.isnan(values).any())
+    if is_null:
+        raise ValueError(
+            f"column {name!r} has a null or NaN in transform; fill or drop them first, e.g. by df.na.drop"
+        )
+    values = values.reshape(shape)
     if values.dtype.kind in "fb":
         return np.ascontiguousarray(values, dtype=np.float32)
     return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def input_expression(column: Column, data_type: DataType) -> Column:
+    """An input column as Python gets it: of the numbers that `write_shards` stores, vectors as arrays."""
+    name = data_type.typeName()
+    if isinstance(data_type, VectorUDT):
+        return vector_to_array(column, "float32")
+    if name == "date":
+        return F.unix_date(column)
+    if name == "timestamp":
+        return F.unix_micros(column)
+    if name == "timestamp_ntz":
+        # Field by field: everything shorter goes through the session's time zone.
+        micros = (F.date_part(F.lit("SECOND"), column) * F.lit(1_000_000)).cast("bigint")
+        minutes = (
+            F.unix_date(F.to_date(column)).cast("bigint") * 1_440 + F.hour(column) * 60 + F.minute(column)
+        )
+        return minutes * F.lit(60_000_000).cast("bigint") + micros
+    return column.cast("double") if name == "decimal" else column
 
 
 def softmax(logits: Array) -> Array:

@@ -27,7 +27,7 @@ from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.params import _ClassifierParams, _TrainingParams, set_params
 from ringspark.estimators.persistence import StageReader, StageWriter
 from ringspark.estimators.progress import ProgressWatcher
-from ringspark.estimators.schema import check_columns_exist, check_inputs
+from ringspark.estimators.schema import check_columns_exist, check_inputs, check_types, for_fit
 from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.training.check import check_names, check_training
@@ -111,8 +111,10 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
                 shards_uri,
                 validation_col=validation_col,
             )
-        except BaseException:
+        except BaseException as error:
             _discard(run_uri)
+            if isinstance(error, ValueError):
+                raise for_fit(error) from None
             raise
         model = self._guarded(run_uri, spark, replace(config, shards_uri=shards_uri), objects, manifest)
         _discard(shards_uri)
@@ -213,6 +215,7 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
         if (validation := self._validation_col()) is not None:
             others[validation] = "validationIndicatorCol"
         check_columns_exist(schema, others)
+        check_types(schema, [name for name, param in others.items() if param != "validationIndicatorCol"])
 
     def _new_folder(self, spark: SparkSession) -> str:
         """A folder of this fit's own, never one that was used before."""

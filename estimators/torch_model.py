@@ -6,7 +6,6 @@ import copy
 from typing import Any, TypeVar
 
 from pyspark.ml import Model
-from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame
@@ -20,6 +19,7 @@ from ringspark.estimators.predict import (
     Predictor,
     class_columns,
     count_classes,
+    input_expression,
     prediction_expression,
     prediction_type,
 )
@@ -94,14 +94,9 @@ class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):
         return StructType([*schema.fields, StructField(self.getPredictionCol(), data_type)])
 
     def _expressions(self, dataset: DataFrame) -> list[Column]:
-        """The input columns as Python gets them: vectors as arrays of fp32."""
-        expressions = []
-        for name in self.inputColumns():
-            column = dataset[quote(name)]
-            if isinstance(dataset.schema[name].dataType, VectorUDT):
-                column = vector_to_array(column, "float32")
-            expressions.append(column)
-        return expressions
+        """The input columns as Python gets them."""
+        schema = dataset.schema
+        return [input_expression(dataset[quote(name)], schema[name].dataType) for name in self.inputColumns()]
 
     def _predictor(self) -> Predictor:
         model = self.getModel()

@@ -66,6 +66,7 @@ def main() -> None:
         F.when(F.col("id") != 7, F.col("id").cast("double")).alias("age"),
         F.when(F.col("id") == 7, F.lit(float("nan"))).otherwise(1.0).alias("clicked"),
         F.col("id").alias("customer"),
+        F.when(F.col("id") == 7, F.array("id")).otherwise(F.array("id", "id")).alias("visits"),
     )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -85,6 +86,7 @@ def main() -> None:
         show("A missing column", lambda: fit(featuresCol="featurez"))
         show("A string column as a feature", lambda: fit(inputCols=["city"]))
         show("A null in a feature", lambda: fit(inputCols=["age"]))
+        show("Arrays of several lengths", lambda: fit(inputCols=["visits"]))
         show("NaN in a label", lambda: fit(labelCol="clicked"))
         show("Labels out of range", lambda: fit(labelCol="customer"))
         empty = table.where("customer < 0")

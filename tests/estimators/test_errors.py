@@ -30,6 +30,10 @@ def table(spark: Any) -> Any:
         F.when(F.col("id") == 7, F.lit(float("nan"))).otherwise(1.0).alias("broken"),
         F.col("id").alias("many"),
         (F.col("id") / 60).alias("half"),
+        F.col("id").cast("string").cast("binary").alias("bytes"),
+        F.when(F.col("id") == 7, F.array("id")).otherwise(F.array("id", "id")).alias("uneven"),
+        F.struct("id").alias("pair"),
+        F.col("id").cast("decimal(38,2)").alias("exact"),
     )
 
 
@@ -52,7 +56,15 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"labelCol": "labelz"}, r"labelCol 'labelz' is not a column of the DataFrame; did you mean 'label'\?"),
     ({"inputCols": ["text"]}, r"column 'text' has type string, .*; index it with StringIndexer first"),
-    ({"inputCols": ["holey"]}, r"column 'holey' has 1 nulls in 60 rows; fill or drop them first"),
+    ({"labelCol": "text"}, r"column 'text' has type string, .*; index it with StringIndexer first"),
+    ({"inputCols": ["bytes"]}, r"column 'bytes' has type binary, .*; decode it into an array of numbers"),
+    (
+        {"inputCols": ["holey"]},
+        r"column 'holey' has nulls in 1 of 60 rows; fill or drop them first, .* write_shards; fitOnShards",
+    ),
+    ({"inputCols": ["uneven"]}, r"column 'uneven' has arrays of 1 to 2 elements; .* pad or cut them first"),
+    ({"inputCols": ["pair"]}, r"column 'pair' has type struct.*; select its fields as columns of their own"),
+    ({"inputCols": ["exact"]}, r"column 'exact' has type decimal\(38,2\); .* cast it to double first"),
     ({"labelCol": "broken"}, r"column 'broken' has 1 NaN values in the train rows; filter or replace them"),
     ({"labelCol": "many"}, r"labelCol 'many' must lie in 0..1 for the 2 classes of model Linear, got 0..59"),
     ({"labelCol": "half"}, r"labelCol 'half' must hold whole class numbers, 59 train rows do not"),

@@ -1,0 +1,131 @@
+"""`fit` and `transform` give a network the same numbers, whatever the column's type."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from ringspark.estimators.predict import input_expression, to_input
+from ringspark.estimators.training.feed import to_tensor
+from ringspark.pipelines import open_reader, write_shards
+
+pytestmark = pytest.mark.spark
+
+TYPES = {
+    "flag": "boolean",
+    "byte": "tinyint",
+    "key": "bigint",
+    "number": "double",
+    "day": "date",
+    "moment": "timestamp",
+    "clock": "timestamp_ntz",
+    "price": "decimal(12,3)",
+    "flat": "array<float>",
+    "ids": "array<bigint>",
+    "flags": "array<array<boolean>>",
+    "cube": "array<array<array<double>>>",
+}
+
+
+def _rows() -> list[tuple[Any, ...]]:
+    utc = datetime.timezone.utc
+    rows: list[tuple[Any, ...]] = []
+    for row in range(40):
+        # From before 1970, across the hours that a clock skips and repeats, to beyond nanoseconds' range.
+        day = datetime.date(1, 1, 1) if row == 0 else datetime.date(1969, 12, 20) + datetime.timedelta(row)
+        clock = datetime.datetime(2024, 3, 10, 0, 30, 15, 123_457) + datetime.timedelta(minutes=17 * row)
+        if row == 1:
+            clock = datetime.datetime(1969, 12, 31, 23, 59, 59, 999_999)
+        if row == 2:
+            clock = datetime.datetime(3000, 1, 1, 0, 0, 0, 1)
+        rows.append(
+            (
+                row % 3 == 0,
+                row - 20,
+                2**24 + row,
+                row / 7,
+                day,
+                clock.replace(tzinfo=utc),
+                clock,
+                decimal.Decimal(row) / 8,
+                [row / 3, float(row)],
+                [2**24 + row, row, -row],
+                [[row % 2 == 0, True], [row % 5 == 0, False]],
+                [[[row / 3, 1.0], [2.0, -row / 9]], [[0.0, 4.0], [5.0, float(row)]]],
+            )
+        )
+    return rows
+
+
+class _Expression:
+    """What `transform` gives Python for each input, taken out of a pandas UDF as tensors' bytes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, series: pd.Series) -> pd.Series:
+        values = to_input(self.name, series)
+        text = f"{values.dtype} {values.shape[1:]} "
+        return pd.Series([text + row.tobytes().hex() for row in values])
+
+
+def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors
+    from pyspark.sql import functions as F
+    from pyspark.sql.pandas.functions import pandas_udf
+
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        frame = spark.createDataFrame(_rows(), ", ".join(f"{n} {t}" for n, t in TYPES.items())).coalesce(1)
+        vectors = [
+            (row, Vectors.sparse(3, [1], [row / 3]) if row % 2 else Vectors.dense([row, 0.1, 2.0]))
+            for row in range(2**24, 2**24 + 40)
+        ]
+        frame = frame.join(spark.createDataFrame(vectors, ["key", "vector"]), "key").coalesce(1).sort("key")
+        manifest = write_shards(frame, str(tmp_path / "s"))
+
+        def seen(name: str) -> Any:
+            function = _Expression(name)
+
+            def apply(series: pd.Series) -> pd.Series:
+                return function(series)
+
+            apply.__annotations__ = {"series": pd.Series, "return": pd.Series}
+            column = input_expression(F.col(name), frame.schema[name].dataType)
+            return pandas_udf(apply, "string")(column).alias(name)  # type: ignore[call-overload]
+
+        rows = frame.select("key", *(seen(n).alias(f"{n}_seen") for n in frame.columns)).sort("key").collect()
+    finally:
+        spark.conf.unset("spark.sql.session.timeZone")
+    (batch,) = open_reader(manifest, batch_size=100, engine="arrow").batches(0)
+    order = np.argsort(batch["key"])
+    for name in frame.columns:
+        tensor = to_tensor(batch[name][order], torch.device("cpu")).numpy()
+        text = f"{tensor.dtype} {tensor.shape[1:]} "
+        assert [row[f"{name}_seen"] for row in rows] == [text + row.tobytes().hex() for row in tensor], name
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([1.0, None], "column 'x' has a null or NaN in transform; fill or drop them first"),
+        ([np.array([1.0, np.nan])], "has a null or NaN"),
+        ([np.array([True, None], dtype=object)], "has a null or NaN"),
+        ([np.array([1.0]), None], "has a null or NaN"),
+        ([np.array([1.0]), np.array([1.0, 2.0])], "arrays of 1 to 2 elements in transform; .* pad or cut"),
+        (
+            [np.array([np.array([1.0]), np.array([1.0, 2.0])], dtype=object)],
+            "arrays of 1 to 2 elements in dimension 1 in transform",
+        ),
+    ],
+)
+def test_what_fit_refuses_transform_refuses(rows: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_input("x", pd.Series(rows))
