@@ -37,7 +37,7 @@ def open_reader(
     num_shards: int = 1,
     batch_size: int = 1024,
     seed: int = 0,
-    engine: str = "petastorm",
+    engine: str | None = None,
     shuffle: bool = True,
     cache: str | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -51,7 +51,8 @@ def open_reader(
         num_shards: How many readers share every batch.
         batch_size: Rows per step over all shards.
         seed: Any whole number; the same on all shards.
-        engine: A key of `READERS`. All engines give the same bytes.
+        engine: A key of `READERS`; by default "petastorm" where it can run, otherwise "arrow". All
+            engines give the same bytes.
         shuffle: False keeps the order of the files.
         cache: "memory" or "disk" keeps decoded row groups for the epochs that follow; None reads the
             files in every epoch.
@@ -61,6 +62,7 @@ def open_reader(
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out
             of range.
     """
+    engine = engine or default_engine()
     check_engine(engine)
     module, _, name = READERS[engine].partition(":")
     reader_class = cast("type[ShardReader]", getattr(import_module(module), name))

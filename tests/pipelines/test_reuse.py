@@ -240,7 +240,7 @@ def _udf_named_like_a_function(df: Any) -> Any:
     def upper(value: int) -> int:
         return value + 1
 
-    return df.select(F.udf(upper, "long")("id").alias("id"))
+    return df.select(F.udf(upper, "long", useArrow=False)("id").alias("id"))
 
 
 NEVER: dict[str, tuple[Callable[[Any], Any], str]] = {
