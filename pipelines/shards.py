@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 
 _FOLDER_PREFIX = "_shards-"
+# What `storage.write_atomic` and `storage.check_writable` of a killed writer leave.
+_TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
 # A write that has not touched its folder for so long is taken for dead.
 _ABANDONED_SECONDS = 24 * 3600
 # Validation rows are told by this many of the hash's bits.
@@ -404,7 +406,8 @@ def _clean(manifest: ShardManifest, plan: WritePlan, previous: Sequence[str]) ->
     _remove(plan.uri, [*_other_files(plan, keep), *previous])
     folders = {path.split("/")[0] for path in keep}
     for name in storage.list_names(plan.uri):
-        if name.startswith(_FOLDER_PREFIX) and name not in folders and _is_abandoned(plan.uri, name):
+        is_ours = name.startswith((_FOLDER_PREFIX, *_TEMPORARY_PREFIXES))
+        if is_ours and name not in folders and _is_abandoned(plan.uri, name):
             _remove(plan.uri, [name])
 
 
@@ -414,10 +417,10 @@ def _other_files(plan: WritePlan, keep: set[str]) -> list[str]:
     return [path for path in paths if path not in keep]
 
 
-def _is_abandoned(uri: str, folder: str) -> bool:
-    """Whether no file in the folder of another write is young enough for its writer to live."""
+def _is_abandoned(uri: str, name: str) -> bool:
+    """Whether another write's file, or every file in its folder, is too old for its writer to live."""
     try:
-        newest = storage.newest_change(storage.join(uri, folder))
+        newest = storage.newest_change(storage.join(uri, name))
     except OSError:
         return False
     return newest is not None and time.time() - newest > _ABANDONED_SECONDS
