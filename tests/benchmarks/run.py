@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "read_rate": "reading rows/s of the engines against Petastorm's loader and bare pyarrow",
     "write_rate": "seconds of write_shards against Spark's own Parquet writer",
+    "killed_writers": "what readers find after a write_shards was killed at 20 moments",
     "gang_startup": "seconds until a gang of 2 has joined and parted",
     "fit_rate": "training rows/s against the bare PyTorch loop",
     "transform_rate": "prediction rows/s against an identity through mapInArrow",
