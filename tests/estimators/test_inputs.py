@@ -11,7 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
+from ringspark.estimators import TorchRegressor
 from ringspark.estimators.predict import input_expression, to_input
 from ringspark.estimators.training.feed import to_tensor
 from ringspark.pipelines import open_reader, write_shards
@@ -129,3 +131,38 @@ def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> N
 def test_what_fit_refuses_transform_refuses(rows: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_input("x", pd.Series(rows))
+
+
+class _Sum(nn.Module):
+    """Adds its inputs up, so that a prediction tells what the network was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, day: torch.Tensor, price: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        assert (day.dtype, price.dtype, grid.dtype) == (torch.int64, torch.float32, torch.int64)
+        assert grid.shape[1:] == (2, 3)
+        return (day % 1_000).float() + price + grid.sum((1, 2)) + 0 * self.zero
+
+
+def test_a_network_is_fitted_on_and_predicts_from_dates_decimals_and_matrices(
+    spark: Any, tmp_path: Path
+) -> None:
+    frame = spark.range(30).selectExpr(
+        "date_add(date'1970-01-01', int(id)) as day",
+        "cast(id / 4 as decimal(8,2)) as price",
+        "array(array(id, 1L, 2L), array(3L, 4L, -id)) as grid",
+        "cast(id as decimal(10,1)) as label",
+        "id",
+    )
+    estimator = TorchRegressor(
+        model=_Sum(),
+        inputCols=["day", "price", "grid"],
+        epochs=1,
+        batchSize=8,
+        storageUri=str(tmp_path),
+        showProgress=False,
+    )
+    rows = estimator.fit(frame).transform(frame).collect()
+    assert [row.prediction for row in rows] == [1.25 * row.id + 10 for row in rows]
