@@ -25,6 +25,8 @@ BENCHMARKS = {
     "fit_rate": "training rows/s against the bare PyTorch loop",
     "transform_rate": "prediction rows/s against an identity through mapInArrow",
     "worker_parity": "weights of 2 workers against those of 1, and of a rerun",
+    "plan_scale": "seconds and memory of an epoch's plan for a million row groups",
+    "shuffle_quality": "how far an epoch's order is from a full permutation",
     "seeds": "the flights demo over 3 seeds against gradient boosting",
 }
 

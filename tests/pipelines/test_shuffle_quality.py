@@ -1,0 +1,133 @@
+"""How well an epoch is shuffled: the benchmark's measures, held to the statistics of a full permutation.
+
+Seeds are fixed, so no run differs from another; limits of five standard deviations need no lucky seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from ringspark.pipelines import plan_epoch
+from ringspark.pipelines.lanes import NUM_LANES
+from ringspark.pipelines.shuffle import permutation
+
+BATCH_SIZE = 512
+NUM_EPOCHS = 3
+SHAPES = {
+    "few large groups": [12_000] * 8,
+    "a group a lane": [2_000] * NUM_LANES,
+    "many groups": [200] * 480,
+    "many small groups": [20] * 4_800,
+}
+
+
+@pytest.fixture(scope="module")
+def quality() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+        yield importlib.import_module("shuffle_quality")
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def row_groups(request: pytest.FixtureRequest) -> list[int]:
+    return SHAPES[request.param]
+
+
+@pytest.fixture(scope="module")
+def orders(row_groups: list[int], quality: ModuleType) -> list[dict[str, np.ndarray]]:
+    """The orders of the benchmark's table, for a few epochs; all shapes have as many rows."""
+    return [quality.orders(row_groups, epoch) for epoch in range(NUM_EPOCHS)]
+
+
+def full_rank_correlation(length: int) -> float:
+    """Five standard deviations of a full permutation's rank correlation, whose mean is 0."""
+    return float(5 / np.sqrt(length - 1))
+
+
+def test_the_order_has_no_rank_correlation_with_the_files(
+    orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
+) -> None:
+    # Up to a group a lane each spreads over whole lanes, and so over the whole epoch. More are
+    # permuted as wholes, and a permutation of them is what the correlation is bound to be like.
+    length = len(row_groups) if len(row_groups) > NUM_LANES else sum(row_groups)
+    for order in orders:
+        assert abs(quality.rank_correlation(order["ringspark"])) < full_rank_correlation(length)
+        assert abs(quality.rank_correlation(order["full permutation"])) < full_rank_correlation(
+            sum(row_groups)
+        )
+        assert quality.rank_correlation(order["no shuffle"]) == pytest.approx(1)
+
+
+def test_neighbours_in_the_files_are_parted(orders: list[dict[str, np.ndarray]], quality: ModuleType) -> None:
+    for order in orders:
+        pairs = len(order["ringspark"]) - 1
+        # A full permutation keeps 2 pairs on average, Poisson distributed: 12 and more once in a million.
+        assert quality.neighbours(order["ringspark"]) * pairs < 12
+        assert quality.neighbours(order["full permutation"]) * pairs < 12
+        assert quality.neighbours(order["row-group order only"]) > 0.9
+
+
+def test_a_batch_holds_few_neighbours_of_the_files(
+    orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
+) -> None:
+    rows_per_group, num_rows = row_groups[0], sum(row_groups)
+    # Neighbours lie anywhere within the part of the epoch that their row group spans: NUM_LANES
+    # positions a row, or the whole epoch. One batch is so much of it.
+    expected = BATCH_SIZE / min(NUM_LANES * rows_per_group, num_rows)
+    limit = expected + 5 * np.sqrt(expected / num_rows)
+    full = BATCH_SIZE / num_rows
+    for order in orders:
+        assert quality.same_batch(order["ringspark"], BATCH_SIZE) < limit
+        assert quality.same_batch(order["full permutation"], BATCH_SIZE) < full + 5 * np.sqrt(full / num_rows)
+        assert quality.same_batch(order["row-group order only"], BATCH_SIZE) > limit
+
+
+def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_a_lane(
+    orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
+) -> None:
+    num_batches = sum(row_groups) // BATCH_SIZE
+    # With more row groups than lanes, all rows that a lane gives to a batch are alike in sorted data: a
+    # batch has the variance of NUM_LANES draws, and batches only differ when lanes change the row group.
+    many = len(row_groups) > NUM_LANES
+    draws = NUM_LANES if many else BATCH_SIZE
+    independent = min(num_batches, len(row_groups) // NUM_LANES) if many else num_batches
+    for order in orders:
+        # A standard deviation estimated from n values has itself one of 1 / sqrt(2 n).
+        limit = np.sqrt(BATCH_SIZE / draws) * (1 + 5 / np.sqrt(2 * independent))
+        assert quality.spread(order["ringspark"], BATCH_SIZE) < limit
+        assert abs(quality.spread(order["full permutation"], BATCH_SIZE) - 1) < 5 / np.sqrt(2 * num_batches)
+        assert quality.spread(order["no shuffle"], BATCH_SIZE) > limit
+
+
+@pytest.mark.parametrize("num_shards", [3, 48, 64])
+def test_the_quality_does_not_depend_on_the_number_of_shards(quality: ModuleType, num_shards: int) -> None:
+    row_groups = [500, 0, 41, 3, 900] * 20
+    alone, shared = (
+        plan_epoch(row_groups, num_shards=n, batch_size=BATCH_SIZE, epoch=1, seed=4) for n in (1, num_shards)
+    )
+    assert quality.order_of(shared).tolist() == quality.order_of(alone).tolist()
+
+
+def test_epochs_are_as_unlike_each_other_as_permutations(quality: ModuleType) -> None:
+    row_groups = [2_000] * NUM_LANES
+    first, second = (quality.orders(row_groups, epoch)["ringspark"] for epoch in (0, 1))
+    position = np.empty(len(first), dtype=np.int64)
+    position[first] = np.arange(len(first))
+    # Position of the second epoch's rows in the first.
+    assert abs(quality.rank_correlation(position[second])) < full_rank_correlation(NUM_LANES)
+
+
+def test_the_measures_know_a_sequence_from_a_permutation(quality: ModuleType) -> None:
+    straight = np.arange(10_000)
+    assert quality.rank_correlation(straight) == pytest.approx(1)
+    assert quality.rank_correlation(straight[::-1]) == pytest.approx(-1)
+    assert quality.neighbours(straight) == quality.neighbours(straight[::-1]) == 1
+    assert quality.same_batch(straight, 100) == pytest.approx(0.99, abs=1e-4)
+    assert quality.spread(straight, 100) == pytest.approx(10, rel=1e-3)
+    assert quality.neighbours(permutation(10_000, 3)) < 12 / 10_000
