@@ -74,17 +74,20 @@ class Deal(ABC):
 
     Attributes:
         lanes: The lanes with rows of this shard, in the order of the sequence.
+        lane_cycle: Owned position number i takes the next row of `lanes[lane_cycle[i % len(lane_cycle)]]`.
     """
 
     lanes: tuple[Lane, ...]
+    lane_cycle: Int64Array
+
+    def lane_of(self, start: int, stop: int) -> Int64Array:
+        """Returns, for the owned positions number `start` to `stop`, the index into `lanes`."""
+        lanes: Int64Array = self.lane_cycle[np.arange(start, stop) % len(self.lane_cycle)]
+        return lanes
 
     @abstractmethod
     def rank(self, position: int) -> int:
         """Returns how many of the positions before `position` the shard owns."""
-
-    @abstractmethod
-    def lane_of(self, start: int, stop: int) -> Int64Array:
-        """Returns, for the owned positions number `start` to `stop`, the index into `lanes`."""
 
     @abstractmethod
     def counts(self, lane: int, rows: Int64Array) -> Int64Array:
@@ -126,16 +129,12 @@ class ShuffledDeal(Deal):
         lane_index = np.repeat(np.arange(len(self.lanes)), [len(rows) for rows in self._owned_rows])
         order = np.argsort(np.concatenate(positions))
         self._positions = np.concatenate(positions)[order]
-        self._position_lane = lane_index[order]
+        self.lane_cycle = lane_index[order]
         assert len(self._positions) == NUM_LANES
 
     def rank(self, position: int) -> int:
         periods, rest = divmod(position, self._period)
         return periods * NUM_LANES + int(np.searchsorted(self._positions, rest))
-
-    def lane_of(self, start: int, stop: int) -> Int64Array:
-        lanes: Int64Array = self._position_lane[np.arange(start, stop) % NUM_LANES]
-        return lanes
 
     def counts(self, lane: int, rows: Int64Array) -> Int64Array:
         owned = self._owned_rows[lane]
@@ -162,6 +161,7 @@ class OrderedDeal(Deal):
 
     def __init__(self, num_rows: int, num_shards: int, shard: int, batch_size: int) -> None:
         self.lanes = (Lane(0, num_rows, 0, 1),)
+        self.lane_cycle = np.zeros(1, dtype=np.int64)
         self._batch_size = batch_size
         self._full_batches, last = divmod(num_rows, batch_size)
         self._start, self._stop = (part * batch_size // num_shards for part in (shard, shard + 1))
@@ -174,9 +174,6 @@ class OrderedDeal(Deal):
             (self._start, self._stop) if batch < self._full_batches else (self._last_start, self._last_stop)
         )
         return batch * self._width + min(max(rest - start, 0), stop - start)
-
-    def lane_of(self, start: int, stop: int) -> Int64Array:
-        return np.zeros(stop - start, dtype=np.int64)
 
     def counts(self, lane: int, rows: Int64Array) -> Int64Array:
         batch = rows // self._batch_size

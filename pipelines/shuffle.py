@@ -14,6 +14,9 @@ import numpy.typing as npt
 MAX_LENGTH = 1 << 40
 """Of longer ones, fewer than 24 of the 64 bits of a sort key would be random."""
 
+# Up to this length the upper halves of all sort keys are usually distinct.
+_RADIX_LENGTH = 1 << 16
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -33,6 +36,8 @@ def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
     # The length of the key goes first: SeedSequence pads with zeros, so (1,) and (1, 0) would agree.
     entropy = [len(key), *(part & _MASK64 for part in key)]
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(length)
+    if length <= _RADIX_LENGTH and (by_radix := _order_by_high_bits(bits)) is not None:
+        return by_radix
     index_mask = np.uint64((1 << (length - 1).bit_length()) - 1)
     # In place: at 100 million row groups each copy is 0.8 GB.
     bits &= ~index_mask
@@ -41,3 +46,15 @@ def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
     bits &= index_mask
     order: npt.NDArray[np.int64] = bits.view(np.int64)
     return order
+
+
+def _order_by_high_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64] | None:
+    """Returns the order of 64-bit keys by their upper 32 bits; None if two of these are equal.
+
+    NumPy sorts 16-bit numbers by radix, so two passes over the halves take half the time of a sort.
+    """
+    high = (bits >> np.uint64(32)).astype(np.uint32)
+    order = np.argsort((high & np.uint32(0xFFFF)).astype(np.uint16), kind="stable")
+    order = order[np.argsort((high >> np.uint32(16)).astype(np.uint16)[order], kind="stable")]
+    ordered = high[order]
+    return None if (ordered[1:] == ordered[:-1]).any() else order

@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
@@ -27,17 +26,16 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, Piece, RowGroupReads, ShardPlan, plan_epoch
 from ringspark.pipelines.manifest import ShardManifest
+from ringspark.pipelines.readers.blocks import LaneBuffer, RowGroup, assemble
 from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch
 from ringspark.pipelines.readers.retry import Retries
-from ringspark.pipelines.rows import RaggedRows, Rows, cut, join, take
+from ringspark.pipelines.rows import RaggedRows, take
 
 Batch = dict[str, npt.NDArray[Any]]
-RowGroup = dict[str, Rows]
 
 # A block is put together at once, column by column: large enough that NumPy calls do not
-# count, each column small enough to stay in the processor's cache (twice the size takes twice
-# the time).
+# count, each column small enough to stay in the processor's cache.
 _BLOCK_ROWS = 49_152
 _BLOCK_COLUMN_BYTES = 3 << 19
 _BLOCK_BYTES = 8 << 20
@@ -237,7 +235,7 @@ class ShardReader(ABC):
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
         """Yields the batches of several steps at once."""
         reads = plan.reads(start_step)
-        lanes = [_LaneBuffer() for _ in plan.deal.lanes]
+        lanes, cycle = [LaneBuffer() for _ in plan.deal.lanes], plan.deal.lane_cycle
         waiting = deque(read.first_step for read in reads)
         num_steps, block_steps = plan.plan.num_steps, self._block_steps()
         empty = self._empty()
@@ -249,15 +247,13 @@ class ShardReader(ABC):
                     for piece, columns in next(row_groups):
                         lanes[piece.lane].add(piece.start, piece.stop, columns)
                 bounds = plan.bounds(first, last)
-                block = _assemble(lanes, plan.deal.lane_of(bounds[0], bounds[-1]), empty)
+                block = assemble(lanes, cycle, bounds[0], bounds[-1], empty)
                 yield [
                     self._finish(block, start - bounds[0], stop - bounds[0])
                     for start, stop in pairwise(bounds)
                 ]
 
-    def _pieces(
-        self, plan: ShardPlan, reads: RowGroupReads
-    ) -> Iterator[list[tuple[Piece, RowGroup]]]:
+    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[Piece, RowGroup]]]:
         """Yields what each row group gives to the lanes, in the lanes' order."""
         with closing(self.read_row_groups([read.row_group for read in reads])) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
@@ -292,56 +288,6 @@ class ShardReader(ABC):
             self.num_shards * _BLOCK_BYTES // sum(widths),
         )
         return max(1, rows // self.batch_size)
-
-
-class _LaneBuffer:
-    """The rows of one lane that are in memory and not used yet, in order."""
-
-    def __init__(self) -> None:
-        self._pieces: deque[tuple[int, int, RowGroup]] = deque()  # (first local row, stop, columns)
-        self._next: int | None = None
-
-    def add(self, start: int, stop: int, piece: RowGroup) -> None:
-        """Takes local rows `start` to `stop`. A piece may arrive before those in front of it."""
-        self._pieces.append((start, stop, piece))
-        if len(self._pieces) > 1 and self._pieces[-2][0] > start:
-            self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
-
-    def take(self, num_rows: int) -> list[tuple[RowGroup, int, int]]:
-        """Removes the next rows; returns pieces, and which of their rows."""
-        taken = []
-        while num_rows:
-            start, stop, piece = self._pieces[0]
-            self._next = start if self._next is None else self._next
-            first = self._next
-            assert start <= first < stop, "a lane was read out of order"
-            last = min(stop, first + num_rows)
-            taken.append((piece, first - start, last - start))
-            num_rows -= last - first
-            self._next = last
-            if last == stop:
-                self._pieces.popleft()
-        return taken
-
-
-def _assemble(lanes: list[_LaneBuffer], lane_of_row: npt.NDArray[np.int64], empty: RowGroup) -> RowGroup:
-    """Takes the rows of a block from the lanes and puts them into the order of positions."""
-    num_rows = len(lane_of_row)
-    if not num_rows:
-        return empty
-    counts = np.bincount(lane_of_row, minlength=len(lanes)).tolist()
-    parts = [part for lane, count in zip(lanes, counts, strict=True) for part in lane.take(count)]
-    by_lane = np.argsort(lane_of_row.astype(np.int16), kind="stable")
-    source = np.empty(num_rows, dtype=np.int64)
-    source[by_lane] = np.arange(num_rows)
-    block = {}
-    for name in empty:
-        if isinstance(empty[name], RaggedRows):
-            joined = join([cut(piece[name], start, stop) for piece, start, stop in parts])
-        else:  # the same, without two calls for each part
-            joined = np.concatenate([piece[name][start:stop] for piece, start, stop in parts])  # type: ignore[index]
-        block[name] = joined if len(lanes) == 1 else take(joined, source)
-    return block
 
 
 def _one_chunk(column: Any) -> Any:
