@@ -20,9 +20,9 @@ groups that a step uses up within itself come on top.
 
 The order is kept in int64 arrays that the plans of all shards share; a shard
 searches its stretch alone. One of 1,024 shards plans a million row groups in
-0.1 s and 25 MiB, and one of 102,400 plans 100 million in 18 s and 2.3 GiB
-(2 cores), but data of that size would be slow to read: beyond 48 shards lanes
-are shared, and a row group is read, whole, by up to num_shards / 48 shards.
+0.1-0.2 s and 30 MiB, and one of 102,400 plans 100 million in 18 s and 3 GiB
+(2 busy cores), but data of that size would be slow to read: beyond 48 shards
+lanes are shared, and a row group is read, whole, by up to num_shards / 48 shards.
 """
 
 from __future__ import annotations
