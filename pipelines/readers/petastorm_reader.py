@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from petastorm.arrow_reader_worker import ArrowReaderWorker
 from petastorm.reader import Reader
 from petastorm.workers_pool import EmptyResultError
@@ -26,7 +27,7 @@ from pyarrow.filesystem import DaskFileSystem, LocalFileSystem
 from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.readers.base import ShardReader
-from ringspark.pipelines.readers.prefetch import closed_check
+from ringspark.pipelines.readers.prefetch import Closed, closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.readers.retry import may_pass
 
@@ -56,6 +57,9 @@ class PetastormReader(ShardReader):
             return
         try:
             reader = _OrderedReader(self, indexes)
+        except Closed as closed:
+            traceback.clear_frames(closed.__traceback__)
+            raise
         except Exception as error:
             # The frames hold Petastorm's pool that reads the footers: its threads live as long.
             traceback.clear_frames(error.__traceback__)
@@ -162,13 +166,24 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
             super().process(*args, **kwargs)
         except WorkerTerminationRequested:
             raise
+        except Closed:
+            # The pool hands on nothing but an Exception; without one its consumer waits for ever.
+            self.publish_func(_ConsumerGone())
         except Exception as error:
             # The pool raises a published error in the consumer; an error that leaves this
             # function would also be printed to stderr.
             self.publish_func(error)
 
     def _read_with_shuffle_row_drop(self, piece: Any, pq_file: Any, column_names: Any, *args: Any) -> Any:
+        if isinstance(self._filesystem, _RemoteFiles):
+            # Petastorm's own file asks the store for every column by itself.
+            source = self._filesystem.open(piece.path)
+            pq_file = pq.ParquetFile(source, metadata=pq_file.metadata, pre_buffer=True)
         return pq_file.read_row_group(piece.row_group, columns=sorted(column_names), use_threads=False)
+
+
+class _ConsumerGone(Exception):  # noqa: N818
+    """Closed, on its way through Petastorm's pool."""
 
 
 class _TableResults:
@@ -179,6 +194,8 @@ class _TableResults:
     def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> Any:
         try:
             return workers_pool.get_results()
+        except _ConsumerGone:
+            raise Closed from None
         except EmptyResultError:
             # Petastorm 0.13 looks first whether its workers are idle, then whether all work was handed
             # out. When the last row group is handed out between the two it believes to be at the end,

@@ -1,0 +1,567 @@
+"""Shards in a real S3 server on this machine, behind a proxy that breaks connections on command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from ringspark.pipelines import ShardManifest, cached_shards, open_reader, storage, write_shards
+from ringspark.pipelines.readers import Batch, ShardReader, range_file, retry
+
+s3fs = pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+FILES, GROUPS, GROUP_ROWS = 3, 4, 1500
+NUM_ROWS = FILES * GROUPS * GROUP_ROWS
+BATCH = 3 * GROUP_ROWS
+
+
+class Store:
+    """The server's process, and what s3fs needs to reach it through the proxy."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).parent / "faulty_proxy.py"
+        self._process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        ports = self._answer()
+        # Around the client's own attempts, which take seconds, ours would not be seen.
+        self.settings: dict[str, Any] = {
+            "key": "test",
+            "secret": "test",
+            "endpoint_url": f"http://127.0.0.1:{ports['proxy']}",
+            "client_kwargs": {"region_name": "us-east-1"},
+            "config_kwargs": {"read_timeout": 1, "connect_timeout": 5, "retries": {"max_attempts": 0}},
+        }
+        bucket = urllib.request.Request(f"http://127.0.0.1:{ports['moto']}/bucket", method="PUT")
+        with urllib.request.urlopen(bucket) as response:
+            assert response.status == 200
+
+    def tell(self, what: str, **arguments: Any) -> Any:
+        """Sends a command to the proxy and returns its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def fail(self, kind: str, *, times: int = 1, pattern: str = "GET .*parquet", skip: int = 0) -> None:
+        """Breaks requests, see `Proxy.fault`; forgets those so far."""
+        self.tell("clear")
+        self.tell("fault", kind=kind, times=times, pattern=pattern, skip=skip)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Returns the requests since `fail` or `tell("clear")`."""
+        requests: list[dict[str, Any]] = self.tell("state")["requests"]
+        return requests
+
+    def wait_for_stall(self) -> None:
+        """Returns when an answer has stopped in the middle."""
+        while not self.tell("state")["stalled"]:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=30)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    """One server for the module; s3fs in this process is set to it."""
+    store = Store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", store.settings)
+        # fsspec's thread lives as long as the process: begun before any test counts threads.
+        fsspec.filesystem("s3").ls("bucket")
+        yield store
+    s3fs.S3FileSystem.clear_instance_cache()
+    store.close()
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The server without faults and requests, and short waits."""
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    # Readers get no further ahead than the few blocks they hold: what fails later leaves the first batch.
+    monkeypatch.setattr(ShardReader, "_block_steps", lambda reader: 1)
+    server.tell("clear")
+    yield server
+    server.tell("clear")
+
+
+@pytest.fixture(scope="module")
+def columns() -> dict[str, np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(0)
+    return {
+        "id": np.arange(NUM_ROWS),
+        "wide": generator.normal(size=(NUM_ROWS, 32)).astype(np.float32),
+        "x": generator.normal(size=NUM_ROWS).astype(np.float32),
+        "y": generator.normal(size=NUM_ROWS),
+    }
+
+
+@pytest.fixture
+def local(ordered_shards: Any, columns: dict[str, np.ndarray[Any, Any]]) -> ShardManifest:
+    """Three files of four row groups on the local disk."""
+    manifest: ShardManifest = ordered_shards(columns, num_files=FILES, row_group_rows=GROUP_ROWS)
+    return manifest
+
+
+@pytest.fixture
+def remote(store: Store, local: ShardManifest, request: pytest.FixtureRequest) -> Iterator[ShardManifest]:
+    """The same in the bucket, below a prefix with a space and an equals sign."""
+    there = replace(local, uri="s3://bucket/a b/day=1/shards")
+    for file in local.files:
+        storage.write_atomic(f"{there.uri}/{file.path}", (Path(local.uri) / file.path).read_bytes())
+    there.save()
+    store.tell("clear")
+    yield ShardManifest.load(there.uri)
+    store.tell("clear")
+    storage.remove(there.uri, recursive=True)
+
+
+def _read(manifest: ShardManifest, engine: str = "arrow", epoch: int = 0, **settings: Any) -> list[Batch]:
+    start = settings.pop("start_step", 0)
+    reader = open_reader(manifest, engine=engine, batch_size=BATCH, seed=3, **settings)
+    return list(reader.batches(epoch, start_step=start))
+
+
+def _assert_same(left: list[Batch], right: list[Batch]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert list(one) == list(other)
+        for name in one:
+            assert one[name].dtype == other[name].dtype
+            assert one[name].tobytes() == other[name].tobytes()
+
+
+# Files
+
+
+def test_files_come_and_go_in_a_bucket(store: Store) -> None:
+    folder = "s3://bucket/files/a b/k=1"
+    assert not storage.exists(folder)
+    assert storage.list_names(folder) == []
+    storage.make_dirs(folder)
+    storage.write_atomic(f"{folder}/f", b"one")
+    storage.write_atomic(f"{folder}/f", b"three")
+    assert storage.read_bytes(f"{folder}/f") == b"three"
+    assert storage.size(f"{folder}/f") == 5
+    assert storage.list_names(folder) == ["f"]
+    assert storage.list_names("s3://bucket/files/a b") == ["k=1"]
+    assert storage.exists(folder)
+    assert abs((storage.newest_change(folder) or 0) - time.time()) < 600
+    storage.remove(f"{folder}/f")
+    storage.remove(f"{folder}/f")
+    assert not storage.exists(folder)
+    storage.write_atomic(f"{folder}/deep/g", b"")
+    storage.remove(folder, recursive=True)
+    assert not storage.exists(folder)
+    storage.check_writable(folder)
+    assert not storage.exists(folder)
+
+
+def test_an_empty_bucket_is_never_removed(store: Store) -> None:
+    storage.remove_if_empty("s3://bucket")
+    assert storage.exists("s3://bucket")
+
+
+def test_of_many_writers_exactly_one_commits(store: Store) -> None:
+    uri = "s3://bucket/commit/manifest.json"
+
+    def write(number: int) -> bool:
+        try:
+            storage._put(*storage.filesystem(uri), b"%d" % number, False)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(write, range(8)))
+    assert won.count(True) == 1
+    assert storage.read_bytes(uri) == b"%d" % won.index(True)
+    with pytest.raises(FileExistsError):
+        storage.write_atomic(uri, b"late", overwrite=False)
+    storage.remove("s3://bucket/commit", recursive=True)
+
+
+def test_a_commit_whose_answer_got_lost_is_known_to_be_ours(store: Store) -> None:
+    store.fail("lost_answer", pattern="PUT")
+    storage.write_atomic("s3://bucket/lost", b"mine", overwrite=False)
+    assert storage.read_bytes("s3://bucket/lost") == b"mine"
+    storage.remove("s3://bucket/lost")
+
+
+def test_a_commit_that_did_not_arrive_says_so(store: Store) -> None:
+    store.fail("reset_before", times=9, pattern="PUT")
+    with pytest.raises(ConnectionError, match=r"bucket/gone: EndpointConnectionError"):
+        storage.write_atomic("s3://bucket/gone", b"mine", overwrite=False)
+    store.tell("clear")
+    assert not storage.exists("s3://bucket/gone")
+
+
+def test_whatever_the_client_raises_is_an_oserror_that_names_the_uri(store: Store) -> None:
+    uri = "s3://bucket/small"
+    storage.write_atomic(uri, b"small" * 100)
+    store.fail("reset_before", times=99, pattern="")
+    for ask in (storage.read_bytes, storage.size, storage.exists, storage.list_names):
+        with pytest.raises(ConnectionError, match=rf"{uri}: EndpointConnectionError: Could not connect"):
+            ask(uri)
+    store.fail("short", pattern="GET")
+    with pytest.raises(ConnectionError, match=rf"{uri}: ClientPayloadError"):
+        storage.read_bytes(uri)
+    store.fail("stall", pattern="GET")
+    with pytest.raises(TimeoutError, match=rf"{uri}: Read timeout on endpoint"):
+        storage.read_bytes(uri)
+    store.tell("clear")
+    storage.remove(uri)
+
+
+def test_small_requests_rest_on_the_attempts_of_the_client(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason why `storage` itself does not try again."""
+    monkeypatch.undo()
+    settings = {**store.settings, "config_kwargs": {"read_timeout": 1}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+    storage.write_atomic("s3://bucket/small", b"small" * 100)
+    for ask, kinds in (
+        (storage.read_bytes, ("slow_down", "internal", "reset", "short", "reset_before")),
+        (storage.size, ("slow_down", "reset_before")),
+        (storage.exists, ("slow_down", "reset_before")),
+        (storage.list_names, ("slow_down", "reset_before")),
+    ):
+        for kind in kinds:
+            store.fail(kind, pattern="GET" if ask in (storage.read_bytes, storage.list_names) else "HEAD")
+            assert ask("s3://bucket/small")
+            assert store.tell("state")["faults_left"] == 0
+    storage.remove("s3://bucket/small")
+
+
+# Reading
+
+
+def test_batches_are_bitwise_those_of_local_files(
+    local: ShardManifest, remote: ShardManifest, engine: str
+) -> None:
+    assert remote.files == local.files
+    remote.verify()
+    for epoch, start in ((0, 0), (1, 2)):
+        _assert_same(
+            _read(remote, engine, epoch, start_step=start), _read(local, engine, epoch, start_step=start)
+        )
+    _assert_same(_read(remote, engine, shuffle=False), _read(local, engine, shuffle=False))
+
+
+def test_other_bytes_are_found(remote: ShardManifest) -> None:
+    uri = remote.paths[1]
+    data = bytearray(storage.read_bytes(uri))
+    data[100] ^= 1
+    storage.write_atomic(uri, bytes(data))
+    with pytest.raises(ValueError, match=r"part-00001.parquet' holds other bytes than were written"):
+        remote.verify()
+
+
+@pytest.mark.parametrize(
+    ("names", "ranges"),
+    [
+        (None, 1),
+        (["id"], 1),
+        (["x", "y"], 1),  # side by side
+        (["id", "x"], 2),  # "wide" lies between them
+    ],
+)
+def test_a_row_group_costs_a_request_for_columns_side_by_side(
+    store: Store, remote: ShardManifest, engine: str, names: list[str] | None, ranges: int
+) -> None:
+    store.tell("clear")
+    reader = open_reader(remote, names, engine=engine, batch_size=BATCH)
+    list(reader.batches(0))
+    requests = store.requests()
+    methods = Counter(request["method"] for request in requests)
+    # A look at each size, each footer once, and what the row groups need: the last one of a file may
+    # lie within the 64 KiB that are read for the footer.
+    first, rest = ranges * FILES * (GROUPS - 1), ranges * FILES
+    assert methods["HEAD"] == FILES
+    assert FILES + first <= methods["GET"] <= FILES + first + rest, methods
+    assert all(request["range"] for request in requests if request["method"] == "GET")
+    stored = sum(file.num_bytes for file in remote.files)
+    received = sum(request["sent"] for request in requests)
+    footers = FILES * (64 << 10)
+    if names is None:
+        assert received <= stored + footers
+    else:
+        assert received <= stored / 5 + footers
+    # Neither sizes nor footers are asked for again.
+    store.tell("clear")
+    list(reader.batches(1))
+    methods = Counter(request["method"] for request in store.requests())
+    assert methods["HEAD"] == 0
+    assert first <= methods["GET"] <= first + rest, methods
+
+
+def test_resuming_reads_only_what_is_left(store: Store, remote: ShardManifest, engine: str) -> None:
+    store.tell("clear")
+    _read(remote, engine, start_step=NUM_ROWS // BATCH - 1, shuffle=False)
+    requests = [request for request in store.requests() if request["method"] == "GET"]
+    footers = 1 if engine == "arrow" else 3
+    # The last step is 3 row groups of the last file, without its first.
+    assert len(requests) <= footers + 3
+    groups = [request for request in requests if "part-00002" in request["path"]]
+    assert len(groups) == 4
+
+
+# Faults
+
+
+@pytest.mark.parametrize("kind", ["reset", "short", "stall", "reset_before", "slow_down", "internal"])
+def test_nothing_is_lost_or_repeated_over_faults(
+    store: Store,
+    local: ShardManifest,
+    remote: ShardManifest,
+    engine: str,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = _read(local, engine)
+    # Of the footers, of the first row groups, and of later ones.
+    for skip in (1, 5, 11):
+        # aiohttp itself tries again where a kept connection is closed before an answer.
+        store.fail(kind, times=6 if kind == "reset_before" else 1, skip=skip)
+        with caplog.at_level(logging.WARNING, logger=retry.__name__):
+            _assert_same(_read(remote, engine), expected)
+        assert store.tell("state")["faults_left"] == 0
+    warnings = [record.getMessage() for record in caplog.records if record.name == retry.__name__]
+    assert len(warnings) >= 3
+    assert all("parquet' failed" in text and "of 4; the next in 0.0" in text for text in warnings)
+
+
+@pytest.mark.parametrize("kind", ["reset", "stall", "slow_down"])
+def test_when_attempts_end_one_error_says_all(
+    store: Store, remote: ShardManifest, engine: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cause = {
+        "reset": "ConnectionError: bytes .*ClientPayloadError: .*",
+        "stall": "TimeoutError: bytes .*Read timeout.*",
+        "slow_down": "OSError: .*Please reduce your request rate.*",
+    }[kind]
+    # The second request for this file is the one for its first row group.
+    store.fail(kind, times=99, pattern="GET .*part-00001", skip=1)
+    batches = open_reader(remote, engine=engine, batch_size=BATCH, shuffle=False).batches(0)
+    assert next(batches)["id"][0] == 0
+    with pytest.raises(
+        RuntimeError,
+        match=rf"reading row group 0 of 's3://bucket/a b/day=1/.*part-00001.parquet' failed after "
+        rf"4 attempts \({cause}\); check the connection to the store and resume",
+    ):
+        list(batches)
+    assert len([record for record in caplog.records if record.name == retry.__name__]) == 3
+
+
+def test_what_another_attempt_cannot_change_ends_at_once(
+    store: Store, remote: ShardManifest, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fail("forbidden", times=99, pattern="GET .*part-00001", skip=1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"reading row group 0 of '.*part-00001.parquet' failed \(PermissionError: Access Denied\); "
+        "check the credentials",
+    ):
+        _read(remote, engine, shuffle=False)
+    store.tell("clear")
+    storage.remove(remote.paths[2])
+    with pytest.raises(RuntimeError, match=r"row group \d of '.*part-00002.parquet' failed \(FileNotFound"):
+        list(open_reader(remote, engine="arrow", batch_size=BATCH, shuffle=False).batches(0))
+    assert not [record for record in caplog.records if record.name == retry.__name__]
+
+
+def test_a_store_that_refuses_connections_for_a_while(
+    store: Store, local: ShardManifest, remote: ShardManifest, engine: str
+) -> None:
+    expected = _read(local, engine)
+
+    class Reopen(logging.Handler):
+        texts: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.texts.append(record.getMessage())
+            if len(self.texts) == 2:
+                store.tell("accept")
+
+    handler = Reopen()
+    reader = open_reader(remote, engine=engine, batch_size=BATCH, seed=3)
+    logger = logging.getLogger(retry.__name__)
+    logger.addHandler(handler)
+    try:
+        store.tell("refuse")
+        _assert_same(list(reader.batches(0)), expected)
+    finally:
+        logger.removeHandler(handler)
+    assert len(handler.texts) == 2
+    assert "EndpointConnectionError: Could not connect to the endpoint URL" in handler.texts[0]
+
+
+@pytest.fixture
+def patient(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not give up on a silent server within a test."""
+    settings = {**store.settings, "config_kwargs": {"read_timeout": 600, "retries": {"max_attempts": 0}}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+
+
+@pytest.mark.usefixtures("patient")
+def test_closing_during_a_stall_ends_the_threads(store: Store, remote: ShardManifest, engine: str) -> None:
+    store.fail("stall", times=99, pattern="GET .*part-00002", skip=1)
+    batches = open_reader(remote, engine=engine, batch_size=BATCH, shuffle=False).batches(0)
+    next(batches)
+    store.wait_for_stall()
+    batches.close()  # type: ignore[attr-defined]
+    # Checked here, while the answer still hangs; join() in close() would have waited 600 s.
+    assert store.tell("state")["stalled"] >= 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ringspark")]
+
+
+def test_closing_during_a_wait_ends_the_threads(
+    store: Store, remote: ShardManifest, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 600)
+    waiting = threading.Event()
+    monkeypatch.setattr(retry._logger, "warning", lambda *args: waiting.set())
+    store.fail("reset", times=99, pattern="GET .*part-00002", skip=1)
+    batches = open_reader(remote, engine=engine, batch_size=BATCH, shuffle=False).batches(0)
+    next(batches)
+    assert waiting.wait(60)
+    batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_silent_store_is_given_up_before_its_client_does(
+    store: Store, local: ShardManifest, remote: ShardManifest, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _read(local, engine)
+    monkeypatch.setattr(range_file, "READ_SECONDS", 0.2)
+    store.fail("stall", times=1, skip=4)
+    _assert_same(_read(remote, engine), expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionError("reset"), True),
+        (TimeoutError("silent"), True),
+        (OSError(16, "SlowDown"), True),
+        (OSError("a damaged page, or a lost connection"), True),
+        (FileNotFoundError("NoSuchKey"), False),
+        (PermissionError("AccessDenied"), False),
+        (OSError(22, "InvalidRange"), False),
+        (ValueError("rows"), False),
+        (RuntimeError("not fork-safe"), False),
+    ],
+)
+def test_which_errors_pass(error: Exception, passes: bool) -> None:
+    assert retry.may_pass(error) is passes
+
+
+def test_missing_credentials_are_permanent() -> None:
+    from botocore.exceptions import NoCredentialsError
+
+    with pytest.raises(PermissionError, match="here: NoCredentialsError"), storage.store_errors("here"):
+        raise NoCredentialsError
+
+
+# Writing
+
+
+@pytest.fixture
+def spark_on_store(spark: Any, store: Store) -> Iterator[Any]:
+    """Spark whose Python workers are set to the store, by the variable that fsspec reads."""
+    if not hasattr(spark, "_jvm"):
+        pytest.skip("the environment of the workers cannot be set through Spark Connect")
+    environment = spark.sparkContext.environment
+    environment["FSSPEC_S3"] = json.dumps(store.settings)
+    yield spark
+    del environment["FSSPEC_S3"]
+
+
+@pytest.mark.spark
+def test_spark_writes_to_a_bucket(spark_on_store: Any, store: Store, tmp_path: Path, engine: str) -> None:
+    uri = f"s3://bucket/spark/a b/model={engine}"
+    df = spark_on_store.range(0, 3000, 1, 3).selectExpr("id", "cast(id as float) / 7 as x")
+    write_shards(df.limit(10), uri)
+    with pytest.raises(ValueError, match="holds shards already"):
+        write_shards(df, uri)
+    old = ShardManifest.load(uri)
+    manifest = write_shards(df, uri, row_group_rows=100, overwrite=True)
+    assert ShardManifest.load(uri) == replace(manifest, stats=ShardManifest.load(uri).stats)
+    manifest.verify()
+    assert len(manifest.files) == 3
+    # What was replaced is gone, and only what the manifest names is left.
+    assert not storage.exists(old.paths[0])
+    folder = manifest.files[0].path.split("/")[0]
+    assert storage.list_names(uri) == [folder, "manifest.json"]
+    assert len(storage.list_names(storage.join(uri, folder))) == 3
+    local = write_shards(df, str(tmp_path / "local"), row_group_rows=100)
+    _assert_same(_read(manifest, engine, shuffle=False), _read(local, engine, shuffle=False))
+    storage.remove(uri, recursive=True)
+    with pytest.raises(ValueError, match="holds no shards"):
+        ShardManifest.load(uri)
+
+
+@pytest.mark.spark
+def test_a_failed_upload_commits_nothing(
+    spark_on_store: Any, store: Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    uri = "s3://bucket/spark/failing"
+    df = spark_on_store.range(0, 3000, 1, 3)
+    store.fail("internal", times=99, pattern="PUT .*part-")
+    with pytest.raises(Exception, match="We encountered an internal error"):
+        write_shards(df, uri)
+    store.tell("clear")
+    assert storage.list_names(uri) == []
+    old = write_shards(df, uri)
+    # One of three files, and the second time the commit itself.
+    for pattern in ("PUT .*part-00001", "PUT .*manifest.json"):
+        store.fail("internal", times=99, pattern=pattern)
+        with pytest.raises(Exception, match="We encountered an internal error"):
+            write_shards(df.limit(5), uri, overwrite=True, num_files=2)
+        store.tell("clear")
+        assert ShardManifest.load(uri).files == old.files
+        assert storage.list_names(uri) == [old.files[0].path.split("/")[0], "manifest.json"]
+    old.verify()
+    storage.remove(uri, recursive=True)
+    capfd.readouterr()
+
+
+@pytest.mark.spark
+def test_shards_in_a_bucket_are_used_again(spark_on_store: Any, store: Store, tmp_path: Path) -> None:
+    source = str(tmp_path / "source")
+    spark_on_store.range(100).write.parquet(source)
+    first = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache")
+    store.tell("clear")
+    again = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache")
+    assert again.uri == first.uri
+    assert not [request for request in store.requests() if request["method"] == "PUT"]
+    storage.remove("s3://bucket/spark/cache", recursive=True)
