@@ -44,7 +44,7 @@ def fill_nulls(values: Any) -> Any:
     if not values.null_count:
         return values
     if pa.types.is_struct(values.type):
-        # Of the structs only vectors get here: an empty dense vector stands for a null one.
+        # Of the structs only sparse vectors get here: an empty one stands for a null one.
         return _fill_vectors(values)
     zero: Any = 0
     if pa.types.is_boolean(values.type):
@@ -60,13 +60,6 @@ def fill_nulls(values: Any) -> Any:
 
 
 def _fill_vectors(values: Any) -> Any:
-    kind, size, indices, numbers = values.flatten()
-    is_null = values.is_null()
-    parts = [
-        pc.if_else(is_null, pa.scalar(1, kind.type), kind),
-        pc.if_else(is_null, pa.scalar(None, size.type), size),
-        indices,
-        # flatten() has made the lists of null structs null, and a null list fills as an empty one.
-        fill_nulls(numbers),
-    ]
+    # flatten() makes the parts of a null struct null, which are filled as any other.
+    parts = [fill_nulls(part) for part in values.flatten()]
     return pa.StructArray.from_arrays(parts, fields=list(values.type))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import (
     BatchArray,
@@ -24,6 +23,7 @@ from ringspark.pipelines.kinds.vector import check_vector, vector_parts
 from ringspark.pipelines.rows import Array, RaggedRows, Rows
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql.types import DataType
     from typing_extensions import Self
 
@@ -49,19 +49,30 @@ class Sparse(Kind):
         check_vector(self.tag, self.dtype, name, data_type)
         return self
 
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        from pyspark.sql import functions as F
+
+        _, size, indices, values = vector_parts(source, self.dtype)
+        size = F.coalesce(size, F.size(values))
+        # A dense row has no indices of its own. None of the three is null where the vector is not.
+        every = F.when(size == 0, F.array().cast("array<int>")).otherwise(F.sequence(F.lit(0), size - 1))
+        parts = F.struct(
+            size.alias("size"), F.coalesce(indices, every).alias("indices"), values.alias("values")
+        )
+        return F.when(source.isNotNull(), parts)
+
     def stored(self, name: str) -> dict[str, Any]:
         return {f"{name}.indices": list_type("int32"), f"{name}.data": list_type(self.dtype)}
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
-        is_dense, sizes, indices, numbers = vector_parts(values)
+        sizes, indices, numbers = values.flatten()
+        sizes = sizes.to_numpy(zero_copy_only=False)
         offsets = list_offsets(numbers)
-        counts = np.diff(offsets)
-        leaf = numbers.flatten().to_numpy().astype(self.dtype)
-        places = (np.arange(len(leaf)) - np.repeat(offsets[:-1], counts)).astype(np.int32)
-        if not is_dense.all():
-            places[np.repeat(~is_dense, counts)] = indices.flatten().to_numpy()
         return Encoded(
-            [make_lists(offsets, places, "int32"), make_lists(offsets, pa.array(leaf), self.dtype)],
+            [
+                make_lists(offsets, indices.flatten(), "int32"),
+                make_lists(offsets, numbers.flatten(), self.dtype),
+            ],
             range_of(sizes if valid is None else sizes[valid]),
         )
 

@@ -1,8 +1,10 @@
 """Kind "vector": Spark ML vectors as dense arrays, without a pass through Python rows.
 
-Spark hands a vector over as a struct of type, size, indices and values; a
-column may mix dense and sparse rows (`VectorAssembler` picks the smaller for
-each row), and both are handled here by whole arrays.
+A column may mix dense and sparse rows (`VectorAssembler` picks the smaller for
+each row). The values of dense rows are taken from the vector's own array,
+sparse rows are written out by Spark's `vector_to_array`, both inside the JVM:
+handing over the vector's struct, whose arrays are null in half of the rows,
+takes several times as long.
 """
 
 from __future__ import annotations
@@ -10,20 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from ringspark.pipelines.kinds.array import Array
-from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists
-from ringspark.pipelines.rows import Array as NumpyArray
+from ringspark.pipelines.spark_errors import refusal
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql.types import DataType
     from typing_extensions import Self
 
-FLOATS = ("float32", "float64")
+SPARK_FLOATS = {"float32": "float", "float64": "double"}
 
 # Zeros written out for a sparse row; beyond this, storing them is hardly what anyone wants.
 MAX_DENSE_SIZE = 1 << 16
+_DENSE = 1
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,29 @@ class Vector(Array):
         check_vector(self.tag, self.dtype, name, data_type)
         return replace(self)
 
-    def encode(self, values: Any, valid: Any = None) -> Encoded:
-        is_dense, sizes, indices, numbers = vector_parts(values)
-        counted = sizes if valid is None else sizes[valid]
-        shapes: tuple[Shape, Shape] | None = None
-        if len(counted):
-            shapes = ((int(counted.min()),), (int(counted.max()),))
-        offsets, leaf = list_offsets(numbers), numbers.flatten().to_numpy().astype(self.dtype)
-        if not is_dense.all():
-            leaf = _dense(is_dense, sizes, indices, offsets, leaf)
-            offsets = np.concatenate([[0], np.cumsum(sizes)])
-        return Encoded([make_lists(offsets, leaf, self.dtype)], shapes)
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        from pyspark.ml.functions import vector_to_array
+        from pyspark.sql import functions as F
+
+        kind, size, _, values = vector_parts(source, self.dtype)
+        too_large = refusal(
+            F.concat(
+                F.lit("a vector column holds sparse vectors of size "),
+                size,
+                F.lit(", too many zeros to store; pass columns={its name: Sparse()} to write_shards"),
+            )
+        )
+        # vector_to_array throws on a null vector, deep in an executor, so it must not see one.
+        return (
+            F.when(kind == _DENSE, values)
+            .when(size > MAX_DENSE_SIZE, too_large.cast(values_type(self.dtype)))
+            .when(source.isNotNull(), vector_to_array(source, self.dtype))
+        )
 
 
 def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
     """Refuses other Spark types and dtypes for a kind of vectors."""
-    if dtype not in FLOATS:
+    if dtype not in SPARK_FLOATS:
         raise ValueError(f"dtype of {tag} column {name!r} must be float32 or float64, got {dtype!r}")
     if not is_vector(data_type):
         raise ValueError(f"column {name!r} has type {data_type.simpleString()}, which is no vector")
@@ -68,36 +76,20 @@ def is_vector(data_type: DataType) -> bool:
     return type(data_type).__name__ == "VectorUDT"
 
 
-def vector_parts(values: Any) -> tuple[NumpyArray, NumpyArray, Any, Any]:
-    """Takes Spark's struct of vectors apart.
+def values_type(dtype: str) -> str:
+    """Returns Spark's type of the values of vectors."""
+    return f"array<{SPARK_FLOATS[dtype]}>"
 
-    Returns:
-        Whether each row is dense, its size, and Arrow lists without nulls of indices and of values.
+
+def vector_parts(source: SparkColumn, dtype: str) -> tuple[Any, Any, Any, Any]:
+    """Returns type (1 for dense), size, indices and values of a vector as Spark expressions.
+
+    Size and indices are null for a dense vector; all four are null for a null one.
     """
-    kind, size, indices, numbers = values.flatten()
-    is_dense = kind.to_numpy(zero_copy_only=False) == 1
-    offsets = list_offsets(numbers)
-    sizes = np.diff(offsets)
-    if not is_dense.all():
-        given = size.fill_null(0).to_numpy(zero_copy_only=False)
-        sizes = np.where(is_dense, sizes, given)
-    return is_dense, sizes.astype(np.int64), indices, numbers
+    from pyspark.sql import functions as F
 
-
-def _dense(
-    is_dense: NumpyArray, sizes: NumpyArray, indices: Any, offsets: NumpyArray, leaf: NumpyArray
-) -> NumpyArray:
-    """Writes out the zeros of sparse rows."""
-    if len(sizes) and sizes.max() > MAX_DENSE_SIZE:
-        raise ValueError(
-            f"holds sparse vectors of size {sizes.max()}, too many zeros to store; "
-            "pass columns={...: Sparse()} to write_shards to keep it sparse"
-        )
-    starts = np.cumsum(sizes) - sizes
-    counts = np.diff(offsets)
-    # A dense row's place of a value is its own position; a sparse row's is its index.
-    places = np.arange(len(leaf)) - np.repeat(offsets[:-1], counts)
-    places[np.repeat(~is_dense, counts)] = indices.flatten().to_numpy()
-    dense = np.zeros(int(sizes.sum()), dtype=leaf.dtype)
-    dense[np.repeat(starts, counts) + places] = leaf
-    return dense
+    inside = F.unwrap_udt(source)
+    values = inside.getField("values")
+    if dtype != "float64":
+        values = values.cast(values_type(dtype))
+    return inside.getField("type"), inside.getField("size"), inside.getField("indices"), values
