@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -93,3 +94,30 @@ def test_check_writable_says_why_not(tmp_path: Path) -> None:
         storage.check_writable(str(tmp_path / "file" / "below"))
     with pytest.raises(ValueError, match="storage URI 'nope://x' cannot be written"):
         storage.check_writable("nope://x")
+
+
+def test_what_a_client_raises_becomes_an_oserror() -> None:
+    class OddError(Exception):
+        pass
+
+    with (
+        pytest.raises(ConnectionError, match="memory://x: OddError: gone"),
+        storage.store_errors("memory://x"),
+    ):
+        raise OddError("gone")
+    with pytest.raises(TimeoutError, match="memory://x: timed out"), storage.store_errors("memory://x"):
+        raise asyncio.TimeoutError
+    # What means something already stays what it is.
+    for error in (FileNotFoundError("f"), PermissionError("p"), ValueError("v"), KeyError("k")):
+        with pytest.raises(type(error)) as caught, storage.store_errors("memory://x"):
+            raise error
+        assert caught.value is error
+
+
+def test_one_of_many_writers_gets_through(tmp_path: Path) -> None:
+    for uri in (str(tmp_path / "commit"), f"memory://{tmp_path.name}/commit"):
+        storage.write_atomic(uri, b"first", overwrite=False)
+        with pytest.raises(FileExistsError):
+            storage.write_atomic(uri, b"second", overwrite=False)
+        assert storage.read_bytes(uri) == b"first"
+    storage.remove(f"memory://{tmp_path.name}", recursive=True)
