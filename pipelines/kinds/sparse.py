@@ -14,12 +14,11 @@ from ringspark.pipelines.kinds.base import (
     Kind,
     Shape,
     decode_lists,
-    list_offsets,
     list_type,
     make_lists,
     range_of,
 )
-from ringspark.pipelines.kinds.vector import check_vector, vector_parts
+from ringspark.pipelines.kinds.vector import Vectors, check_vector, vector_struct
 from ringspark.pipelines.rows import Array, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -50,30 +49,20 @@ class Sparse(Kind):
         return self
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
-        from pyspark.sql import functions as F
-
-        _, size, indices, values = vector_parts(source, self.dtype)
-        size = F.coalesce(size, F.size(values))
-        # A dense row has no indices of its own. None of the three is null where the vector is not.
-        every = F.when(size == 0, F.array().cast("array<int>")).otherwise(F.sequence(F.lit(0), size - 1))
-        parts = F.struct(
-            size.alias("size"), F.coalesce(indices, every).alias("indices"), values.alias("values")
-        )
-        return F.when(source.isNotNull(), parts)
+        return vector_struct(source, self.dtype)
 
     def stored(self, name: str) -> dict[str, Any]:
         return {f"{name}.indices": list_type("int32"), f"{name}.data": list_type(self.dtype)}
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
-        sizes, indices, numbers = values.flatten()
-        sizes = sizes.to_numpy(zero_copy_only=False)
-        offsets = list_offsets(numbers)
+        vectors = Vectors(values)
+        places = vectors.places().astype(np.int32)
         return Encoded(
             [
-                make_lists(offsets, indices.flatten(), "int32"),
-                make_lists(offsets, numbers.flatten(), self.dtype),
+                make_lists(vectors.offsets, places, "int32"),
+                make_lists(vectors.offsets, vectors.numbers, self.dtype),
             ],
-            range_of(sizes if valid is None else sizes[valid]),
+            range_of(vectors.sizes if valid is None else vectors.sizes[valid]),
         )
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:

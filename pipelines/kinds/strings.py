@@ -103,7 +103,7 @@ class Vocabulary(_Ids):
 
 @dataclass(frozen=True)
 class HashBuckets(_Ids):
-    """The id of a string is its xxHash64 (Collet), seeded, modulo the number of buckets.
+    """The id of a string is its xxHash64 (as Spark SQL has it), seeded, modulo the number of buckets.
 
     In Spark SQL: `pmod(xxhash64(seed, column), num_buckets)` with `seed` a bigint.
 

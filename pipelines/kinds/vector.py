@@ -1,10 +1,9 @@
 """Kind "vector": Spark ML vectors as dense arrays, without a pass through Python rows.
 
 A column may mix dense and sparse rows (`VectorAssembler` picks the smaller for
-each row). The values of dense rows are taken from the vector's own array,
-sparse rows are written out by Spark's `vector_to_array`, both inside the JVM:
-handing over the vector's struct, whose arrays are null in half of the rows,
-takes several times as long.
+each row); both cross to Python as they are, and whole batches are written out
+at once. Inside the struct that crosses no array is ever null: Spark takes
+several times as long over null arrays.
 """
 
 from __future__ import annotations
@@ -12,8 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ringspark.pipelines.kinds.array import Array
-from ringspark.pipelines.spark_errors import refusal
+from ringspark.pipelines.kinds.base import Encoded, list_offsets, make_lists, range_of
+from ringspark.pipelines.rows import Array as NumpyArray
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -24,7 +26,6 @@ SPARK_FLOATS = {"float32": "float", "float64": "double"}
 
 # Zeros written out for a sparse row; beyond this, storing them is hardly what anyone wants.
 MAX_DENSE_SIZE = 1 << 16
-_DENSE = 1
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,53 @@ class Vector(Array):
         return replace(self)
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
-        from pyspark.ml.functions import vector_to_array
-        from pyspark.sql import functions as F
+        return vector_struct(source, self.dtype)
 
-        kind, size, _, values = vector_parts(source, self.dtype)
-        too_large = refusal(
-            F.concat(
-                F.lit("a vector column holds sparse vectors of size "),
-                size,
-                F.lit(", too many zeros to store; pass columns={its name: Sparse()} to write_shards"),
-            )
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        vectors = Vectors(values)
+        shapes = range_of(vectors.sizes if valid is None else vectors.sizes[valid])
+        offsets, leaf = vectors.offsets, vectors.numbers
+        if not vectors.is_dense.all():
+            if vectors.sizes.max() > MAX_DENSE_SIZE:
+                raise ValueError(
+                    f"holds sparse vectors of size {vectors.sizes.max()}, too many zeros to store; "
+                    "pass columns={its name: Sparse()} to write_shards to keep them sparse"
+                )
+            offsets = np.concatenate([[0], np.cumsum(vectors.sizes, dtype=np.int64)])
+            dense = np.zeros(int(offsets[-1]), dtype=self.dtype)
+            dense[np.repeat(offsets[:-1], np.diff(vectors.offsets)) + vectors.places()] = leaf
+            leaf = dense
+        return Encoded([make_lists(offsets, leaf, self.dtype)], shapes)
+
+
+class Vectors:
+    """A batch of vectors as `vector_struct` hands it over, taken apart.
+
+    Attributes:
+        sizes: (rows,) elements of each vector, zeros included.
+        offsets: (rows + 1,) where the row's numbers start.
+        numbers: The numbers that are given, of all rows.
+        is_dense: (rows,) whether all elements of a row are given.
+    """
+
+    def __init__(self, values: Any) -> None:
+        sizes, self._indices, numbers = values.flatten()
+        self.sizes: NumpyArray = sizes.to_numpy(zero_copy_only=False)
+        self.offsets = list_offsets(numbers)
+        self.numbers: NumpyArray = numbers.flatten().to_numpy()
+        # A sparse row has an index for each of its numbers, a dense one has none.
+        self.is_dense: NumpyArray = (np.diff(list_offsets(self._indices)) == 0) & (
+            np.diff(self.offsets) == self.sizes
         )
-        # vector_to_array throws on a null vector, deep in an executor, so it must not see one.
-        return (
-            F.when(kind == _DENSE, values)
-            .when(size > MAX_DENSE_SIZE, too_large.cast(values_type(self.dtype)))
-            .when(source.isNotNull(), vector_to_array(source, self.dtype))
-        )
+
+    def places(self) -> NumpyArray:
+        """Returns, for each number, which element of its vector it is; int64."""
+        counts = np.diff(self.offsets)
+        if not self.is_dense.any():
+            return np.asarray(self._indices.flatten().to_numpy(), dtype=np.int64)
+        places: NumpyArray = np.arange(len(self.numbers)) - np.repeat(self.offsets[:-1], counts)
+        places[np.repeat(~self.is_dense, counts)] = self._indices.flatten().to_numpy()
+        return places
 
 
 def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
@@ -76,20 +107,17 @@ def is_vector(data_type: DataType) -> bool:
     return type(data_type).__name__ == "VectorUDT"
 
 
-def values_type(dtype: str) -> str:
-    """Returns Spark's type of the values of vectors."""
-    return f"array<{SPARK_FLOATS[dtype]}>"
-
-
-def vector_parts(source: SparkColumn, dtype: str) -> tuple[Any, Any, Any, Any]:
-    """Returns type (1 for dense), size, indices and values of a vector as Spark expressions.
-
-    Size and indices are null for a dense vector; all four are null for a null one.
-    """
+def vector_struct(source: SparkColumn, dtype: str) -> SparkColumn:
+    """Returns a struct of size, indices (none for a dense vector) and values; null for a null vector."""
     from pyspark.sql import functions as F
 
     inside = F.unwrap_udt(source)
     values = inside.getField("values")
     if dtype != "float64":
-        values = values.cast(values_type(dtype))
-    return inside.getField("type"), inside.getField("size"), inside.getField("indices"), values
+        values = values.cast(f"array<{SPARK_FLOATS[dtype]}>")
+    parts = F.struct(
+        F.coalesce(inside.getField("size"), F.size(values)).alias("size"),
+        F.coalesce(inside.getField("indices"), F.array().cast("array<int>")).alias("indices"),
+        values.alias("values"),
+    )
+    return F.when(source.isNotNull(), parts)

@@ -455,3 +455,29 @@ def test_shapes_are_kept_in_the_manifest(shards: ShardManifest) -> None:
     kind = shards.column("cube").kind
     assert isinstance(kind, Array)
     assert kind.shape == (2, 3, 4)
+
+
+def test_a_vector_of_too_many_zeros_is_refused_with_the_remedy(spark: Any, tmp_path: Any) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    df = spark.createDataFrame([(Vectors.sparse(1 << 20, {3: 1.0}),)], ["v"])
+    with pytest.raises(ValueError, match=r"^column 'v' holds sparse vectors of size 1048576, .*Sparse\(\)"):
+        write_shards(df, str(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
+    manifest = write_shards(df, str(tmp_path / "s"), columns={"v": Sparse()})
+    assert manifest.column("v").kind == Sparse(size=1 << 20)
+
+
+def test_null_vectors_are_kept_as_zeros_with_a_mask(spark: Any, tmp_path: Any) -> None:
+    from pyspark.ml.linalg import Vectors, VectorUDT
+    from pyspark.sql.types import StructField, StructType
+
+    rows = [(Vectors.dense([1.0, 2.0]),) * 2, (None, None), (Vectors.sparse(2, {1: 3.0}),) * 2]
+    schema = StructType([StructField(name, VectorUDT()) for name in ("v", "s")])
+    df = spark.createDataFrame(rows, schema).coalesce(1)
+    manifest = write_shards(df, str(tmp_path / "s"), columns={"s": Sparse()}, handle_invalid="keep")
+    (batch,) = open_reader(manifest, engine="arrow", shuffle=False).batches(0)
+    assert batch["v"].tolist() == [[1, 2], [0, 0], [0, 3]]
+    assert batch["v.isnull"].tolist() == batch["s.isnull"].tolist() == [False, True, False]
+    assert batch["s.indptr"].tolist() == [0, 2, 2, 3]
+    assert batch["s.data"].tolist() == [1, 2, 3]
