@@ -266,6 +266,11 @@ class RowGroupReads:
         )
 
     @property
+    def first_steps(self) -> Int64Array:
+        """The step whose batch first needs each read."""
+        return self._first_steps
+
+    @property
     def row_groups(self) -> Int64Array:
         """The row group of every read."""
         row_groups: Int64Array = self._plan.group_order[self._slots]

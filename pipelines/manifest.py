@@ -270,7 +270,7 @@ class ShardManifest:
             num_bytes = storage.size(uri)
             if num_bytes != file.num_bytes:
                 return f"shard file {uri!r} has {num_bytes} bytes where the manifest says {file.num_bytes}"
-            with storage.open_file(uri) as source:
+            with storage.store_errors(uri), storage.open_file(uri) as source:
                 metadata = pq.ParquetFile(source).metadata
         except FileNotFoundError:
             return f"shard file {uri!r} is missing"
@@ -283,7 +283,7 @@ class ShardManifest:
         uri = storage.join(self.uri, file.path)
         digest = hashlib.sha256()
         try:
-            with storage.open_file(uri) as source:
+            with storage.store_errors(uri), storage.open_file(uri) as source:
                 while block := source.read(_DIGEST_BLOCK):
                     digest.update(block)
         except OSError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, Any
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from ringspark.pipelines.columns import Column
 from ringspark.pipelines.distinct import DistinctSketch
 from ringspark.pipelines.kinds.base import is_list, numbers
 from ringspark.pipelines.manifest import ShardFile, Split
+from ringspark.pipelines.spark_errors import named
 
 ROW_GROUP_BYTES = 4 << 20
 """A reader holds up to about 100 row groups (see epoch_plan), decoded."""
@@ -65,17 +67,19 @@ class ShardFileWriter:
         self._buffered_rows += batch.num_rows
         self._buffered_bytes += sum(map(_bytes, arrays))
         if self._buffered_rows >= self._group_rows():
-            self._flush(keep_remainder=True)
+            with self._named():
+                self._flush(keep_remainder=True)
 
     def finish(self, split: Split) -> ShardFile | None:
         """Closes the file and returns its entry for the manifest; None when no row came."""
-        if self._buffered_rows:
-            self._flush(keep_remainder=False)
-        if self._parquet is None:
-            return None
-        self._parquet.close()
-        assert self._file is not None
-        self._file.close()
+        with self._named():
+            if self._buffered_rows:
+                self._flush(keep_remainder=False)
+            if self._parquet is None:
+                return None
+            self._parquet.close()
+            assert self._file is not None
+            self._file.close()
         return ShardFile(
             path=self._path,
             split=split,
@@ -93,6 +97,11 @@ class ShardFileWriter:
             self._file.close()
             storage.remove(self._uri)
             self._parquet = None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        with named(f"writing {self._uri!r} failed, nothing is committed"), storage.store_errors(self._uri):
+            yield
 
     def _group_rows(self) -> int:
         if self._row_group_rows is not None:

@@ -105,7 +105,7 @@ def write_shards(
             are no training rows, or `uri` cannot be written or holds shards already. Nothing is
             left behind.
     """
-    from pyspark.sql import functions as F
+    from pyspark.sql.types import StructType
 
     for name, value in (("num_files", num_files), ("row_group_rows", row_group_rows)):
         if value is not None and value < 1:
@@ -115,10 +115,10 @@ def write_shards(
     if df.isStreaming:
         raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
     chosen = _split_expression(df, columns, validation_col, validation_fraction, seed)
-    data = df.select([F.col(quote(name)) for name in df.columns if name != validation_col])
-    if not data.columns:
+    stored = [field for field in df.schema.fields if field.name != validation_col]
+    if not stored:
         raise ValueError("there is no column to write; select at least one besides validation_col")
-    found = columns_from_spark(data.schema, columns)
+    found = columns_from_spark(StructType(stored), columns)
     plan = WritePlan(
         uri=storage.normalize(uri),
         folder=f"{_FOLDER_PREFIX}{uuid.uuid4().hex[:12]}",
@@ -131,7 +131,7 @@ def write_shards(
     _check_batch_names(plan)
     previous = _previous(plan.uri, overwrite)
     storage.check_writable(plan.uri)
-    plan = replace(plan, columns=tuple(_learn(data, column) for column in plan.columns))
+    plan = replace(plan, columns=tuple(_learn(df, column) for column in plan.columns))
     is_new = not storage.exists(plan.uri)
     storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
@@ -398,6 +398,11 @@ def _commit(manifest: ShardManifest, overwrite: bool) -> None:
         raise ValueError(
             f"another writer has put shards into {manifest.uri!r} meanwhile; choose another folder"
         ) from None
+    except OSError as error:
+        raise RuntimeError(
+            f"writing the manifest of {manifest.uri!r} failed ({type(error).__name__}: {error}); "
+            "write the shards again"
+        ) from error
 
 
 def _clean(manifest: ShardManifest, plan: WritePlan, previous: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.manifest import row_group_problem
 from ringspark.pipelines.readers.base import ShardReader
 from ringspark.pipelines.readers.prefetch import closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
@@ -54,6 +55,9 @@ class ArrowReader(ShardReader):
             source: Any = pa.memory_map(uri) if is_local else self._range_file(index)
             # In a store the columns of a row group that lie side by side are one request.
             file = pq.ParquetFile(stack.enter_context(source), pre_buffer=not is_local)
+            problem = row_group_problem(self._located[index][0], file.metadata)
+            if problem is not None:
+                raise ValueError(f"it {problem}")
             return file, stack.pop_all()
 
     def _range_file(self, index: int) -> RangeFile:

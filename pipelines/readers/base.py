@@ -236,7 +236,7 @@ class ShardReader(ABC):
         """Yields the batches of several steps at once."""
         reads = plan.reads(start_step)
         lanes, cycle = [LaneBuffer() for _ in plan.deal.lanes], plan.deal.lane_cycle
-        waiting = deque(read.first_step for read in reads)
+        waiting = deque(reads.first_steps.tolist())
         num_steps, block_steps = plan.plan.num_steps, self._block_steps()
         empty = self._empty()
         with closing(prefetch(self._pieces(plan, reads), _PREFETCHED_ROW_GROUPS)) as row_groups:
@@ -255,7 +255,7 @@ class ShardReader(ABC):
 
     def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[Piece, RowGroup]]]:
         """Yields what each row group gives to the lanes, in the lanes' order."""
-        with closing(self.read_row_groups([read.row_group for read in reads])) as row_groups:  # type: ignore[type-var]
+        with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [
                     (piece, {name: take(values, rows) for name, values in row_group.items()})

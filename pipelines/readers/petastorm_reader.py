@@ -5,7 +5,7 @@ lists row by row, and loads files it finds in the folder. Here three of its own
 hooks are overridden instead: the choice of row groups (exactly those asked for,
 repeats included, from exactly the manifest's files), the worker's read (the
 table as it is, where the original copies it), and the results reader (hands the
-Arrow table on, so that `columns.to_numpy` makes the same arrays as for "arrow").
+Arrow table on, so that its columns become the same arrays as for "arrow").
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -71,6 +72,10 @@ class PetastormReader(ShardReader):
             reader.stop()
             reader.join()
 
+    def row_groups_of(self, index: int) -> int:
+        """Returns how many row groups the manifest says that the file of a row group has."""
+        return len(self._located[index][0].row_groups)
+
     def legacy_filesystem(self) -> Any:
         """Returns the file system in the only form in which pyarrow still opens a legacy dataset."""
         uri = self.manifest.uri
@@ -104,6 +109,8 @@ class _OrderedReader(Reader):  # type: ignore[misc]
     def __init__(self, reader: PetastormReader, indexes: Sequence[int]) -> None:
         self._wanted = [self._place(*reader.locate(index)) for index in indexes]
         files = sorted({path for path, _ in self._wanted})
+        named = {reader.locate(index)[0]: reader.row_groups_of(index) for index in indexes}
+        self._row_groups = {storage.filesystem(uri)[1]: count for uri, count in named.items()}
         super().__init__(
             reader.legacy_filesystem(),
             files,
@@ -119,6 +126,10 @@ class _OrderedReader(Reader):  # type: ignore[misc]
 
     def _filter_row_groups(self, dataset: Any, row_groups: Any, *args: Any) -> tuple[list[int], None]:
         """Replaces Petastorm's sharding: returns the indexes into `row_groups` to read."""
+        counts = Counter(piece.path for piece in row_groups)
+        for path, expected in self._row_groups.items():
+            if counts[path] != expected:
+                raise ValueError(f"{path!r} has {counts[path]} row groups where the manifest says {expected}")
         index_of = {(piece.path, piece.row_group): index for index, piece in enumerate(row_groups)}
         return [index_of[place] for place in self._wanted], None
 

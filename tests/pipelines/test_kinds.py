@@ -414,9 +414,9 @@ def test_what_does_not_fit_is_refused_by_name_with_the_remedy(
 def test_a_typo_in_columns_names_the_near_one(spark: Any, tmp_path: Any) -> None:
     df = spark.range(3).withColumnRenamed("id", "carrier")
     with pytest.raises(
-        ValueError, match="columns names 'carier', which the DataFrame lacks; did you mean 'carrier'"
+        ValueError, match="columns names 'carrierz', which the DataFrame lacks; did you mean 'carrier'"
     ):
-        write_shards(df, str(tmp_path / "s"), columns={"carier": Scalar()})
+        write_shards(df, str(tmp_path / "s"), columns={"carrierz": Scalar()})
 
 
 @pytest.mark.parametrize(

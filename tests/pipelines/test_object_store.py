@@ -537,15 +537,19 @@ def test_a_failed_upload_commits_nothing(
     uri = "s3://bucket/spark/failing"
     df = spark_on_store.range(0, 3000, 1, 3)
     store.fail("internal", times=99, pattern="PUT .*part-")
-    with pytest.raises(Exception, match="We encountered an internal error"):
+    with pytest.raises(
+        RuntimeError, match=r"^writing 's3://.*/part-.*' failed, nothing is committed \("
+    ) as caught:
         write_shards(df, uri)
+    assert "We encountered an internal error" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
     store.tell("clear")
     assert storage.list_names(uri) == []
     old = write_shards(df, uri)
     # One of three files, and the second time the commit itself.
     for pattern in ("PUT .*part-00001", "PUT .*manifest.json"):
         store.fail("internal", times=99, pattern=pattern)
-        with pytest.raises(Exception, match="We encountered an internal error"):
+        with pytest.raises(RuntimeError, match=r"^writing .* failed.*We encountered an internal error"):
             write_shards(df.limit(5), uri, overwrite=True, num_files=2)
         store.tell("clear")
         assert ShardManifest.load(uri).files == old.files

@@ -336,10 +336,7 @@ def _padded(path: Path, num_bytes: int) -> None:
         (9, 10),
         (20,),
         (5, 5, 5, 5),
-        pytest.param(
-            (10, 10, 10),
-            marks=pytest.mark.xfail(reason="readers count a row group's rows, not a file's row groups"),
-        ),
+        (10, 10, 10),
     ],
     ids=str,
 )
