@@ -71,20 +71,22 @@ def assemble(
     num_rows = stop - start
     if not num_rows:
         return empty
+    step = len(lane_cycle)
     parts, places = [], []
     for index, lane in enumerate(lanes):
         lane_places = _places(lane_cycle, index, start, num_rows)
-        rows = sum(len(range(first, num_rows, len(lane_cycle))) for first in lane_places)
-        parts.append(lane.take(rows))
+        parts.append(lane.take(sum(len(range(first, num_rows, step)) for first in lane_places)))
         places.append(lane_places)
+    copies = _copies(parts, places, step)
     block: RowGroup = {}
     for name, like in empty.items():
         if isinstance(like, RaggedRows):
-            block[name] = _gather(name, parts, places, len(lane_cycle), num_rows)
-        elif len(lane_cycle) == 1:
-            block[name] = join([cut(piece[name], *bounds) for piece, *bounds in parts[0]])
-        else:
-            block[name] = _scatter(name, like, parts, places, len(lane_cycle), num_rows)
+            block[name] = _gather(name, parts, places, step, num_rows)
+            continue
+        rows = np.empty((num_rows, *like.shape[1:]), dtype=like.dtype)
+        for piece, source, target in copies:
+            rows[target] = cast("npt.NDArray[Any]", piece[name])[source]
+        block[name] = rows
     return block
 
 
@@ -94,28 +96,23 @@ def _places(lane_cycle: npt.NDArray[np.int64], lane: int, start: int, num_rows: 
     return [place for place in sorted(turns.tolist()) if place < num_rows]
 
 
-def _scatter(
-    name: str,
-    like: npt.NDArray[Any],
-    parts: Sequence[Sequence[_Part]],
-    places: Sequence[Sequence[int]],
-    step: int,
-    num_rows: int,
-) -> Rows:
-    """Copies dense rows of all lanes to their places."""
-    block = np.empty((num_rows, *like.shape[1:]), dtype=like.dtype)
+def _copies(
+    parts: Sequence[Sequence[_Part]], places: Sequence[Sequence[int]], step: int
+) -> list[tuple[RowGroup, slice, slice]]:
+    """Returns what to copy for every dense column: from which rows of a piece to which of the block."""
+    copies = []
     for lane_parts, lane_places in zip(parts, places, strict=True):
         done, turns = 0, len(lane_places)
         for piece, first, last in lane_parts:
-            rows = cast("npt.NDArray[Any]", piece[name])
             for turn, place in enumerate(lane_places):
                 # The lane's row t goes to turn t % turns, and there to round t // turns.
                 skipped = (turn - done) % turns
-                source = rows[first + skipped : last : turns]
+                count = len(range(first + skipped, last, turns))
                 begin = place + (done + skipped) // turns * step
-                block[begin : begin + len(source) * step : step] = source
+                source = slice(first + skipped, last, turns)
+                copies.append((piece, source, slice(begin, begin + count * step, step)))
             done += last - first
-    return block
+    return copies
 
 
 def _gather(
