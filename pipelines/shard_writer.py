@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Scalar
@@ -95,6 +96,13 @@ class _Task:
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
         number = _partition_id()
+        names = {column.name: index for index, column in enumerate(plan.stored_columns)}
+        # Of stored columns: the index of one whose nulls are kept -> the index of its mask.
+        self._masks = {
+            names[column.name]: names[f"{column.name}.isnull"]
+            for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
+            if handling == "keep"
+        }
         self._writers = {split: plan.new_file(number, split) for split in SPLITS}
         self._stats = {
             split: [
@@ -209,10 +217,15 @@ class _Task:
     def _write(self, split: Split, arrays: list[list[Any]]) -> None:
         if self._refused or not len(arrays[0][0]):
             return
-        for column, collector, stored in zip(
-            self._plan.stored_columns, self._stats[split], arrays, strict=True
+        for index, (column, collector) in enumerate(
+            zip(self._plan.stored_columns, self._stats[split], strict=True)
         ):
-            collector.add(len(stored[0]), column.kind.measured(stored))
+            stored = measured = arrays[index]
+            if (mask := self._masks.get(index)) is not None and pc.any(arrays[mask][0]).as_py():
+                # What fills a null is no value of the column.
+                present = pc.invert(arrays[mask][0])
+                measured = [array.filter(present) for array in stored]
+            collector.add(len(stored[0]), column.kind.measured(measured))
         self._writers[split].add([array for group in arrays for array in group])
 
     def _refuse(self, problem: str | None) -> None:

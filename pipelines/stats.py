@@ -30,7 +30,7 @@ class ColumnStats:
 
     Attributes:
         rows: Rows stored.
-        nulls: Rows that were null or held a null, and were filled or refused.
+        nulls: Rows that were null or held a null and were kept; what fills them counts nowhere below.
         values: Elements, NaN and infinite ones included.
         nans: NaN elements.
         infs: Infinite elements of either sign.

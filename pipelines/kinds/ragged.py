@@ -99,8 +99,9 @@ class Padded(Kind):
         if self.length is not None and self.length < 1:
             raise ValueError(f"length of Padded for column {name!r} must be at least 1, got {self.length}")
         dtype = matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1))
-        kept = np.asarray(self.value).astype(dtype)
-        if not (kept == self.value or self.value != self.value):
+        # A NaN has no counterpart among integers, and is unequal to itself.
+        is_float = np.dtype(dtype).kind == "f"
+        if not (is_float if self.value != self.value else np.asarray(self.value).astype(dtype) == self.value):
             raise ValueError(f"value of Padded for column {name!r} must be a {dtype}, got {self.value!r}")
         return replace(self, dtype=dtype)
 

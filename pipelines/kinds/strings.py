@@ -85,7 +85,7 @@ class Vocabulary(_Ids):
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         assert self.words is not None
-        ids = pc.index_in(values, value_set=_value_set(self.words)).cast(pa.int64())
+        ids = pc.index_in(values.cast(pa.string()), value_set=_value_set(self.words)).cast(pa.int64())
         ids = pc.fill_null(ids, len(self.words))
         if valid is not None:
             ids = pc.if_else(pa.array(valid), ids, pa.scalar(len(self.words), pa.int64()))

@@ -396,6 +396,7 @@ def test_vocabularies_are_limited_and_kept_in_the_manifest(
         ("string", Sparse(), "which is no vector"),
         ("array<array<int>>", Ragged(), "flatten it first"),
         ("array<int>", Padded(length=0), "length of Padded for column 'x' must be at least 1"),
+        ("array<int>", Padded(value=float("nan")), "value of Padded for column 'x' must be a int32, got nan"),
         ("array<int>", Padded(value=0.5), "value of Padded for column 'x' must be a int32, got 0.5"),
         ("array<int>", Ragged("float32"), "holds int32 where float32 was asked for; cast it in Spark first"),
         ("int", Binary("raw", shape=(1,)), "which is not binary"),

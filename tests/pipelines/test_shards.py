@@ -208,7 +208,8 @@ def test_files_are_even_however_skewed_the_input_is(
 
 def test_a_fraction_of_the_rows_is_for_validation_by_their_hash(spark: Any, tmp_path: Path) -> None:
     def validation(name: str, rows: int, seed: int, partitions: int) -> set[int]:
-        df = spark.range(rows).withColumn("a", F.array("id")).repartition(partitions)
+        df = spark.range(rows).withColumn("a", F.array(F.col("id").cast("double"))).repartition(partitions)
+        df = df.withColumn("v", array_to_vector("a"))
         manifest = write_shards(df, str(tmp_path / name), validation_fraction=0.2, seed=seed)
         assert manifest.num_rows == rows
         train = set(_read(manifest.select("train"))["id"].tolist())
@@ -217,6 +218,7 @@ def test_a_fraction_of_the_rows_is_for_validation_by_their_hash(spark: Any, tmp_
         assert not train & held_out
         return held_out
 
+    from pyspark.ml.functions import array_to_vector
     from pyspark.sql import functions as F
 
     few = validation("few", 2_000, 1, 2)
@@ -255,7 +257,10 @@ def test_nulls_are_skipped_or_kept_where_asked_for(spark: Any, tmp_path: Path) -
     assert np.array_equal(data["x"], np.where(data["id"] % 4 == 0, 0, data["id"]))
     assert np.array_equal(data["a.isnull"], data["id"] % 10 == 0)
     assert np.array_equal(data["a"][:, 0], np.where(data["id"] % 10 == 0, 0, data["id"]))
-    assert manifest.stats["train"]["x"].nulls == 25
+    stats = manifest.stats["train"]["x"]
+    # What fills a null is no value.
+    assert (stats.rows, stats.nulls, stats.values, stats.minimum) == (100, 25, 75, 1)
+    assert stats.mean == pytest.approx(50)
 
     with pytest.raises(ValueError, match=r"of 100, 50 are for validation, 50 hold nulls"):
         write_shards(
