@@ -221,6 +221,7 @@ class ShardManifest:
                 "skipped_rows": self.skipped_rows,
             },
             indent=1,
+            allow_nan=False,
         )
 
     @staticmethod

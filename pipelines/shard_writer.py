@@ -131,11 +131,14 @@ class _Task:
         arrays: list[list[Any]] = []
         for index, column in enumerate(self._plan.columns):
             keeps = self._plan.handle_invalid[index] == "keep"
-            values, null = columns[index], nulls[index]
+            values, null, valid = columns[index], nulls[index], None
             if keeps:
+                # A row that is null has no shape; one that only holds a null has.
+                if values.null_count:
+                    valid = values.is_valid().to_numpy(zero_copy_only=False)
                 values = fill_nulls(values)
             try:
-                encoded = column.kind.encode(values, None if null is None else ~null)
+                encoded = column.kind.encode(values, valid)
             except ValueError as error:
                 self._refuse(f"column {column.name!r} {error}")
                 return

@@ -26,7 +26,8 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column, check_names, columns_from_spark, quote
 from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import Shape
-from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.kinds.strings import check_seed, learned
+from ringspark.pipelines.kinds.vector import canonical_vector, is_vector
 from ringspark.pipelines.manifest import MANIFEST_NAME, SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.rebalance import NewFile, copy_files, even_files
 from ringspark.pipelines.shard_writer import (
@@ -93,7 +94,8 @@ def write_shards(
         validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
             split. The column itself is not stored.
         validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a
-            hash of (seed, row): equal rows stay together, and a row keeps its split as data grows.
+            hash of (seed, names, row): equal rows stay together, and a row keeps its split as data
+            grows. To split a part once more, take another seed.
         seed: For `validation_fraction`.
         overwrite: Replace the shards in `uri`. Readers see the old ones until the new are complete.
 
@@ -114,6 +116,9 @@ def write_shards(
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
     if df.isStreaming:
         raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
+    check_names(df.columns)
+    if columns is not None and not isinstance(columns, Mapping):
+        raise ValueError(f"columns must map names to kinds, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = _split_expression(df, columns, validation_col, validation_fraction, seed)
     stored = [field for field in df.schema.fields if field.name != validation_col]
     if not stored:
@@ -147,6 +152,10 @@ def write_shards(
             storage.remove_if_empty(plan.uri)
         raise
     _clean(manifest, plan, previous)
+    if plan.splits and not manifest.select("validation").num_rows:
+        _logger.warning(
+            "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
+        )
     return manifest
 
 
@@ -175,9 +184,15 @@ def _split_expression(
         return F.col(quote(validation_col))
     if fraction is None:
         return None
-    if not 0 < fraction < 1:
-        raise ValueError(f"validation_fraction must be between 0 and 1, got {fraction}")
-    hashed = F.xxhash64(F.lit(seed).cast("bigint"), *(F.col(quote(name)) for name in df.columns))
+    if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+        raise ValueError(f"validation_fraction must be a number between 0 and 1, got {fraction!r}")
+    check_seed("seed", seed)
+    # Sorted: a row keeps its split when a select names the columns in another order.
+    values = [
+        canonical_vector(F.col(quote(name))) if is_vector(df.schema[name].dataType) else F.col(quote(name))
+        for name in sorted(df.columns)
+    ]
+    hashed = F.xxhash64(F.lit(seed).cast("bigint"), *values)
     steps = F.pmod(hashed, F.lit(_FRACTION_STEPS).cast("bigint"))
     return steps < F.lit(round(fraction * _FRACTION_STEPS)).cast("bigint")
 
@@ -216,7 +231,8 @@ def _learn(df: DataFrame, column: Column) -> Column:
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:
         return column
-    source = F.col(quote(column.name))
+    # Without its collation: ids are told apart byte by byte.
+    source = F.col(quote(column.name)).cast("string")
     counted = df.where(source.isNotNull()).groupBy(source.alias("word")).agg(F.count("*").alias("rows"))
     if column.kind.min_count > 1:
         counted = counted.where(F.col("rows") >= column.kind.min_count)
@@ -344,6 +360,15 @@ def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnSt
             for value in (part[column.name].minimum, part[column.name].maximum)
             if value is not None
         ]
+        overflown = sum(part[column.name].infs for part in stats.values())
+        if overflown:
+            _logger.warning(
+                "column %r holds %d infinite values as float32, which ends at 3.4e38; pass columns={%r: "
+                "Vector('float64')} to write_shards, or scale them first",
+                column.name,
+                overflown,
+                column.name,
+            )
         if bounds and max(bounds) >= _FLOAT32_WHOLE:
             _logger.warning(
                 "column %r holds values up to %g as float32, which tells whole numbers apart only up to %d; "
@@ -374,7 +399,11 @@ def _check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:
             f"validation_col {name!r} has {nulls + stats.nans} nulls or NaNs in {stats.rows} rows; "
             "fill them with df.na.fill first"
         )
-    if stats.infs or (stats.values and not (stats.minimum in (0, 1) and stats.maximum in (0, 1))):
+    if (
+        stats.infs
+        or stats.fractional
+        or (stats.values and not (stats.minimum in (0, 1) and stats.maximum in (0, 1)))
+    ):
         raise ValueError(
             f"validation_col {name!r} must be boolean or 0/1, "
             f"got values from {stats.minimum} to {stats.maximum}"

@@ -38,7 +38,7 @@ class ColumnStats:
         minimum: Smallest finite element, an exact int for integers; None without one.
         maximum: Largest finite element.
         mean: Mean of the finite elements; None without one.
-        deviations: Sum of squared deviations of the finite elements from their mean.
+        deviations: Sum of squared deviations of the finite elements from their mean; None if unknown.
         distinct: Estimate of distinct values; None where it is not taken.
         sketch: What `distinct` is estimated from while tasks are merged; not kept in a manifest.
     """
@@ -52,7 +52,7 @@ class ColumnStats:
     minimum: Number | None = None
     maximum: Number | None = None
     mean: float | None = None
-    deviations: float = 0.0
+    deviations: float | None = 0.0
     distinct: int | None = None
     sketch: DistinctSketch | None = field(default=None, compare=False)
 
@@ -64,7 +64,9 @@ class ColumnStats:
     @property
     def std(self) -> float | None:
         """Standard deviation of the finite elements (divisor n - 1, as in Spark); None below two."""
-        return math.sqrt(self.deviations / (self.finite - 1)) if self.finite > 1 else None
+        if self.finite < 2 or self.deviations is None:
+            return None
+        return math.sqrt(self.deviations / (self.finite - 1))
 
     def merge(self, other: ColumnStats) -> ColumnStats:
         """Returns the stats of both together."""
@@ -76,7 +78,7 @@ class ColumnStats:
                 # Chan, Golub, LeVeque: "Updating formulae and a pairwise algorithm", 1979.
                 share = other.finite / (self.finite + other.finite)
                 gap = other.mean - mean
-                deviations += other.deviations + gap * gap * self.finite * share
+                deviations = (deviations or 0.0) + (other.deviations or 0.0) + gap * gap * self.finite * share
                 mean += gap * share
         sketch = self.sketch
         if other.sketch is not None:
@@ -97,8 +99,12 @@ class ColumnStats:
         )
 
     def without_sketch(self) -> ColumnStats:
-        """Returns the stats as a manifest keeps them."""
-        return replace(self, sketch=None)
+        """Returns the stats as a manifest keeps them: moments that have overflown are unknown."""
+        mean = self.mean if self.mean is not None and math.isfinite(self.mean) else None
+        deviations = self.deviations
+        if deviations is not None and not (math.isfinite(deviations) and mean == self.mean):
+            deviations = None
+        return replace(self, sketch=None, mean=mean, deviations=deviations)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the stats as JSON values."""
@@ -110,6 +116,7 @@ class ColumnStats:
     def from_json(data: dict[str, Any]) -> ColumnStats:
         """Reads what `to_json` returned."""
         values = {field.name: data[field.name] for field in fields(ColumnStats) if field.name in data}
+        values.setdefault("deviations", None)
         if "sketch" in values:
             values["sketch"] = DistinctSketch.from_text(values["sketch"])
         return ColumnStats(**values)

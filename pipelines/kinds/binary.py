@@ -52,21 +52,39 @@ class NpyDecoder(Decoder):
     """What `numpy.save` writes; never a pickle."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        array = np.load(io.BytesIO(data), allow_pickle=False)
+        array = self.decode(data, shape, dtype)
         return array.shape, array.dtype.name
 
     def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
-        array: Array = np.load(io.BytesIO(data), allow_pickle=False)
-        return array
+        read: Any = np.lib.format.read_array  # NumPy has no types for it
+        array: Array = read(io.BytesIO(data), allow_pickle=False)
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 class ImageDecoder(Decoder):
     """JPEG, PNG and what else Pillow reads: (height, width, channels), or (height, width) for grey."""
 
     _MODES: ClassVar[dict[int, str]] = {1: "L", 3: "RGB", 4: "RGBA"}
+    # Of eight bits a channel. Pillow clips deeper ones, e.g. PNGs of 16 bits, when it converts them.
+    _EIGHT_BITS: ClassVar[set[str]] = {
+        "1",
+        "L",
+        "LA",
+        "La",
+        "P",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBa",
+        "RGBX",
+        "CMYK",
+        "YCbCr",
+    }
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         with _pillow().open(io.BytesIO(data)) as image:
+            if image.mode not in self._EIGHT_BITS:
+                raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
             return (image.height, image.width, *shape[2:]), "uint8"
 
     def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
@@ -98,7 +116,12 @@ class Binary(Kind):
     nullable: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        shape = (self.shape,) if isinstance(self.shape, int) else self.shape
+        object.__setattr__(self, "shape", tuple(int(size) for size in shape))
+        try:
+            np.dtype(self.dtype)
+        except TypeError:
+            raise ValueError(f"dtype of Binary must be a NumPy dtype, got {self.dtype!r}") from None
         if self.decoder not in DECODERS:
             raise ValueError(
                 f"decoder of Binary must be one of {', '.join(DECODERS)}, got {self.decoder!r}; "
@@ -130,10 +153,8 @@ class Binary(Kind):
             data = value.as_py()
             try:
                 shape, dtype = decoder.describe(data, self.shape, self.dtype)
-            except (OSError, ValueError, KeyError) as error:
-                raise ValueError(
-                    f"holds {len(data)} bytes that decoder {self.decoder!r} cannot read ({error})"
-                ) from None
+            except Exception as error:  # decoders raise what they like
+                raise ValueError(self._unreadable(data, error)) from None
             if (shape, dtype) != (self.shape, self.dtype):
                 raise ValueError(
                     f"holds {dtype} of shape {shape} where {self.dtype} of shape {self.shape} was asked for"
@@ -163,7 +184,14 @@ class Binary(Kind):
         for row, (start, stop) in enumerate(pairwise(offsets)):
             if start == stop and self.nullable:
                 continue
-            array = decoder.decode(data[start:stop].tobytes(), self.shape, self.dtype)
+            value = data[start:stop].tobytes()
+            try:
+                array = decoder.decode(value, self.shape, self.dtype)
+            except Exception as error:
+                problem = self._unreadable(value, error)
+                raise RuntimeError(
+                    f"column {name!r} {problem}; write the shards again without such rows"
+                ) from error
             if array.shape != self.shape or array.dtype != decoded.dtype:
                 raise ValueError(
                     f"column {name!r} holds {array.dtype} of shape {array.shape} where the manifest says "
@@ -171,6 +199,9 @@ class Binary(Kind):
                 )
             decoded[row] = array
         return {name: decoded}
+
+    def _unreadable(self, data: bytes, error: Exception) -> str:
+        return f"holds {len(data)} bytes that decoder {self.decoder!r} cannot read ({error})"
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {name: BatchArray(self.dtype, self.shape)}

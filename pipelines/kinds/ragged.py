@@ -96,12 +96,16 @@ class Padded(Kind):
     value: float = 0
 
     def adopt(self, name: str, data_type: DataType) -> Self:
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"length of Padded for column {name!r} must be at least 1, got {self.length}")
+        if self.length is not None and (not isinstance(self.length, int) or self.length < 1):
+            raise ValueError(
+                f"length of Padded for column {name!r} must be at least 1 and whole, got {self.length!r}"
+            )
         dtype = matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1))
-        # A NaN has no counterpart among integers, and is unequal to itself.
-        is_float = np.dtype(dtype).kind == "f"
-        if not (is_float if self.value != self.value else np.asarray(self.value).astype(dtype) == self.value):
+        is_number = isinstance(self.value, (int, float))
+        # Floats take any number, rounded; to integers and booleans it must be one of theirs.
+        if is_number and np.dtype(dtype).kind != "f":
+            is_number = self.value % 1 == 0 and bool(np.asarray(self.value).astype(dtype) == self.value)
+        if not is_number:
             raise ValueError(f"value of Padded for column {name!r} must be a {dtype}, got {self.value!r}")
         return replace(self, dtype=dtype)
 

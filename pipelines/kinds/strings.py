@@ -78,10 +78,15 @@ class Vocabulary(_Ids):
             raise ValueError(f"words of Vocabulary must be a list of strings, got {self.words!r}")
         if self.words is not None:
             object.__setattr__(self, "words", tuple(self.words))
+            if not all(isinstance(word, str) for word in self.words):
+                raise ValueError("words of Vocabulary must be strings")
             if len(set(self.words)) != len(self.words):
                 raise ValueError("words of Vocabulary must not repeat a string")
         if self.min_count < 1 or (self.max_size is not None and self.max_size < 1):
             raise ValueError("max_size and min_count of Vocabulary must be at least 1")
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        return source.cast("string")  # without its collation
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         assert self.words is not None
@@ -119,11 +124,13 @@ class HashBuckets(_Ids):
     def __post_init__(self) -> None:
         if self.num_buckets < 1:
             raise ValueError(f"num_buckets of HashBuckets must be at least 1, got {self.num_buckets}")
+        check_seed("seed of HashBuckets", self.seed)
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         from pyspark.sql import functions as F
 
-        hashed = F.xxhash64(F.lit(self.seed).cast("bigint"), source)
+        # Without its collation: equal strings are those of equal bytes, as in a vocabulary.
+        hashed = F.xxhash64(F.lit(self.seed).cast("bigint"), source.cast("string"))
         # The hash of a null is a number like any other; a null has to stay one.
         return F.when(source.isNotNull(), F.pmod(hashed, F.lit(self.num_buckets).cast("bigint")))
 
@@ -138,6 +145,12 @@ def learned(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
     """Returns the vocabulary with the words of (string, count) pairs in any order."""
     kept = sorted((-count, word) for word, count in counts if count >= kind.min_count)
     return replace(kind, words=tuple(word for _, word in kept[: kind.max_size]))
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Refuses a seed that is no whole number of 64 bits."""
+    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"{name} must be a whole number of 64 bits, got {seed!r}")
 
 
 def hash_words(words: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ringspark.pipelines.kinds.array import Array
-from ringspark.pipelines.kinds.base import Encoded, list_offsets, make_lists, range_of
+from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists, range_of
 from ringspark.pipelines.rows import Array as NumpyArray
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ class Vector(Array):
             dense[np.repeat(offsets[:-1], np.diff(vectors.offsets)) + vectors.places()] = leaf
             leaf = dense
         return Encoded([make_lists(offsets, leaf, self.dtype)], shapes)
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        (low,), (high,) = shapes or ((0,), (0,))
+        if low != high:
+            raise ValueError(
+                f"column {name!r} has vectors of size {low} to {high}; every row needs the same size"
+            )
+        return super().settle(name, shapes, nullable)
 
 
 class Vectors:
@@ -121,3 +129,21 @@ def vector_struct(source: SparkColumn, dtype: str) -> SparkColumn:
         values.alias("values"),
     )
     return F.when(source.isNotNull(), parts)
+
+
+def canonical_vector(source: SparkColumn) -> SparkColumn:
+    """Returns a Spark expression that is equal for equal vectors, dense or sparse: size and non-zeros."""
+    from pyspark.sql import functions as F
+
+    inside = F.unwrap_udt(source)
+    values = inside.getField("values")
+    size = F.coalesce(inside.getField("size"), F.size(values))
+    every = F.when(size > 0, F.sequence(F.lit(0), size - 1)).otherwise(F.array().cast("array<int>"))
+    pairs = F.zip_with(
+        F.coalesce(inside.getField("indices"), every),
+        values,
+        lambda index, value: F.struct(index.alias("index"), value.alias("value")),
+    )
+    return F.struct(
+        size.alias("size"), F.filter(pairs, lambda pair: pair.getField("value") != 0).alias("pairs")
+    )

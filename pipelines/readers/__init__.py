@@ -62,6 +62,8 @@ def open_reader(
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out
             of range.
     """
+    if not isinstance(manifest, ShardManifest):
+        raise ValueError(f"open_reader takes a manifest, got {manifest!r}; pass ShardManifest.load(uri)")
     engine = engine or default_engine()
     check_engine(engine)
     module, _, name = READERS[engine].partition(":")

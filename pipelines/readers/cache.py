@@ -7,6 +7,7 @@ shuffle takes copies.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -72,7 +73,7 @@ class DiskCache(RowGroupCache):
         super().__init__(max_bytes)
         self._folder = Path(tempfile.mkdtemp(prefix="ringspark-cache-"))
         self._row_groups: dict[int, dict[str, int]] = {}  # name -> arrays of it, 0 for a dense one
-        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
 
     def __contains__(self, index: int) -> bool:
         return index in self._row_groups
@@ -114,6 +115,12 @@ class DiskCache(RowGroupCache):
 
     def _path(self, index: int, column: int, number: int) -> Path:
         return self._folder / f"{index}-{column}-{number}.npy"
+
+
+def _remove(folder: Path, owner: int) -> None:
+    # A forked child has this cache too, and lets go of it earlier.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 CACHES: dict[str, type[RowGroupCache]] = {"memory": MemoryCache, "disk": DiskCache}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from ringspark.pipelines import (
@@ -31,6 +32,7 @@ from ringspark.pipelines import (
 )
 from ringspark.pipelines.kinds import KINDS
 from ringspark.pipelines.readers import Batch
+from ringspark.pipelines.rows import RaggedRows
 
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("no_thread_left")]
 
@@ -395,7 +397,11 @@ def test_vocabularies_are_limited_and_kept_in_the_manifest(
         ("int", Vocabulary(), "Vocabulary is for strings"),
         ("string", Sparse(), "which is no vector"),
         ("array<array<int>>", Ragged(), "flatten it first"),
-        ("array<int>", Padded(length=0), "length of Padded for column 'x' must be at least 1"),
+        (
+            "array<int>",
+            Padded(length=0),
+            "of Padded for column 'x' must be at least 1 and whole, got 0",
+        ),
         ("array<int>", Padded(value=float("nan")), "value of Padded for column 'x' must be a int32, got nan"),
         ("array<int>", Padded(value=0.5), "value of Padded for column 'x' must be a int32, got 0.5"),
         ("array<int>", Ragged("float32"), "holds int32 where float32 was asked for; cast it in Spark first"),
@@ -482,3 +488,80 @@ def test_null_vectors_are_kept_as_zeros_with_a_mask(spark: Any, tmp_path: Any) -
     assert batch["v.isnull"].tolist() == batch["s.isnull"].tolist() == [False, True, False]
     assert batch["s.indptr"].tolist() == [0, 2, 2, 3]
     assert batch["s.data"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rest", [[1, None], None], ids=str)
+def test_a_kept_row_that_only_holds_a_null_must_have_the_shape_of_the_others(
+    spark: Any, tmp_path: Any, rest: list[Any] | None
+) -> None:
+    df = spark.createDataFrame([([1, 2, 3],), ([4, None, 6],), (None,), (rest,)], "a array<int>").coalesce(1)
+    if rest is not None:
+        with pytest.raises(ValueError, match="column 'a' has arrays of 2 to 3 elements"):
+            write_shards(df, str(tmp_path / "s"), handle_invalid="keep")
+        return
+    manifest = write_shards(df, str(tmp_path / "s"), handle_invalid="keep")
+    (batch,) = open_reader(manifest, engine="arrow", shuffle=False).batches(0)
+    assert batch["a"].tolist() == [[1, 2, 3], [4, 0, 6], [0, 0, 0], [0, 0, 0]]
+    assert batch["a.isnull"].tolist() == [False, True, True, True]
+
+
+def test_images_of_more_than_8_bits_are_refused_rather_than_clipped(spark: Any, tmp_path: Any) -> None:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.array([[0, 1000], [30000, 65535]], np.uint16)).save(buffer, "PNG")
+    df = spark.createDataFrame([(buffer.getvalue(),)], "x binary")
+    with pytest.raises(ValueError, match=r"mode 'I;16.*' has more than 8 bits a channel; store it as npy"):
+        write_shards(df, str(tmp_path / "s"), columns={"x": Binary("image", shape=(2, 2))})
+
+
+def test_npy_of_either_byte_order_is_read_and_no_pickle() -> None:
+    kind = Binary("npy", shape=(2,), dtype="float32")
+    rows = kind.decode(kind.encode(pa.array([_npy(np.array([1, 2], ">f4"))])).arrays)
+    assert isinstance(rows, RaggedRows)
+    values = kind.finish("x", rows)["x"]
+    assert values.dtype == np.float32
+    assert values.dtype.isnative
+    assert values.tolist() == [[1, 2]]
+    pickled = _npy(np.array([{"a": 1}, None], dtype=object))
+    for bad in (b"", b"PK", pickled):
+        with pytest.raises(ValueError, match="bytes that decoder 'npy' cannot read"):
+            kind.encode(pa.array([bad]))
+
+
+def test_an_image_that_ends_too_early_is_named_when_it_is_read() -> None:
+    buffer = io.BytesIO()
+    from PIL import Image
+
+    Image.fromarray(np.arange(48 * 48 * 3, dtype=np.uint8).reshape(48, 48, 3)).save(buffer, "JPEG")
+    kind = Binary("image", shape=(48, 48, 3))
+    half = kind.encode(pa.array([buffer.getvalue()[: len(buffer.getvalue()) // 2]]))
+    rows = kind.decode(half.arrays)
+    assert isinstance(rows, RaggedRows)
+    with pytest.raises(RuntimeError, match=r"column 'x' holds \d+ bytes that decoder 'image' cannot read"):
+        kind.finish("x", rows)
+
+
+def test_vectors_of_several_sizes_get_no_advice_that_is_refused(spark: Any, tmp_path: Any) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    df = spark.createDataFrame([(Vectors.dense([1.0]),), (Vectors.dense([1.0, 2.0]),)], ["v"])
+    with pytest.raises(ValueError, match="vectors of size 1 to 2; every row needs the same size"):
+        write_shards(df, str(tmp_path / "s"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Vocabulary(words=[1]), "words of Vocabulary must be strings"),
+        (lambda: Vocabulary(words="abc"), "must be a list of strings"),
+        (lambda: HashBuckets(5, seed=2**63), "seed of HashBuckets must be a whole number of 64 bits"),
+        (lambda: HashBuckets(0), "num_buckets of HashBuckets must be at least 1"),
+        (lambda: Binary("raw", shape=(1,), dtype="foo"), "dtype of Binary must be a NumPy dtype"),
+        (lambda: Binary("pickle", shape=(1,)), "decoder of Binary must be one of raw, npy, image"),
+        (lambda: Binary("image", shape=(1,)), "an image has shape"),
+    ],
+)
+def test_settings_that_no_column_could_have_are_refused_at_once(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -138,7 +138,7 @@ def test_vectors_of_several_sizes_and_null_vectors_are_refused(spark: Any, tmp_p
 
     schema = StructType([StructField("v", VectorUDT())])
     for value, message in (
-        (Vectors.dense([1.0]), "arrays of 1 to 2 elements"),
+        (Vectors.dense([1.0]), "vectors of size 1 to 2"),
         (None, "column 'v' has nulls in 1 of 2 rows"),
     ):
         df = spark.createDataFrame([(Vectors.dense([1.0, 2.0]),), (value,)], schema)
@@ -151,6 +151,7 @@ def test_vectors_of_several_sizes_and_null_vectors_are_refused(spark: Any, tmp_p
     [
         ("if(i = 3, null, held_out)", "has 1 nulls or NaNs in 200 rows; fill them with df.na.fill first"),
         ("i", "must be boolean or 0/1, got values from 0 to 199"),
+        ("i / 199", "must be boolean or 0/1, got values from 0.0 to 1.0"),
         ("if(i = 3, double('NaN'), 0D)", "has 1 nulls or NaNs"),
         ("a", "must be boolean or 0/1, got type array<float>"),
         ("true", r"no training rows \(of 200, 200 are for validation, 0 hold nulls\)"),
@@ -227,6 +228,60 @@ def test_a_fraction_of_the_rows_is_for_validation_by_their_hash(spark: Any, tmp_
     # A row keeps its split when the data grows or is partitioned otherwise; another seed is another split.
     assert {row for row in validation("more", 3_000, 1, 5) if row < 2_000} == few
     assert validation("other", 2_000, 2, 2) != few
+
+
+def test_equal_vectors_stay_in_one_split_dense_or_sparse(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    rows = [(Vectors.dense([float(i % 50), 0.0]),) for i in range(100)]
+    rows += [(Vectors.sparse(2, {0: float(i)} if i else {}),) for i in range(50)]
+    manifest = write_shards(spark.createDataFrame(rows, ["v"]), str(tmp_path / "s"), validation_fraction=0.4)
+    train = set(map(tuple, _read(manifest.select("train"))["v"].tolist()))
+    held_out = set(map(tuple, _read(manifest.select("validation"))["v"].tolist()))
+    assert len(train) + len(held_out) == 50
+    assert not train & held_out
+
+
+def test_the_order_of_columns_does_not_move_rows_to_the_other_split(spark: Any, tmp_path: Path) -> None:
+    df = spark.range(300).selectExpr("id", "id * 2 as a")
+    splits = [
+        _read(write_shards(data, str(tmp_path / name), validation_fraction=0.3).select("validation"))["id"]
+        for name, data in (("one", df), ("two", df.select("a", "id")))
+    ]
+    assert set(splits[0].tolist()) == set(splits[1].tolist())
+
+
+def test_splitting_a_split_with_the_same_seed_is_warned_about(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = write_shards(spark.range(300), str(tmp_path / "a"), validation_fraction=0.3)
+    train = spark.read.parquet(*first.select("train").paths)
+    second = write_shards(train, str(tmp_path / "b"), validation_fraction=0.3)
+    assert second.select("validation").num_rows == 0
+    assert "another seed" in caplog.text
+
+
+def test_values_that_overflow_a_float32_vector_are_warned_about(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    df = spark.createDataFrame([(Vectors.dense([1e300, 1.0]),)], ["v"])
+    write_shards(df, str(tmp_path / "s"))
+    assert "1 infinite values as float32" in caplog.text
+
+
+def test_moments_that_overflow_are_unknown_and_the_manifest_stays_json(spark: Any, tmp_path: Path) -> None:
+    import json
+
+    manifest = write_shards(spark.range(3).coalesce(1).selectExpr("1.7e308D as x"), str(tmp_path / "s"))
+    stats = ShardManifest.load(manifest.uri).stats["train"]["x"]
+    assert (stats.mean, stats.std, stats.maximum) == (None, None, 1.7e308)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    json.loads((tmp_path / "s" / "manifest.json").read_text(), parse_constant=refuse)
 
 
 def test_nulls_are_skipped_or_kept_where_asked_for(spark: Any, tmp_path: Path) -> None:
@@ -350,7 +405,10 @@ def test_settings_out_of_range_are_refused_before_spark_runs(rows: Any, tmp_path
         ({"num_files": 0}, "num_files must be at least 1, got 0"),
         ({"row_group_rows": 0}, "row_group_rows must be at least 1, got 0"),
         ({"compression": "rar"}, "compression must be one of zstd, .*, got 'rar'"),
-        ({"validation_fraction": 1.0}, "validation_fraction must be between 0 and 1, got 1.0"),
+        ({"validation_fraction": "0.1"}, "validation_fraction must be a number between 0 and 1, got '0.1'"),
+        ({"validation_fraction": 0.1, "seed": 2**70}, "seed must be a whole number of 64 bits"),
+        ({"columns": ["id"]}, "columns must map names to kinds"),
+        ({"validation_fraction": 1.0}, "must be a number between 0 and 1, got 1.0"),
         ({"validation_fraction": 0.1, "validation_col": "flag"}, "or validation_fraction, not both"),
         ({"handle_invalid": "drop"}, "must be one of error, skip, keep, got 'drop'"),
         ({"handle_invalid": {"nope": "skip"}}, "handle_invalid names 'nope', which is not among the columns"),

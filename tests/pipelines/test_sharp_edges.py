@@ -496,3 +496,16 @@ def test_the_folder_of_a_disk_cache_goes_with_its_reader(
     del reader, batches
     gc.collect()
     assert list(tmp_path.glob("ringspark-cache-*")) == []
+
+
+def test_a_forked_child_leaves_the_disk_cache_to_its_parent(ordered_shards: Any) -> None:
+    manifest = ordered_shards(_ids(200))
+    reader = open_reader(manifest, batch_size=10, engine="arrow", cache="disk")
+    whole = list(reader.batches(0))
+    child = os.fork()
+    if child == 0:
+        del reader
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(reader.batches(1))) == len(whole)
