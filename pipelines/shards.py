@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,11 +23,11 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column, check_names, columns_from_spark, quote
+from ringspark.pipelines.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import Shape
-from ringspark.pipelines.kinds.strings import check_seed, learned
-from ringspark.pipelines.kinds.vector import canonical_vector, is_vector
-from ringspark.pipelines.manifest import MANIFEST_NAME, SPLITS, ShardFile, ShardManifest
+from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.rebalance import NewFile, copy_files, even_files
 from ringspark.pipelines.shard_writer import (
     REPORT_SCHEMA,
@@ -38,6 +37,7 @@ from ringspark.pipelines.shard_writer import (
     write_partition,
 )
 from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.split import check_indicator, split_expression
 from ringspark.pipelines.stats import ColumnStats
 
 if TYPE_CHECKING:
@@ -46,13 +46,6 @@ if TYPE_CHECKING:
 
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 
-_FOLDER_PREFIX = "_shards-"
-# What `storage.write_atomic` and `storage.check_writable` of a killed writer leave.
-_TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
-# A write that has not touched its folder for so long is taken for dead.
-_ABANDONED_SECONDS = 24 * 3600
-# Validation rows are told by this many of the hash's bits.
-_FRACTION_STEPS = 1 << 30
 # From here on float32 no longer holds every whole number.
 _FLOAT32_WHOLE = 1 << 24
 
@@ -119,14 +112,14 @@ def write_shards(
     check_names(df.columns)
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"columns must map names to kinds, e.g. {{'x': Padded()}}, got {columns!r}")
-    chosen = _split_expression(df, columns, validation_col, validation_fraction, seed)
+    chosen = split_expression(df, columns, validation_col, validation_fraction, seed)
     stored = [field for field in df.schema.fields if field.name != validation_col]
     if not stored:
         raise ValueError("there is no column to write; select at least one besides validation_col")
     found = columns_from_spark(StructType(stored), columns)
     plan = WritePlan(
         uri=storage.normalize(uri),
-        folder=f"{_FOLDER_PREFIX}{uuid.uuid4().hex[:12]}",
+        folder=f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}",
         columns=found,
         handle_invalid=_handling(handle_invalid, found),
         splits=chosen is not None,
@@ -134,7 +127,7 @@ def write_shards(
         compression=compression,
     )
     _check_batch_names(plan)
-    previous = _previous(plan.uri, overwrite)
+    previous = previous_folders(plan.uri, overwrite)
     storage.check_writable(plan.uri)
     plan = replace(plan, columns=tuple(_learn(df, column) for column in plan.columns))
     is_new = not storage.exists(plan.uri)
@@ -145,56 +138,16 @@ def write_shards(
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)
         manifest = _manifest(plan, reports, files)
-        _commit(manifest, overwrite)
+        commit(manifest, overwrite)
     except BaseException:
-        _remove(plan.uri, [plan.folder])
-        if is_new:
-            storage.remove_if_empty(plan.uri)
+        discard(plan.uri, plan.folder, is_new)
         raise
-    _clean(manifest, plan, previous)
+    clean(manifest, plan.folder, previous)
     if plan.splits and not manifest.select("validation").num_rows:
         _logger.warning(
             "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
         )
     return manifest
-
-
-def _split_expression(
-    df: DataFrame,
-    columns: Mapping[str, Kind] | None,
-    validation_col: str | None,
-    fraction: float | None,
-    seed: int,
-) -> SparkColumn | None:
-    """Returns the boolean or 0/1 expression that is true for validation rows."""
-    from pyspark.sql import functions as F
-
-    if validation_col is not None:
-        if fraction is not None:
-            raise ValueError("set validation_col or validation_fraction, not both")
-        if validation_col not in df.columns:
-            raise ValueError(
-                f"validation_col {validation_col!r} is not a column; known: {', '.join(df.columns)}"
-            )
-        if columns is not None and validation_col in columns:
-            raise ValueError(f"validation_col {validation_col!r} is not stored; take it out of columns")
-        simple = df.schema[validation_col].dataType.simpleString()
-        if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
-            raise ValueError(f"validation_col {validation_col!r} must be boolean or 0/1, got type {simple}")
-        return F.col(quote(validation_col))
-    if fraction is None:
-        return None
-    if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
-        raise ValueError(f"validation_fraction must be a number between 0 and 1, got {fraction!r}")
-    check_seed("seed", seed)
-    # Sorted: a row keeps its split when a select names the columns in another order.
-    values = [
-        canonical_vector(F.col(quote(name))) if is_vector(df.schema[name].dataType) else F.col(quote(name))
-        for name in sorted(df.columns)
-    ]
-    hashed = F.xxhash64(F.lit(seed).cast("bigint"), *values)
-    steps = F.pmod(hashed, F.lit(_FRACTION_STEPS).cast("bigint"))
-    return steps < F.lit(round(fraction * _FRACTION_STEPS)).cast("bigint")
 
 
 def _handling(
@@ -274,7 +227,7 @@ def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: 
         indicator = ColumnStats()
         for report in reports:
             indicator = indicator.merge(ColumnStats.from_json(report["indicator"]))
-        _check_indicator(validation_col, indicator, sum(report["indicator_nulls"] for report in reports))
+        check_indicator(validation_col, indicator, sum(report["indicator_nulls"] for report in reports))
 
 
 def _even(
@@ -378,92 +331,3 @@ def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnSt
                 _FLOAT32_WHOLE,
                 column.name,
             )
-
-
-def _previous(uri: str, overwrite: bool) -> list[str]:
-    """Returns what holds the files of the shards that are in `uri` now."""
-    if not storage.exists(storage.join(uri, MANIFEST_NAME)):
-        return []
-    if not overwrite:
-        raise ValueError(f"{uri!r} holds shards already; choose another folder or pass overwrite=True")
-    try:
-        return sorted({file.path.split("/")[0] for file in ShardManifest.load(uri).files})
-    except ValueError as error:
-        _logger.warning("the shards in %r are replaced, their files are left there: %s", uri, error)
-        return []
-
-
-def _check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:
-    if nulls or stats.nans:
-        raise ValueError(
-            f"validation_col {name!r} has {nulls + stats.nans} nulls or NaNs in {stats.rows} rows; "
-            "fill them with df.na.fill first"
-        )
-    if (
-        stats.infs
-        or stats.fractional
-        or (stats.values and not (stats.minimum in (0, 1) and stats.maximum in (0, 1)))
-    ):
-        raise ValueError(
-            f"validation_col {name!r} must be boolean or 0/1, "
-            f"got values from {stats.minimum} to {stats.maximum}"
-        )
-
-
-def _commit(manifest: ShardManifest, overwrite: bool) -> None:
-    seen: dict[str, set[str]] = {}
-    for file in manifest.files:
-        folder, _, name = file.path.rpartition("/")
-        if folder not in seen:
-            seen[folder] = set(storage.list_names(storage.join(manifest.uri, folder)))
-        if name not in seen[folder]:
-            raise ValueError(
-                f"the driver does not see {file.path!r} that an executor wrote to {manifest.uri!r}; "
-                "use storage that driver and executors share"
-            )
-    try:
-        manifest.save(overwrite=overwrite)
-    except FileExistsError:
-        raise ValueError(
-            f"another writer has put shards into {manifest.uri!r} meanwhile; choose another folder"
-        ) from None
-    except OSError as error:
-        raise RuntimeError(
-            f"writing the manifest of {manifest.uri!r} failed ({type(error).__name__}: {error}); "
-            "write the shards again"
-        ) from error
-
-
-def _clean(manifest: ShardManifest, plan: WritePlan, previous: Sequence[str]) -> None:
-    """Removes what the commit has left without an owner: losing attempts, old shards, dead writers."""
-    keep = {file.path for file in manifest.files}
-    _remove(plan.uri, [*_other_files(plan, keep), *previous])
-    folders = {path.split("/")[0] for path in keep}
-    for name in storage.list_names(plan.uri):
-        is_ours = name.startswith((_FOLDER_PREFIX, *_TEMPORARY_PREFIXES))
-        if is_ours and name not in folders and _is_abandoned(plan.uri, name):
-            _remove(plan.uri, [name])
-
-
-def _other_files(plan: WritePlan, keep: set[str]) -> list[str]:
-    """Names of files that attempts of this write have left and the manifest does not name."""
-    paths = [f"{plan.folder}/{name}" for name in storage.list_names(storage.join(plan.uri, plan.folder))]
-    return [path for path in paths if path not in keep]
-
-
-def _is_abandoned(uri: str, name: str) -> bool:
-    """Whether another write's file, or every file in its folder, is too old for its writer to live."""
-    try:
-        newest = storage.newest_change(storage.join(uri, name))
-    except OSError:
-        return False
-    return newest is not None and time.time() - newest > _ABANDONED_SECONDS
-
-
-def _remove(uri: str, names: Sequence[str]) -> None:
-    """Removes files and folders, best effort: an error here must not hide another."""
-    for name in names:
-        try:
-            storage.remove(storage.join(uri, name), recursive=True)
-        except OSError as error:
-            _logger.warning("could not remove %r from %r: %s", name, uri, error)
