@@ -2,16 +2,20 @@
 PYTHON = $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
 VENV_PYTHON := .venv/bin/python
 MODERN_PYTHON := .venv-modern/bin/python
+SPARK35_PYTHON := .venv-spark35/bin/python
 PACKAGES := pipelines models estimators jobs
+# What the oldest Spark has to pass, in every mode that tests/test_modes.py knows.
+STAGE_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py
 ARGS ?=
 
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-modern demo test test-modern lint bench package clean
+.PHONY: help python setup setup-modern setup-spark35 demo test test-modern test-spark35 lint bench \
+	package clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 python:
 	@command -v $(PYTHON) >/dev/null || \
@@ -23,14 +27,21 @@ setup: python ## Build .venv from the pins, with Horovod; a second run is a no-o
 setup-modern: python ## Build .venv-modern: the newest Spark, Arrow, NumPy and pandas, no Petastorm
 	@$(PYTHON) scripts/setup_environment.py --modern
 
+setup-spark35: python ## Build .venv-spark35: as .venv, with the oldest Spark that ringspark supports
+	@$(PYTHON) scripts/setup_environment.py --spark35
+
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 test: setup ## Run the tests; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest $(ARGS)
 
-test-modern: setup-modern ## Run the same tests in .venv-modern; pytest's options in ARGS="..."
-	@$(MODERN_PYTHON) -m pytest $(ARGS)
+test-modern: setup-modern ## Run them in .venv-modern, without those that spawn ranks; options in ARGS="..."
+	@$(MODERN_PYTHON) -m pytest -m "not distributed" $(ARGS)
+
+# Its Connect server is that of .venv: pyspark 3.5 comes without one.
+test-spark35: setup setup-spark35 ## Run the tests of the stages in .venv-spark35; options in ARGS="..."
+	@$(SPARK35_PYTHON) -m pytest $(STAGE_TESTS) $(ARGS)
 
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .
@@ -45,7 +56,7 @@ bench: setup ## Measure, and print the tables; options in ARGS="..."
 package: setup ## Build the wheel, and the .zip for spark-submit --py-files, into dist/
 	@$(VENV_PYTHON) scripts/build_package.py
 
-clean: ## Remove what builds, tests and checks left (keeps both .venv and the Horovod cache)
+clean: ## Remove what builds, tests and checks left (keeps every .venv and the Horovod cache)
 	@rm -rf build dist *.egg-info spark-warehouse metastore_db derby.log artifacts
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The Spark ML Params of the estimators and models: names, types, defaults, getters and setters.
+"""How an estimator trains: names, types, defaults, getters and setters of its Params.
 
 Params that hold Python objects (`model`, `loss`, `optimizer`, `lrSchedule` when callables) live in
 Spark's param map like any other, so `copy` and `fit(df, {param: value})` treat them alike;
@@ -7,26 +7,25 @@ Spark's param map like any other, so `copy` and `fit(df, {param: value})` treat 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from pyspark.ml.param import Param, Params, TypeConverters
-from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasInputCols,
-    HasLabelCol,
-    HasPredictionCol,
-    HasProbabilityCol,
-    HasRawPredictionCol,
-    HasSeed,
-    HasValidationIndicatorCol,
-    HasWeightCol,
-)
+from pyspark.ml.param import Params, TypeConverters
+from pyspark.ml.param.shared import HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
 from torch import nn
 
-from ringspark.estimators.training.losses import LOSSES
-from ringspark.estimators.training.optimizers import OPTIMIZERS, check_name
+from ringspark.estimators.converters import (
+    param,
+    to_callbacks,
+    to_choice,
+    to_groups,
+    to_losses,
+    to_name_or_callable,
+    to_names,
+    to_policy,
+)
+from ringspark.estimators.model_params import _ModelParams
+from ringspark.estimators.training.callbacks import Callback
+from ringspark.estimators.training.optimizers import OPTIMIZERS
 from ringspark.estimators.training.schedules import SCHEDULES
 from ringspark.models import ModelSpec
 from ringspark.pipelines import default_engine
@@ -34,159 +33,110 @@ from ringspark.pipelines import default_engine
 Self = TypeVar("Self", bound=Params)
 
 
-def _to_model(value: Any) -> ModelSpec | nn.Module:
-    if isinstance(value, ModelSpec | nn.Module):
-        return value
-    raise TypeError(
-        f"model must be a ModelSpec or an nn.Module, got {type(value).__name__}; "
-        "pass an instance such as ModelSpec('mlp', {...}) or MyNet()"
-    )
-
-
-def _to_name_or_callable(kind: str, known: Sequence[str]) -> Any:
-    def convert(value: Any) -> Any:
-        if isinstance(value, str):
-            check_name(kind, value, known)
-            return value
-        if callable(value):
-            return value
-        raise TypeError(f"{kind} must be a name or a callable, got {type(value).__name__}")
-
-    return convert
-
-
-def _to_choice(kind: str, *choices: str) -> Any:
-    def convert(value: Any) -> str:
-        if value not in choices:
-            raise ValueError(f"{kind} must be one of {list(choices)}, got {value!r}")
-        return str(value)
-
-    return convert
-
-
-def _to_policy(value: Any) -> str:
-    """`gradientCheckpointing`: a name, or a segment count given as an int or a string."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"gradientCheckpointing must be a name or a segment count, got {value!r}")
-    return str(value)
-
-
-def _param(name: str, doc: str, converter: Any) -> Param[Any]:
-    return Param(Params._dummy(), name, doc, converter)
-
-
-class _InputParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
-    """What estimator and model share: the columns that go in and come out, and the network."""
-
-    model = _param("model", "the network: a ModelSpec or an nn.Module instance", _to_model)
-    inferenceBatchSize = _param(
-        "inferenceBatchSize", "rows per forward pass in transform", TypeConverters.toInt
-    )
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._setDefault(featuresCol="features", predictionCol="prediction", inferenceBatchSize=4096)
-
-    def getModel(self) -> ModelSpec | nn.Module:
-        return self.getOrDefault(self.model)  # type: ignore[no-any-return]
-
-    def getInferenceBatchSize(self) -> int:
-        return int(self.getOrDefault(self.inferenceBatchSize))
-
-    def setInferenceBatchSize(self: Self, value: int) -> Self:
-        return self._set(inferenceBatchSize=value)
-
-    def setFeaturesCol(self: Self, value: str) -> Self:
-        return self._set(featuresCol=value)
-
-    def setInputCols(self: Self, value: list[str]) -> Self:
-        return self._set(inputCols=value)
-
-    def setPredictionCol(self: Self, value: str) -> Self:
-        return self._set(predictionCol=value)
-
-    def inputColumns(self) -> list[str]:
-        """The columns that become the positional arguments of `forward`, in order."""
-        if self.isSet(self.inputCols):
-            return list(self.getInputCols())
-        return [self.getOrDefault(self.featuresCol)]
-
-
-class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
-    """The further output columns of a classifier."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._setDefault(rawPredictionCol="rawPrediction", probabilityCol="probability")
-
-    def setRawPredictionCol(self: Self, value: str) -> Self:
-        return self._set(rawPredictionCol=value)
-
-    def setProbabilityCol(self: Self, value: str) -> Self:
-        return self._set(probabilityCol=value)
-
-
-class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
+class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     """How an estimator trains. Defaults stand in `__init__`."""
 
-    loss = _param(
+    loss = param(
         "loss",
-        "loss by name, a callable (output, label) -> one value per row, or an nn loss; "
-        "'auto' takes cross entropy for classes, mean squared error else",
-        _to_name_or_callable("loss", ["auto", *LOSSES]),
+        "loss by name (of this package or of torch.nn), an nn loss, or a callable (output, label) -> one "
+        "value per row, which gets both as network and column give them; a list has one for each label; "
+        "'auto': cross entropy for classes, mean squared error else",
+        to_losses,
     )
-    optimizer = _param(
+    optimizer = param(
         "optimizer",
         "optimizer by name, or a callable parameters -> torch.optim.Optimizer",
-        _to_name_or_callable("optimizer", list(OPTIMIZERS)),
+        to_name_or_callable("optimizer", list(OPTIMIZERS)),
     )
-    learningRate = _param("learningRate", "learning rate; never scaled by numWorkers", TypeConverters.toFloat)
-    lrSchedule = _param(
+    parameterGroups = param(
+        "parameterGroups",
+        "settings for some parameters: a list of {'params': name pattern or patterns, 'learningRate': ..., "
+        "'weightDecay': ...}; the first match counts",
+        to_groups,
+    )
+    learningRate = param("learningRate", "learning rate; never scaled by numWorkers", TypeConverters.toFloat)
+    lrSchedule = param(
         "lrSchedule",
-        "schedule by name, or a callable (step, num_steps) -> factor on the learning rate",
-        _to_name_or_callable("lrSchedule", list(SCHEDULES)),
+        "schedule by name, a callable (step, num_steps) -> factor on the learning rate, or a callable "
+        "optimizer -> torch LRScheduler that is stepped after every optimizer step",
+        to_name_or_callable("lrSchedule", list(SCHEDULES)),
     )
-    weightDecay = _param("weightDecay", "weight decay of the optimizer", TypeConverters.toFloat)
-    maxGradNorm = _param(
+    warmupSteps = param(
+        "warmupSteps",
+        "optimizer steps in which the rate rises linearly, before the schedule",
+        TypeConverters.toInt,
+    )
+    weightDecay = param("weightDecay", "weight decay of the optimizer", TypeConverters.toFloat)
+    maxGradNorm = param(
         "maxGradNorm", "bound of the gradient's 2-norm; unset: no clipping", TypeConverters.toFloat
     )
-    epochs = _param("epochs", "passes over the training rows", TypeConverters.toInt)
-    batchSize = _param("batchSize", "rows per optimizer step over all workers together", TypeConverters.toInt)
-    shuffle = _param("shuffle", "whether each epoch has its own order of rows", TypeConverters.toBoolean)
-    numWorkers = _param("numWorkers", "workers that train at the same time", TypeConverters.toInt)
-    useGpu = _param("useGpu", "whether each worker trains on a GPU of its own", TypeConverters.toBoolean)
-    collective = _param(
+    metrics = param(
+        "metrics",
+        "metrics by name, over the training and the held-out rows of every epoch",
+        to_names("metrics"),
+    )
+    callbacks = param(
+        "callbacks", "instances of Callback, called on every worker at fixed points", to_callbacks
+    )
+    monitor = param(
+        "monitor",
+        "the loss or metric that tells which epoch is best, such as 'validation_auroc' or 'auroc'; unset: "
+        "the loss of the held-out rows, or of the training rows where none is held out",
+        TypeConverters.toString,
+    )
+    patience = param(
+        "patience",
+        "epochs without a better `monitor` before training stops; unset: all epochs",
+        TypeConverters.toInt,
+    )
+    minDelta = param(
+        "minDelta", "what `monitor` must gain to count as better for patience", TypeConverters.toFloat
+    )
+    keep = param(
+        "keep",
+        "the model that fit returns: of the 'last' epoch or of the 'best'",
+        to_choice("keep", "last", "best"),
+    )
+    validationFraction = param(
+        "validationFraction", "share of the rows to hold out, drawn by the seed", TypeConverters.toFloat
+    )
+    epochs = param("epochs", "passes over the training rows", TypeConverters.toInt)
+    batchSize = param("batchSize", "rows per optimizer step over all workers together", TypeConverters.toInt)
+    shuffle = param("shuffle", "whether each epoch has its own order of rows", TypeConverters.toBoolean)
+    numWorkers = param("numWorkers", "workers that train at the same time", TypeConverters.toInt)
+    useGpu = param("useGpu", "whether each worker trains on a GPU of its own", TypeConverters.toBoolean)
+    collective = param(
         "collective",
         "how gradients are summed: 'horovod' or 'torch' ('local' for one worker)",
-        _to_choice("collective", "horovod", "torch", "local"),
+        to_choice("collective", "horovod", "torch", "local"),
     )
-    precision = _param(
+    precision = param(
         "precision",
         "'fp32', 'bf16' or 'fp16' (with loss scaling)",
-        _to_choice("precision", "fp32", "bf16", "fp16"),
+        to_choice("precision", "fp32", "bf16", "fp16"),
     )
-    gradientCheckpointing = _param(
+    gradientCheckpointing = param(
         "gradientCheckpointing",
         "activations to recompute instead of keeping: 'none', 'sqrt', 'all' or a segment count",
-        _to_policy,
+        to_policy,
     )
-    gradientAccumulation = _param(
+    gradientAccumulation = param(
         "gradientAccumulation", "micro-batches per optimizer step", TypeConverters.toInt
     )
-    storageUri = _param(
+    storageUri = param(
         "storageUri",
         "folder that all workers reach, for shards and runs; unset: a temporary one, local masters only",
         TypeConverters.toString,
     )
-    reader = _param(
+    reader = param(
         "reader",
         "engine that reads the shards: 'petastorm' or 'arrow'",
-        _to_choice("reader", "petastorm", "arrow"),
+        to_choice("reader", "petastorm", "arrow"),
     )
-    timeoutSeconds = _param(
+    timeoutSeconds = param(
         "timeoutSeconds", "how long a worker waits for the others in one operation", TypeConverters.toFloat
     )
-    showProgress = _param(
+    showProgress = param(
         "showProgress", "whether the driver shows progress while it waits", TypeConverters.toBoolean
     )
 
@@ -198,6 +148,11 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
             optimizer="adamw",
             learningRate=1e-3,
             lrSchedule="constant",
+            warmupSteps=0,
+            metrics=[],
+            callbacks=[],
+            minDelta=0.0,
+            keep="last",
             weightDecay=0.0,
             epochs=1,
             batchSize=1024,
@@ -226,6 +181,12 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
     def setValidationIndicatorCol(self: Self, value: str) -> Self:
         return self._set(validationIndicatorCol=value)
 
+    def getValidationFraction(self) -> float | None:
+        return self.getOrDefault(self.validationFraction) if self.isDefined(self.validationFraction) else None
+
+    def setValidationFraction(self: Self, value: float) -> Self:
+        return self._set(validationFraction=value)
+
     def setSeed(self: Self, value: int) -> Self:
         return self._set(seed=value)
 
@@ -252,6 +213,54 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
 
     def setLrSchedule(self: Self, value: Any) -> Self:
         return self._set(lrSchedule=value)
+
+    def getParameterGroups(self) -> list[dict[str, Any]]:
+        return list(self.getOrDefault(self.parameterGroups)) if self.isDefined(self.parameterGroups) else []
+
+    def setParameterGroups(self: Self, value: list[dict[str, Any]]) -> Self:
+        return self._set(parameterGroups=value)
+
+    def getWarmupSteps(self) -> int:
+        return int(self.getOrDefault(self.warmupSteps))
+
+    def setWarmupSteps(self: Self, value: int) -> Self:
+        return self._set(warmupSteps=value)
+
+    def getMetrics(self) -> list[str]:
+        return list(self.getOrDefault(self.metrics))
+
+    def setMetrics(self: Self, value: list[str]) -> Self:
+        return self._set(metrics=value)
+
+    def getCallbacks(self) -> list[Callback]:
+        return list(self.getOrDefault(self.callbacks))
+
+    def setCallbacks(self: Self, value: list[Callback]) -> Self:
+        return self._set(callbacks=value)
+
+    def getMonitor(self) -> str | None:
+        return self.getOrDefault(self.monitor) if self.isDefined(self.monitor) else None
+
+    def setMonitor(self: Self, value: str) -> Self:
+        return self._set(monitor=value)
+
+    def getPatience(self) -> int | None:
+        return self.getOrDefault(self.patience) if self.isDefined(self.patience) else None
+
+    def setPatience(self: Self, value: int) -> Self:
+        return self._set(patience=value)
+
+    def getMinDelta(self) -> float:
+        return float(self.getOrDefault(self.minDelta))
+
+    def setMinDelta(self: Self, value: float) -> Self:
+        return self._set(minDelta=value)
+
+    def getKeep(self) -> str:
+        return str(self.getOrDefault(self.keep))
+
+    def setKeep(self: Self, value: str) -> Self:
+        return self._set(keep=value)
 
     def getWeightDecay(self) -> float:
         return float(self.getOrDefault(self.weightDecay))
@@ -344,23 +353,33 @@ class _TrainingParams(_InputParams, HasLabelCol, HasWeightCol, HasValidationIndi
         return self._set(showProgress=value)
 
 
+class _MultiLabelParams(Params):
+    """Several labels, one for each output of the network."""
+
+    labelCols = param(
+        "labelCols",
+        "one label column for each output of the network, instead of labelCol",
+        to_names("labelCols"),
+    )
+    lossWeights = param(
+        "lossWeights", "factor of each label's loss in their sum; unset: 1 each", TypeConverters.toListFloat
+    )
+
+    def getLabelCols(self) -> list[str] | None:
+        return list(self.getOrDefault(self.labelCols)) if self.isDefined(self.labelCols) else None
+
+    def setLabelCols(self: Self, value: list[str]) -> Self:
+        return self._set(labelCols=value)
+
+    def getLossWeights(self) -> list[float] | None:
+        return list(self.getOrDefault(self.lossWeights)) if self.isDefined(self.lossWeights) else None
+
+    def setLossWeights(self: Self, value: list[float]) -> Self:
+        return self._set(lossWeights=value)
+
+
 def default_collective() -> str:
     """Horovod where it is installed, torch.distributed else."""
     from importlib.util import find_spec
 
     return "horovod" if find_spec("horovod") is not None else "torch"
-
-
-def set_params(stage: Params, keywords: dict[str, Any]) -> None:
-    """Sets constructor keywords; None means unset.
-
-    Raises:
-        TypeError: A keyword is no Param; names the nearest one. Or its value has the wrong type.
-    """
-    names = [param.name for param in stage.params]
-    for name in keywords:
-        if name not in names:
-            near = get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; its Params are {names}"
-            raise TypeError(f"{type(stage).__name__} has no Param {name!r}{hint}")
-    stage._set(**{name: value for name, value in keywords.items() if value is not None})

@@ -1,31 +1,43 @@
-"""Stages on disk. The layout of a saved estimator or model, format version 1:
+"""Stages on disk. The layout of a saved estimator or model, format version 2:
 
     metadata/             Spark ML's own: class, uid, Params that are JSON
-    ringspark.json        format version, the model's spec, output shape, training summary
-    weights/              a checkpoint (safetensors + JSON), models only
+    ringspark.json        format version, the model's spec, names of pickled Params; of models also the
+                          inputs as the shards held them, the shapes of the outputs, the training summary
+    weights/              models only: a checkpoint (safetensors + JSON)
     objects.pkl           only where a Param holds Python code: an nn.Module, a callable
+
+`ringspark.json` is written last: its presence says that all of the stage is here. Version 1, which had
+one `output_width` and no inputs, is read too. A saved model's `objects.pkl` holds its nn.Module without
+weights, they are in `weights/`; an estimator's holds the module as it was given.
 
 Without `objects.pkl` nothing is unpickled on load. With it, loading runs code of whoever wrote the
 file, so it needs an explicit yes: the environment variable RINGSPARK_ALLOW_PICKLE=1.
+
+A stage that takes the place of another is written beside it first. Weights are copied in blocks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import time
+import uuid
 from typing import Any, Generic, TypeVar, cast
 
-import cloudpickle
+import pyspark
 from pyspark.ml.param import Params
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsReader, MLReader, MLWriter
+from torch import nn
 
-from ringspark.estimators.training.checkpoint import COMMIT, WEIGHTS, read_info
+from ringspark.estimators import user_code
+from ringspark.estimators.held_weights import HeldWeights
+from ringspark.estimators.training.skeleton import skeleton
 from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
+METADATA = "metadata"
 OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
@@ -34,38 +46,46 @@ Stage = TypeVar("Stage", bound=Any)
 
 
 class StageWriter(MLWriter):
-    """Writes any of our stages; `weights_uri` and `extra` come from models."""
+    """Writes any of our stages; `weights` and `extra` come from models."""
 
     def __init__(
-        self, stage: Params, weights_uri: str | None = None, extra: dict[str, Any] | None = None
+        self, stage: Params, weights: HeldWeights | None = None, extra: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
         self._stage = stage
-        self._weights_uri = weights_uri
+        self._weights = weights
         self._extra = extra or {}
 
     def save(self, path: str) -> None:
         """Writes the stage to the folder `path`.
 
         Raises:
-            ValueError: The folder exists and `overwrite()` was not asked for, or cannot be written.
+            ValueError: The folder exists and `overwrite()` was not asked for, holds something else than
+                a stage, or cannot be written.
         """
         if not isinstance(path, str):
             raise TypeError(f"path must be a string, got {type(path).__name__}")
         uri = storage.normalize(path)
-        if storage.exists(uri) and storage.list_names(uri):
-            if not self.shouldOverwrite:
-                raise ValueError(f"{path} exists already; use .write().overwrite().save(path) to replace it")
-            # A model may be saved over the folder that its own weights are in.
-            if self._weights_uri is None or not self._weights_uri.startswith(uri + "/"):
-                storage.remove(uri, recursive=True)
-            else:
-                raise ValueError(f"{path} holds this model's own weights; save it to another folder")
-        storage.check_writable(uri)
+        found = storage.list_names(uri) if storage.exists(uri) else []
+        if found and not self.shouldOverwrite:
+            raise ValueError(f"{path} exists already; use .write().overwrite().save(path) to replace it")
+        if found and not _holds_stage(uri, found):
+            raise ValueError(
+                f"{path} holds something else than a saved stage ({', '.join(found[:3])}) and is not "
+                "overwritten; give a folder of its own"
+            )
+        if self._weights is not None:
+            self._weights.check()
+        # Beside, so that the old stage is there until the new one is, with the weights that are copied.
+        beside = f"{path.rstrip('/')}.{uuid.uuid4().hex[:12]}"
+        target = beside if found else path
+        storage.check_writable(storage.normalize(target))
         try:
-            self.saveImpl(path)
+            self.saveImpl(target)
+            if found:
+                _swap(storage.normalize(beside), uri)
         except BaseException:
-            storage.remove(uri, recursive=True)
+            storage.remove(storage.normalize(target), recursive=True)
             raise
 
     def saveImpl(self, path: str) -> None:
@@ -78,17 +98,16 @@ class StageWriter(MLWriter):
                 spec = value.to_json()
             elif _is_json(value):
                 plain[param.name] = value
+            elif isinstance(value, nn.Module) and self._weights is not None:
+                objects[param.name] = skeleton(value)
             else:
                 objects[param.name] = value
-        DefaultParamsWriter.saveMetadata(
-            self._stage, path, cast(Any, metadata_session(self.sparkSession)), paramMap=plain
-        )
+        write_metadata(self._stage, uri, plain)
         if objects:
-            storage.write_atomic(storage.join(uri, OBJECTS), cloudpickle.dumps(objects))
-        if self._weights_uri is not None:
-            copy_weights(self._weights_uri, storage.join(uri, WEIGHTS_FOLDER))
+            storage.write_atomic(storage.join(uri, OBJECTS), user_code.dumps(objects))
+        if self._weights is not None:
+            self._weights.copy_to(storage.join(uri, WEIGHTS_FOLDER))
         description = {"format_version": FORMAT_VERSION, "model": spec, "objects": sorted(objects)}
-        # Last: its presence says that all of the stage is here.
         storage.write_atomic(
             storage.join(uri, DESCRIPTION), json.dumps(description | self._extra, indent=1).encode()
         )
@@ -105,24 +124,32 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         """The stage saved in the folder `path`.
 
         Raises:
-            ValueError: No stage is there, it is of another class or a newer format, or it holds
+            ValueError: No stage is there, it is damaged, of another class or a newer format, or it holds
                 pickled code and loading that was not allowed.
         """
         uri = storage.normalize(path)
         description = self._describe(path, uri)
-        metadata = DefaultParamsReader.loadMetadata(path, cast(Any, metadata_session(self.sparkSession)))
+        if not storage.list_names(storage.join(uri, METADATA)):
+            raise ValueError(f"{path} is incomplete ({METADATA}/ is missing); save the stage again")
+        try:
+            metadata = read_metadata(uri)
+        except ValueError as error:
+            raise _damaged(path, error) from error
         found = metadata["class"]
         if found.rsplit(".", 1)[-1] != self._cls.__name__:
             raise ValueError(f"{path} holds a {found}, not a {self._cls.__name__}; load it with that class")
         stage: Stage = self._cls()
         cast(Any, stage)._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(stage, metadata)
-        if description["model"] is not None:
-            stage._set(model=ModelSpec.from_json(description["model"]))
-        if description["objects"]:
-            stage._set(**_load_objects(path, uri, description["objects"]))
-        if hasattr(stage, "_restore"):
-            stage._restore(uri, description)
+        try:
+            DefaultParamsReader.getAndSetParams(stage, metadata)
+            if description["model"] is not None:
+                stage._set(model=ModelSpec.from_json(description["model"]))
+            if description["objects"]:
+                stage._set(**_load_objects(path, uri, description["objects"]))
+            if hasattr(stage, "_restore"):
+                stage._restore(uri, description)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, error) from error
         return stage
 
     def _describe(self, path: str, uri: str) -> dict[str, Any]:
@@ -132,32 +159,79 @@ class StageReader(MLReader[Stage], Generic[Stage]):
                 f"{path} holds no saved {self._cls.__name__} ({DESCRIPTION} is missing); "
                 "give the folder that save() wrote"
             )
-        description: dict[str, Any] = json.loads(storage.read_bytes(file))
-        if description["format_version"] > FORMAT_VERSION:
+        try:
+            description: dict[str, Any] = json.loads(storage.read_bytes(file))
+            version = int(description["format_version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
+        if version > FORMAT_VERSION:
             raise ValueError(
-                f"{path} has stage format {description['format_version']}, this ringspark reads up to "
+                f"{path} has stage format {version}, this ringspark reads up to "
                 f"{FORMAT_VERSION}; upgrade ringspark"
             )
         return description
 
 
-def metadata_session(session: Any) -> Any:
-    """What `saveMetadata` and `loadMetadata` want: a SparkContext before Spark 4, then a session."""
-    import pyspark
+def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
+    """Writes what Spark's `DefaultParamsWriter` writes, which on Connect before Spark 4 cannot."""
+    metadata = {
+        "class": f"{type(stage).__module__}.{type(stage).__name__}",
+        "timestamp": int(time.time() * 1000),
+        "sparkVersion": pyspark.__version__,
+        "uid": stage.uid,
+        "paramMap": params,
+        "defaultParamMap": {param.name: value for param, value in stage._defaultParamMap.items()},
+    }
+    folder = storage.join(uri, METADATA)
+    storage.make_dirs(folder)
+    storage.write_atomic(storage.join(folder, "part-00000"), f"{json.dumps(metadata)}\n".encode())
+    storage.write_atomic(storage.join(folder, "_SUCCESS"), b"")
 
-    return session if int(pyspark.__version__.split(".")[0]) >= 4 else session.sparkContext
+
+def read_metadata(uri: str) -> dict[str, Any]:
+    """Reads what `write_metadata` or Spark's `DefaultParamsWriter` wrote."""
+    folder = storage.join(uri, METADATA)
+    (part,) = [name for name in storage.list_names(folder) if name.startswith("part-")]
+    text = storage.read_bytes(storage.join(folder, part)).decode()
+    metadata: dict[str, Any] = DefaultParamsReader._parseMetaData(text)
+    return metadata
 
 
-def copy_weights(source: str, target: str) -> None:
-    """Copies a checkpoint between stores, the committing file last."""
-    read_info(source)
-    storage.make_dirs(target)
-    for name in (WEIGHTS, COMMIT):
-        with (
-            storage.open_file(storage.join(source, name), "rb") as reader,
-            storage.open_file(storage.join(target, name), "wb") as writer,
-        ):
-            shutil.copyfileobj(reader, writer, 16 << 20)
+def _holds_stage(uri: str, names: list[str]) -> bool:
+    """Whether a folder with these names inside is a saved stage, of ours or of Spark's."""
+    if DESCRIPTION in names:
+        return True
+    # Others have a folder of that name, too: a table of Iceberg's, for one.
+    try:
+        return METADATA in names and "uid" in read_metadata(uri)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _swap(new: str, old: str) -> None:
+    """Puts the folder `new` in the place of the folder `old`.
+
+    On a local disk by two renames: whatever happens, one of the two stages is complete, under its name
+    or beside it. Object stores have no renames; there the new stage stays beside until it is copied.
+    """
+    if storage.is_local(new):
+        retired = f"{old}.{uuid.uuid4().hex[:12]}"
+        os.rename(old, retired)
+        try:
+            os.rename(new, old)
+        except BaseException:
+            os.rename(retired, old)
+            raise
+        storage.remove(retired, recursive=True)
+        return
+    storage.remove(old, recursive=True)
+    fs, source = storage.filesystem(new)
+    _, target = storage.filesystem(old)
+    fs.mv(source, target, recursive=True)
+
+
+def _damaged(path: str, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged ({type(error).__name__}: {error}); save the stage again")
 
 
 def _is_json(value: Any) -> bool:
@@ -173,5 +247,14 @@ def _load_objects(path: str, uri: str, names: list[str]) -> dict[str, Any]:
             f"{path} holds pickled Python code for {names}, which runs when it is loaded; if you trust "
             f"whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
         )
-    objects: dict[str, Any] = cloudpickle.loads(storage.read_bytes(storage.join(uri, OBJECTS)))
+    file = storage.join(uri, OBJECTS)
+    if not storage.exists(file):
+        raise ValueError(f"{path} is incomplete ({OBJECTS} is missing); save the stage again")
+    try:
+        objects: dict[str, Any] = user_code.loads(storage.read_bytes(file))
+    except Exception as error:  # unpickling runs any code
+        raise ValueError(
+            f"{path}/{OBJECTS} cannot be read here ({type(error).__name__}: {error}); the packages of its "
+            "code must be installed as they were where it was written"
+        ) from error
     return objects

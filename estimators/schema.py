@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 
+from ringspark.estimators.training.names import nearest
 from ringspark.pipelines.columns import columns_from_spark
 
 # `fit` and `transform` take a column as it is; the choices that `write_shards` has are not theirs.
@@ -27,9 +27,20 @@ def check_columns_exist(schema: StructType, columns: dict[str, str]) -> None:
     """
     for name, param in columns.items():
         if name not in schema.names:
-            near = get_close_matches(name, schema.names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the DataFrame has {schema.names}"
-            raise ValueError(f"{param} {name!r} is not a column of the DataFrame; {hint}")
+            hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"
+            raise ValueError(f"{param} {name!r} is not a column of the DataFrame{hint}")
+
+
+def check_unambiguous(schema: StructType, columns: Sequence[str]) -> None:
+    """Refuses a column that Spark cannot tell from another one, as their names differ in case only.
+
+    Raises:
+        ValueError: Names both.
+    """
+    for name in columns:
+        same = [other for other in schema.names if other.lower() == name.lower()]
+        if len(same) > 1:
+            raise ValueError(f"column {name!r} is ambiguous, the DataFrame has {same}; rename one of them")
 
 
 def check_types(schema: StructType, columns: Sequence[str]) -> None:
@@ -40,6 +51,12 @@ def check_types(schema: StructType, columns: Sequence[str]) -> None:
     """
     fields = [schema[name] for name in dict.fromkeys(columns)]
     for field in fields:
+        # By the name of its module: one without JVM, pyspark-client, has no pyspark.mllib.
+        if type(field.dataType).__module__ == "pyspark.mllib.linalg":
+            raise ValueError(
+                f"column {field.name!r} has a type of the old pyspark.mllib, which only its own algorithms "
+                "take; convert it by MLUtils.convertVectorColumnsToML from pyspark.mllib.util"
+            )
         for refused, remedy in _REMEDIES.items():
             if isinstance(field.dataType, refused):
                 raise ValueError(
@@ -61,6 +78,11 @@ def check_inputs(schema: StructType, columns: Sequence[str], param: str = "featu
 
 def for_fit(error: ValueError) -> ValueError:
     """The refusal of `write_shards` as a user of `fit` needs it: says how to use the choices it names."""
-    if "write_shards" not in str(error):
-        return error
-    return ValueError(f"{error}; fitOnShards trains on shards that write_shards has written")
+    text = str(error).replace(
+        "or pass handle_invalid='skip' or 'keep' to write_shards", "or set handleInvalid='skip'"
+    )
+    text = text.replace(" or Ragged() to write_shards", " to write_shards")
+    text = text.replace("validation_col", "validationIndicatorCol")
+    if "write_shards" in text:
+        text += "; fitOnShards trains on shards that write_shards has written"
+    return ValueError(text)

@@ -20,6 +20,9 @@ class TrainingSummary:
         rows: Rows seen, over all epochs and workers.
         steps: Optimizer steps.
         seconds: Wall time of the training on rank 0, without the launch of the gang.
+        bytes_sent: What rank 0 sent to the others, counted as `Collective.bytes_sent` says.
+        model_epoch: The epoch whose weights the model has.
+        stop_reason: Why the training ended before its last epoch; None where it did not.
         run_uri: The run directory.
     """
 
@@ -27,12 +30,15 @@ class TrainingSummary:
     rows: int
     steps: int
     seconds: float
+    bytes_sent: int = 0
+    model_epoch: int = 0
+    stop_reason: str | None = None
     run_uri: str
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row per epoch: losses, learning rate, rows, steps, seconds."""
-        return pd.DataFrame([asdict(record) for record in self.epochs])
+        """One row per epoch: losses, metrics, learning rate, rows, steps, seconds."""
+        return pd.DataFrame([record.row() for record in self.epochs])
 
     @property
     def rows_per_second(self) -> float:
@@ -45,6 +51,9 @@ class TrainingSummary:
             rows=result.rows,
             steps=result.steps,
             seconds=result.seconds,
+            bytes_sent=result.bytes_sent,
+            model_epoch=result.checkpoint_epoch,
+            stop_reason=result.stop_reason,
             run_uri=result.run_uri,
         )
 

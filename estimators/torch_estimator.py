@@ -2,64 +2,68 @@
 
 The order of `fit` is the promise to the user: every setting is checked, then the storage, then the
 data is written once and its statistics are checked, then the model is tried on two rows of zeros,
-and only then does a gang start. Whatever fails, the folder of the fit is removed.
+and only then does a gang start. Whatever fails, the folders of the fit are removed.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import shutil
-import tempfile
+import math
+import threading
 import uuid
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
+from ringspark.estimators import user_code
+from ringspark.estimators.advice import settings_without_effect
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.converters import set_params
+from ringspark.estimators.fit_data import FitData, SharedShards, discard
 from ringspark.estimators.launch.gang import run_gang
 from ringspark.estimators.launch.slots import check_slots
-from ringspark.estimators.params import _ClassifierParams, _TrainingParams, set_params
+from ringspark.estimators.model_params import _ClassifierParams, check_distinct, check_thresholds
+from ringspark.estimators.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.persistence import StageReader, StageWriter
 from ringspark.estimators.progress import ProgressWatcher
-from ringspark.estimators.schema import check_columns_exist, check_inputs, check_types, for_fit
+from ringspark.estimators.schema import check_columns_exist, check_inputs, check_types, check_unambiguous
+from ringspark.estimators.session import active_session, storage_root
+from ringspark.estimators.settings import config_of
 from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
-from ringspark.estimators.training.check import check_names, check_training
+from ringspark.estimators.training.check import check_training
 from ringspark.estimators.training.config import Task, TrainConfig, UserObjects
+from ringspark.estimators.training.skeleton import skeleton
 from ringspark.estimators.training.status import Status
 from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest, storage, write_shards
-from ringspark.pipelines.columns import quote
+from ringspark.pipelines import ShardManifest, storage
 
-_logger = logging.getLogger(__name__)
-
-E = TypeVar("E", bound="TorchEstimator[Any]")
+E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask:
-    """The work of one rank, as Spark ships it."""
+    """The work of one rank, as Spark ships it.
+
+    Attributes:
+        objects: `UserObjects`, pickled: the user's own files travel along.
+    """
 
     config: TrainConfig
-    objects: UserObjects
+    objects: bytes
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
-        return train_worker(self.config, collective, self.objects, device, status).to_json()
+        status.phase = "loading the model"
+        return train_worker(self.config, collective, user_code.loads(self.objects), device, status).to_json()
 
 
-class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
-    """Trains any network with any loss; the model's prediction is the network's output.
-
-    Keywords are the Params of the class: see `explainParams()`. `model` has no default.
-    """
+class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
+    """What the estimators share. Keywords of the constructor are the Params: see `explainParams()`."""
 
     _task: Task = "any"
     _model_class: type[TorchModel] = TorchModel
@@ -73,6 +77,19 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
         set_params(self, params)
         return self
 
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[dict[Any, Any]]) -> Iterator[tuple[int, M]]:
+        """Fits one model per parameter map; the data is written once for all that read the same of it.
+
+        Returns:
+            A thread-safe iterator over (index of the map, model); each `next` is one fit.
+        """
+        estimators = [self.copy(cast(Any, values)) for values in paramMaps]
+        fits = [_Fit.of(estimator, dataset) for estimator in estimators]
+        shards = SharedShards(dataset, [fit.data for fit in fits])
+        return _FitIterator(
+            lambda index: estimators[index]._train(dataset.sparkSession, fits[index], shards), len(fits)
+        )
+
     def fitOnShards(self, uri: str) -> M:
         """Trains on shards that `write_shards` has written; they stay as they are.
 
@@ -80,13 +97,15 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
             ValueError: The settings, the model or the shards cannot be used; says why.
             WorkerError: A worker failed.
         """
-        spark = _active_session()
-        config, objects = self._settings()
-        check_slots(spark, config.num_workers)
+        spark = active_session()
+        config, objects = config_of(self, self._task, self._label_columns())
+        self._warn(on_shards=True)
+        pickled = user_code.dumps(objects)
+        check_slots(spark, config.num_workers, config.use_gpu)
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
-        run_uri = self._new_folder(spark)
-        return self._guarded(run_uri, spark, replace(config, shards_uri=manifest.uri), objects, manifest)
+        root = storage_root(spark, self.getStorageUri())
+        return self._train_on(spark, root, config, objects, pickled, manifest)
 
     def write(self) -> StageWriter:
         """A writer; its `overwrite()` replaces what is there."""
@@ -97,43 +116,43 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
-        spark = dataset.sparkSession
-        config, objects = self._settings()
-        self._check_schema(dataset)
-        check_slots(spark, config.num_workers)
-        run_uri = self._new_folder(spark)
-        shards_uri = storage.join(run_uri, "shards")
-        validation_col = self._validation_col()
-        columns = [*config.input_columns, config.label_column, config.weight_column, validation_col]
-        try:
-            manifest = write_shards(
-                dataset.select(*dict.fromkeys(quote(c) for c in columns if c is not None)),
-                shards_uri,
-                validation_col=validation_col,
-            )
-        except BaseException as error:
-            _discard(run_uri)
-            if isinstance(error, ValueError):
-                raise for_fit(error) from None
-            raise
-        model = self._guarded(run_uri, spark, replace(config, shards_uri=shards_uri), objects, manifest)
-        _discard(shards_uri)
-        return model
+        fit = _Fit.of(self, dataset)
+        return self._train(dataset.sparkSession, fit, SharedShards(dataset, [fit.data]))
 
-    def _guarded(
+    def _train(self, spark: SparkSession, fit: _Fit, shards: SharedShards) -> M:
+        with shards.shards(fit.data) as manifest:
+            self._check_held_out(fit, manifest)
+            return self._train_on(spark, fit.data.root, fit.config, fit.objects, fit.pickled, manifest)
+
+    def _check_held_out(self, fit: _Fit, manifest: ShardManifest) -> None:
+        """Rows were to be held out: says so where there is none."""
+        asked = fit.data.validation_col is not None or fit.data.validation_fraction is not None
+        if not asked or manifest.select("validation").num_rows:
+            return
+        told = "validationFraction" if fit.data.validation_col is None else "validationIndicatorCol"
+        sentence = f"{told} holds out none of the {manifest.num_rows} rows; hold out more, or leave it unset"
+        if fit.config.keep == "best" or fit.config.patience is not None:
+            raise ValueError(sentence)
+        warnings.warn(sentence, UserWarning, stacklevel=5)
+
+    def _train_on(
         self,
-        run_uri: str,
         spark: SparkSession,
+        root: str,
         config: TrainConfig,
         objects: UserObjects,
+        pickled: bytes,
         manifest: ShardManifest,
     ) -> M:
         """Checks, trains and makes the model; a failure leaves nothing of the run behind."""
+        # A folder of this fit's own, never one that was used before: no fit starts from another's weights.
+        run_uri = storage.join(root, f"run-{uuid.uuid4().hex[:12]}")
+        config = replace(config, run_uri=run_uri, shards_uri=manifest.uri)
+        config, shapes = check_training(config, objects, manifest)
+        self._check_outputs(shapes)
         try:
-            config = replace(config, run_uri=run_uri)
-            config, output_width = check_training(config, objects, manifest)
             storage.write_atomic(storage.join(run_uri, "config.json"), config.to_json().encode())
-            task = TrainTask(config=config, objects=objects)
+            task = TrainTask(config=config, objects=pickled)
             with ProgressWatcher(run_uri, self.getShowProgress()):
                 texts = run_gang(
                     spark,
@@ -144,90 +163,154 @@ class TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Ge
                     timeout_seconds=config.timeout_seconds,
                 )
         except BaseException:
-            _discard(run_uri)
+            discard(run_uri)
             raise
-        return self._make_model(TrainResult.from_json(texts[0]), output_width)
-
-    def _make_model(self, result: TrainResult, output_width: int | None) -> M:
+        result = TrainResult.from_json(texts[0])
+        if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
+            warnings.warn(
+                f"keep='best' found no best: {config.monitor} was not a number in any epoch; "
+                "the model is that of the last",
+                UserWarning,
+                stacklevel=4,
+            )
+        if result.lost_state:
+            warnings.warn(
+                f"training changed the buffers {list(result.lost_state)}, which are registered with "
+                "persistent=False: no checkpoint holds them, and the model has their first values",
+                UserWarning,
+                stacklevel=4,
+            )
         model = self._model_class()._set_trained(
-            result.checkpoint_uri, output_width, TrainingSummary.of(result)
+            result.checkpoint_uri,
+            shapes,
+            TrainingSummary.of(result),
+            columns=manifest.columns,
+            input_columns=config.input_columns,
         )
         # Also the parent's uid, as every Spark ML model has it.
         model._resetUid(self.uid)
-        return cast(M, self._copyValues(model))
+        self._copyValues(model)
+        if objects.module is not None:
+            # What the user does to the own module from now on is no matter of this model's.
+            model._set(model=skeleton(objects.module))
+        return cast(M, model)
 
-    def _settings(self) -> tuple[TrainConfig, UserObjects]:
-        """The Params as one checked config, and the Python objects that it has no names for."""
-        if not self.isDefined(self.model):
-            raise ValueError(
-                f"{type(self).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
-            )
-        model, loss = self.getModel(), self.getLoss()
-        optimizer, schedule = self.getOptimizer(), self.getLrSchedule()
-        by_name = {
-            name: value
-            for name, value in (("loss", loss), ("optimizer", optimizer), ("lr_schedule", schedule))
-            if isinstance(value, str)
-        }
-        config = TrainConfig(
-            shards_uri="",
-            run_uri="",
-            task=self._task,
-            model=model.to_json() if isinstance(model, ModelSpec) else None,
-            input_columns=tuple(self.inputColumns()),
-            label_column=self.getLabelCol(),
-            weight_column=self.getWeightCol() if self.isDefined(self.weightCol) else None,
-            learning_rate=self.getLearningRate(),
-            weight_decay=self.getWeightDecay(),
-            max_grad_norm=self.getMaxGradNorm(),
-            epochs=self.getEpochs(),
-            batch_size=self.getBatchSize(),
-            seed=self.getSeed(),
-            shuffle=self.getShuffle(),
-            num_workers=self.getNumWorkers(),
-            use_gpu=self.getUseGpu(),
-            collective=self.getCollective(),
-            precision=cast(Any, self.getPrecision()),
-            gradient_checkpointing=self.getGradientCheckpointing(),
-            gradient_accumulation=self.getGradientAccumulation(),
-            reader=self.getReader(),
-            timeout_seconds=self.getTimeoutSeconds(),
-            **by_name,
-        )
-        objects = UserObjects(
-            module=None if isinstance(model, ModelSpec) else model,
-            loss=None if "loss" in by_name else loss,
-            optimizer=None if "optimizer" in by_name else optimizer,
-            lr_schedule=None if "lr_schedule" in by_name else schedule,
-        )
-        check_names(config, objects)
-        return config, objects
+    def _label_columns(self) -> list[str]:
+        """One label for each output of the network."""
+        return [self.getLabelCol()]
 
-    def _validation_col(self) -> str | None:
-        return self.getValidationIndicatorCol() if self.isDefined(self.validationIndicatorCol) else None
+    def _label_param(self) -> str:
+        return "labelCol"
 
-    def _check_schema(self, dataset: DataFrame) -> None:
+    def _output_columns(self, num_outputs: int) -> list[str]:
+        """The columns that the model will add."""
+        return self.predictionColumns(num_outputs)
+
+    def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuses what the model's `transform` would refuse, before it is trained."""
+        check_distinct(self._output_columns(len(shapes)))
+
+    def _warn(self, on_shards: bool = False) -> None:
+        for sentence in settings_without_effect(self, on_shards):
+            warnings.warn(sentence, UserWarning, stacklevel=4)
+
+    def _check_schema(self, dataset: DataFrame, config: TrainConfig) -> None:
         schema = dataset.schema
-        check_inputs(schema, self.inputColumns())
-        others = {self.getLabelCol(): "labelCol"}
-        if self.isDefined(self.weightCol):
-            others[self.getWeightCol()] = "weightCol"
-        if (validation := self._validation_col()) is not None:
-            others[validation] = "validationIndicatorCol"
+        check_inputs(schema, config.input_columns)
+        others = dict.fromkeys(config.label_columns, self._label_param())
+        if config.weight_column is not None:
+            others[config.weight_column] = "weightCol"
+        check_types(schema, [name for name in others if name in schema.names])
+        if self.isDefined(self.validationIndicatorCol):
+            indicator = self.getValidationIndicatorCol()
+            if indicator in (*config.input_columns, *others):
+                raise ValueError(
+                    f"validationIndicatorCol {indicator!r} must be a column of its own, not an input, label "
+                    "or weight; copy it under another name"
+                )
+            others[indicator] = "validationIndicatorCol"
         check_columns_exist(schema, others)
-        check_types(schema, [name for name, param in others.items() if param != "validationIndicatorCol"])
+        outputs = self._output_columns(len(config.label_columns))
+        check_distinct(outputs)
+        for name in outputs:
+            if name in schema.names:
+                raise ValueError(
+                    f"Output column {name} already exists; drop it first, or give the model another name for "
+                    "its output"
+                )
+        if dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") != "true":
+            check_unambiguous(schema, [*config.input_columns, *others])
 
-    def _new_folder(self, spark: SparkSession) -> str:
-        """A folder of this fit's own, never one that was used before."""
-        root = self.getStorageUri() or _session_folder(spark.conf.get("spark.master", "") or "")
-        with suppress(OSError):
-            # Made first, and kept: fits that run side by side must not remove it under each other.
-            storage.make_dirs(storage.normalize(root))
-        storage.check_writable(root)
-        return storage.join(storage.normalize(root), f"run-{uuid.uuid4().hex[:12]}")
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """One fit, checked as far as it goes without data."""
+
+    config: TrainConfig
+    objects: UserObjects
+    pickled: bytes
+    data: FitData
+
+    @classmethod
+    def of(cls, estimator: _TorchEstimator[Any], dataset: DataFrame) -> _Fit:
+        config, objects = config_of(estimator, estimator._task, estimator._label_columns())
+        estimator._check_schema(dataset, config)
+        estimator._warn()
+        pickled = user_code.dumps(objects)
+        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu)
+        columns = [*config.input_columns, *config.label_columns]
+        if config.weight_column is not None:
+            columns.append(config.weight_column)
+        fraction = estimator.getValidationFraction()
+        data = FitData(
+            columns=tuple(dict.fromkeys(columns)),
+            validation_col=(
+                estimator.getValidationIndicatorCol()
+                if estimator.isDefined(estimator.validationIndicatorCol)
+                else None
+            ),
+            validation_fraction=fraction,
+            seed=config.seed if fraction is not None else 0,
+            drops_invalid=estimator.getHandleInvalid() != "error",
+            root=storage_root(dataset.sparkSession, estimator.getStorageUri()),
+        )
+        return cls(config=config, objects=objects, pickled=pickled, data=data)
 
 
-class TorchClassifier(TorchEstimator[TorchClassificationModel], _ClassifierParams):
+class _FitIterator:
+    """Hands out the numbers 0, 1, ... to whichever thread asks, each with its fit."""
+
+    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
+        self._fit = fit
+        self._numbers = iter(range(count))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _FitIterator:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            index = next(self._numbers)
+        return index, self._fit(index)
+
+
+class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
+    """Trains any network with any loss; the model's predictions are the network's outputs.
+
+    The network gives one tensor, or a tuple with one for each of `labelCols`.
+    """
+
+    def _label_columns(self) -> list[str]:
+        columns = self.getLabelCols()
+        if columns is not None and self.isSet(self.labelCol):
+            raise ValueError(f"set labelCol or labelCols, not both; got {self.getLabelCol()!r} and {columns}")
+        return columns or [self.getLabelCol()]
+
+    def _label_param(self) -> str:
+        return "labelCol" if self.getLabelCols() is None else "labelCols"
+
+
+class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierParams):
     """Trains a network to tell classes 0..n-1 apart.
 
     The network gives (batch, n) logits, or (batch, 1) or (batch,) for two classes.
@@ -236,40 +319,19 @@ class TorchClassifier(TorchEstimator[TorchClassificationModel], _ClassifierParam
     _task: Task = "classification"
     _model_class = TorchClassificationModel
 
+    def _output_columns(self, num_outputs: int) -> list[str]:
+        names = [self.getRawPredictionCol(), self.getProbabilityCol(), *super()._output_columns(num_outputs)]
+        return [name for name in names if name]
 
-class TorchRegressor(TorchEstimator[TorchRegressionModel]):
+    def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super()._check_outputs(shapes)
+        if self.isDefined(self.thresholds):
+            (shape,) = shapes
+            check_thresholds(self.getThresholds(), max(2, shape[-1] if shape else 1))
+
+
+class TorchRegressor(_TorchEstimator[TorchRegressionModel]):
     """Trains a network to give numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"
     _model_class = TorchRegressionModel
-
-
-def _discard(uri: str) -> None:
-    """Removes a folder, best effort: a store that hiccups must hide neither a model nor an error."""
-    try:
-        storage.remove(uri, recursive=True)
-    except OSError as error:
-        _logger.warning("could not remove %s: %s", uri, error)
-
-
-def _active_session() -> SparkSession:
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise ValueError("no Spark session is active; make one with SparkSession.builder.getOrCreate()")
-    return session
-
-
-def _session_folder(master: str) -> str:
-    if not master.startswith("local"):
-        raise ValueError(
-            f"storageUri is not set; on master {master!r} give a folder that driver and executors share"
-        )
-    return _temporary_folder()
-
-
-@cache
-def _temporary_folder() -> str:
-    """One folder a process, removed when it ends; models of a session without storageUri live there."""
-    folder = tempfile.mkdtemp(prefix="ringspark-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder

@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
-import copy
+import operator
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 from pyspark.ml import Model
-from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame
-from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructField, StructType
 from torch import nn
 
-from ringspark.estimators.params import _ClassifierParams, _InputParams, set_params
-from ringspark.estimators.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
-from ringspark.estimators.predict import (
-    Kind,
-    Predictor,
-    class_columns,
-    count_classes,
-    input_expression,
-    prediction_expression,
-    prediction_type,
+from ringspark.estimators import user_code
+from ringspark.estimators.converters import set_params
+from ringspark.estimators.held_weights import HeldWeights
+from ringspark.estimators.inference.export import ExportFormat, export_module
+from ringspark.estimators.inference.inputs import (
+    BoundInput,
+    ModelInput,
+    bind,
+    check_forward,
+    find,
+    model_inputs,
+    source_columns,
 )
-from ringspark.estimators.schema import check_inputs
+from ringspark.estimators.inference.predict import Predictor, prediction_expression
+from ringspark.estimators.inference.results import Classes, Results, Values
+from ringspark.estimators.model_params import (
+    _ClassifierParams,
+    _ModelParams,
+    check_distinct,
+    check_thresholds,
+)
+from ringspark.estimators.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
 from ringspark.estimators.summary import TrainingSummary
-from ringspark.estimators.training.checkpoint import load_checkpoint, read_info
+from ringspark.estimators.training.checkpoint import map_checkpoint
+from ringspark.estimators.training.skeleton import build_skeleton, skeleton
 from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import quote
+from ringspark.pipelines.columns import Column as ShardColumn
 
 M = TypeVar("M", bound="TorchModel")
 
-# Holds the three results of a classifier until they have columns of their own.
+Shape = tuple[int, ...]
+
+# Holds what Python gave back until its parts have columns of their own.
 _RESULT = "__ringspark_result"
 
 
-class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     """A trained network. `transform` adds `predictionCol`; all other columns pass through.
 
-    The prediction is a double where the network gives one number per row, else an array of doubles.
+    The prediction is a double where the network gives one number per row, else an array of doubles; a
+    network with several outputs has one column for each, `predictionCols`.
     Made by an estimator's `fit`, or by `load`.
     """
 
-    _kind: Kind = "regression"
-
     def __init__(self, **params: Any) -> None:
         super().__init__()
-        self._weights_uri: str | None = None
-        self._output_width: int | None = None
+        self._weights: HeldWeights | None = None
+        self._inputs: tuple[ModelInput, ...] = ()
+        self._output_shapes: tuple[Shape, ...] = ()
         self._summary: TrainingSummary | None = None
         set_params(self, params)
 
@@ -59,86 +74,168 @@ class TorchModel(_InputParams, Model, MLWritable, MLReadable["TorchModel"]):
     @property
     def summary(self) -> TrainingSummary:
         """The history and the counts of the training."""
-        assert self._summary is not None, "a model without summary was never fitted"
+        if self._summary is None:
+            raise RuntimeError(f"No training summary available for this {type(self).__name__}")
         return self._summary
 
     def module(self) -> nn.Module:
         """The trained network as a plain `nn.Module` on the CPU, in eval mode; a new one each time."""
         model = self.getModel()
-        module = model.build() if isinstance(model, ModelSpec) else copy.deepcopy(model)
-        load_checkpoint(self._weights(), module)
+        module = build_skeleton(model) if isinstance(model, ModelSpec) else skeleton(model)
+        weights = self._trained()
+        map_checkpoint(weights.uri, module, expected_id=weights.info().checkpoint_id)
         return module.eval()
+
+    def export(self, path: str, format: ExportFormat = "torch.export") -> None:
+        """Writes the trained network, for any number of rows, to the file `path` on any store.
+
+        Args:
+            path: "torch.export" writes what `torch.export.load` reads, "onnx" what ONNX runtimes read.
+            format: Of the file; "onnx" needs `pip install 'ringspark[onnx]'`.
+
+        Raises:
+            ValueError: The format is unknown or not installed, or the network cannot be traced.
+        """
+        export_module(self.module(), self._inputs, self.inputColumns(), path, format)
 
     def write(self) -> StageWriter:
         """A writer; its `overwrite()` replaces what is there."""
-        extra = {
-            "output_width": self._output_width,
-            "summary": self._summary.to_json() if self._summary else None,
-        }
-        return StageWriter(self, self._weights(), extra)
+        return StageWriter(
+            self,
+            self._trained(),
+            {
+                "inputs": [item.to_json() for item in self._inputs],
+                "output_shapes": [list(shape) for shape in self._output_shapes],
+                "summary": self._summary.to_json() if self._summary else None,
+            },
+        )
 
     @classmethod
     def read(cls: type[M]) -> MLReader[M]:
         return StageReader(cls)
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        check_inputs(dataset.schema, self.inputColumns())
-        expression = prediction_expression(self._predictor(), self._expressions(dataset))
-        return dataset.withColumn(self.getPredictionCol(), expression)
-
     def transformSchema(self, schema: StructType) -> StructType:
         """The schema that `transform` gives for `schema`."""
-        check_inputs(schema, self.inputColumns())
-        is_scalar = prediction_type(self._kind, self._output_width) == "double"
-        data_type: DataType = DoubleType() if is_scalar else ArrayType(DoubleType())
-        return StructType([*schema.fields, StructField(self.getPredictionCol(), data_type)])
+        self._bind(schema)
+        names, results = self._outputs()
+        added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
+        self._check_free(schema, [field.name for field in added])
+        return StructType([*schema.fields, *added])
 
-    def _expressions(self, dataset: DataFrame) -> list[Column]:
-        """The input columns as Python gets them."""
-        schema = dataset.schema
-        return [input_expression(dataset[quote(name)], schema[name].dataType) for name in self.inputColumns()]
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        is_case_sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+        bound = self._bind(dataset.schema, is_case_sensitive)
+        names, results = self._outputs()
+        self._check_free(dataset.schema, [name for name in names if name], is_case_sensitive)
+        handling = self.getHandleInvalid()
+        valid = reduce(operator.and_, [item.valid for item in bound])
+        columns = [item.values for item in bound]
+        if handling == "skip":
+            dataset = dataset.where(valid)
+        elif handling == "keep":
+            columns = [*(_where_valid(item, valid) for item in bound), valid]
+        predictor = self._predictor([item.feed for item in bound])
+        # One name for the struct, then its parts: Spark computes the function once. Exploded, because a
+        # filter on a part would take a copy of a plain expression below it, and run the network twice.
+        result = dataset.select(
+            "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
+        )
+        parts = results.columns(_RESULT, nullable=handling == "keep")
+        named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
+        return result.select("*", *named).drop(_RESULT)
 
-    def _predictor(self) -> Predictor:
-        model = self.getModel()
-        weights_uri = self._weights()
+    def _bind(self, schema: StructType, is_case_sensitive: bool = False) -> list[BoundInput]:
+        """The model's inputs met with a schema."""
+        names = self.inputColumns()
+        if not self._inputs:
+            # Of format 1, which did not keep them.
+            model = self.getModel()
+            check_forward(build_skeleton(model) if isinstance(model, ModelSpec) else model, names)
+        inputs = self._inputs or model_inputs((), names)
+        fields = source_columns(inputs, names, schema, is_case_sensitive)
+        return [bind(item, field) for item, field in zip(inputs, fields, strict=True)]
+
+    def _check_free(self, schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
+        """Refuses to write over a column, in the words of Spark's own stages, and two columns of one name."""
+        check_distinct(names)
+        for name in names:
+            if find(name, schema, is_case_sensitive) is not None:
+                raise ValueError(
+                    f"Output column {name} already exists; drop it first, or give the model another name "
+                    f"for its output"
+                )
+
+    def _outputs(self) -> tuple[list[str], Results]:
+        """Names of the columns that `transform` adds, empty for one left out, and what is in them."""
+        values = Values(shapes=self._output_shapes)
+        return self.predictionColumns(len(self._output_shapes)), values
+
+    def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
+        model, weights = self.getModel(), self._trained()
         if self.getInferenceBatchSize() < 1:
             raise ValueError(f"inferenceBatchSize must be at least 1, got {self.getInferenceBatchSize()}")
         return Predictor(
-            model=model.to_json() if isinstance(model, ModelSpec) else model,
-            weights_uri=weights_uri,
-            weights_id=read_info(weights_uri).checkpoint_id,
-            kind=self._kind,
-            output_width=self._output_width,
+            model=model.to_json() if isinstance(model, ModelSpec) else user_code.dumps(skeleton(model)),
+            weights_uri=weights.uri,
+            weights_id=weights.info().checkpoint_id,
+            feeds=tuple(feeds),
+            results=results or self._outputs()[1],
+            output_widths=tuple(Values(shapes=self._output_shapes).widths),
             batch_size=self.getInferenceBatchSize(),
-            input_columns=tuple(self.inputColumns()),
+            use_gpu=self.getInferenceUseGpu(),
+            keeps_rows=self.getHandleInvalid() == "keep",
         )
 
-    def _weights(self) -> str:
-        if self._weights_uri is None:
+    def _trained(self) -> HeldWeights:
+        if self._weights is None:
             raise ValueError(
                 f"{type(self).__name__} has no weights; get one from an estimator's fit or from load()"
             )
-        return self._weights_uri
+        return self._weights
 
     def _set_trained(
-        self: M, weights_uri: str, output_width: int | None, summary: TrainingSummary | None
+        self: M,
+        weights_uri: str,
+        output_shapes: int | Sequence[Shape] | None,
+        summary: TrainingSummary | None,
+        *,
+        columns: Sequence[ShardColumn] = (),
+        input_columns: Sequence[str] = (),
     ) -> M:
-        self._weights_uri = weights_uri
-        self._output_width = output_width
+        """Makes this the model of a training.
+
+        Args:
+            weights_uri: Folder of the checkpoint.
+            output_shapes: Of a row, for each output. In place of the list: the width of the one
+                output, None where it has no second dimension.
+            summary: Of the training.
+            columns: All columns of the shards.
+            input_columns: The model's inputs by their names in the shards.
+        """
+        if output_shapes is None or isinstance(output_shapes, int):
+            output_shapes = [()] if output_shapes is None else [(output_shapes,)]
+        self._weights = HeldWeights(weights_uri)
+        # Held from here on: the folder may be removed by a save over one of its parents.
+        self._weights.hold()
+        self._inputs = model_inputs(columns, input_columns)
+        self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
         self._summary = summary
         return self
 
     def _restore(self, uri: str, description: dict[str, Any]) -> None:
         """Called by the reader with the folder that the stage was saved in."""
-        weights_uri = storage.join(uri, WEIGHTS_FOLDER)
-        # Now rather than in the first task: the folder may be damaged.
-        read_info(weights_uri)
+        weights = HeldWeights(storage.join(uri, WEIGHTS_FOLDER))
+        # Now rather than in the first task: the folder may be damaged. And a pipeline that is saved
+        # over the folder it was loaded from removes the folder before it asks for the weights.
+        weights.hold()
         summary = description["summary"]
-        self._set_trained(
-            weights_uri,
-            description["output_width"],
-            TrainingSummary.from_json(summary) if summary else None,
-        )
+        if description["format_version"] == 1:
+            width = description["output_width"]
+            description = description | {"inputs": [], "output_shapes": [[] if width is None else [width]]}
+        self._weights = weights
+        self._inputs = tuple(ModelInput.from_json(item) for item in description["inputs"])
+        self._output_shapes = tuple(tuple(shape) for shape in description["output_shapes"])
+        self._summary = TrainingSummary.from_json(summary) if summary else None
 
 
 class TorchRegressionModel(TorchModel):
@@ -151,29 +248,29 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
     The first two are vectors, as Spark's evaluators take them; an empty name leaves a column out.
     """
 
-    _kind: Kind = "classification"
-
     @property
     def numClasses(self) -> int:
         """Classes that the network tells apart."""
-        return count_classes(self._output_width)
+        return self._classes().num_classes
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        check_inputs(dataset.schema, self.inputColumns())
-        expression = prediction_expression(self._predictor(), self._expressions(dataset))
-        result = dataset.withColumn(_RESULT, expression)
-        names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
-        for name, column in zip(names, class_columns(_RESULT, self._output_width), strict=True):
-            if name:
-                result = result.withColumn(name, column)
-        return result.drop(_RESULT)
+    def _classes(self) -> Classes:
+        if len(self._output_shapes) != 1:
+            raise ValueError(
+                f"a classification model has one output of logits, the network has {len(self._output_shapes)}"
+            )
+        (width,) = Values(shapes=self._output_shapes).widths
+        thresholds = self.getThresholds() if self.isDefined(self.thresholds) else None
+        return Classes(width=width, thresholds=tuple(thresholds) if thresholds is not None else None)
 
-    def transformSchema(self, schema: StructType) -> StructType:
-        """The schema that `transform` gives for `schema`."""
-        check_inputs(schema, self.inputColumns())
-        fields = list(schema.fields)
-        for name in (self.getRawPredictionCol(), self.getProbabilityCol()):
-            if name:
-                fields.append(StructField(name, VectorUDT()))
-        fields.append(StructField(self.getPredictionCol(), DoubleType()))
-        return StructType(fields)
+    def _outputs(self) -> tuple[list[str], Results]:
+        classes = self._classes()
+        if classes.thresholds is not None:
+            check_thresholds(classes.thresholds, classes.num_classes)
+        prediction = self.predictionColumns(1)
+        return [self.getRawPredictionCol(), self.getProbabilityCol(), *prediction], classes
+
+
+def _where_valid(item: BoundInput, valid: Column) -> Column:
+    """The input's values, and nothing that Python would stumble over where a row is not valid."""
+    values = F.when(valid, item.values)
+    return values if item.filler is None else F.coalesce(values, item.filler)

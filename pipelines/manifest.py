@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.distinct import SIZE as EXACT_UP_TO
+from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.stats import ColumnStats
 
 FORMAT_VERSION = 2
@@ -117,6 +118,31 @@ class ShardManifest:
         """Rows in all files of this manifest or view."""
         return sum(file.num_rows for file in self.files)
 
+    def column_of(self, name: str) -> Column:
+        """Returns the column that gives a batch the array `name`: as a rule the column of that name.
+
+        Raises:
+            ValueError: No column does; names the known ones.
+        """
+        for column in self.columns:
+            if name in column.kind.arrays(column.name):
+                return column
+        return self.column(name)
+
+    def array(self, name: str) -> BatchArray:
+        """Describes the array `name` of a batch, which has one entry per row.
+
+        Raises:
+            ValueError: No column gives such an array.
+        """
+        column = self.column_of(name)
+        array = column.kind.arrays(column.name).get(name)
+        if array is None or not array.per_row:
+            raise ValueError(
+                f"column {column.name!r} of the shards at {self.uri} gives a batch no array {name!r}"
+            )
+        return array
+
     def column(self, name: str) -> Column:
         """Returns the column called `name`; ValueError naming the known ones otherwise."""
         for column in self.columns:
@@ -124,6 +150,14 @@ class ShardManifest:
                 return column
         known = ", ".join(column.name for column in self.columns)
         raise ValueError(f"the shards in {self.uri!r} have no column {name!r}; known: {known}")
+
+    def range_of(self, name: str) -> tuple[float, float] | None:
+        """Returns the smallest and largest number of a column over all splits; None where not known."""
+        stats = [columns[name] for columns in self.stats.values() if name in columns]
+        ranges = [(s.minimum, s.maximum) for s in stats if s.minimum is not None and s.maximum is not None]
+        if not ranges or len(ranges) < sum(1 for s in stats if s.rows):
+            return None
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     def select(self, split: Split) -> ShardManifest:
         """Returns a view with the files and statistics of one split; it may hold no rows."""

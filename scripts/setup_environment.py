@@ -1,12 +1,13 @@
-"""Builds a development environment, `.venv` or `.venv-modern`; a second run is a no-op.
+"""Builds a development environment, `.venv` or one of its siblings; a second run is a no-op.
 
 `.venv` holds Petastorm and the newest Spark and Arrow that it still runs with; `.venv-modern` leaves
-it out and takes the newest of all. The same phases build either.
+it out and takes the newest of all; `.venv-spark35` is `.venv` with the oldest Spark that ringspark
+supports. The same phases build each.
 
 Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
 machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
 Horovod, whose wheel is built from two edited source files once per (horovod, torch, python) and
-kept in the user's cache, for both environments and all checkouts.
+kept in the user's cache, for all environments and all checkouts.
 
 Invariant: the stamp is written last, so it exists only after every phase has passed with the inputs
 whose hash it holds; an interrupted run has no current stamp and is simply run again.
@@ -64,6 +65,7 @@ class Environment:
 
     name: str
     lock: str
+    overlay: str | None = None  # pins that stand in for those of the lock
     without_dependencies: tuple[str, ...] = ()  # installed as they are: no resolver takes their metadata
 
     @property
@@ -84,7 +86,9 @@ class Environment:
 
     @property
     def requirements(self) -> list[Path]:
-        names = (self.lock, *self.without_dependencies, "horovod.txt", "cmake.txt")
+        # The overlay first: of two pins the first counts.
+        overlay = (self.overlay,) if self.overlay else ()
+        names = (*overlay, self.lock, *self.without_dependencies, "horovod.txt", "cmake.txt")
         return [ROOT / "requirements" / name for name in names]
 
     def pip(self, *arguments: str) -> list[str]:
@@ -95,6 +99,9 @@ class Environment:
 
 MAIN = Environment(name=".venv", lock="lock.txt", without_dependencies=("petastorm.txt",))
 MODERN = Environment(name=".venv-modern", lock="modern.txt")
+SPARK35 = Environment(
+    name=".venv-spark35", lock="lock.txt", overlay="spark35.txt", without_dependencies=("petastorm.txt",)
+)
 
 
 class SetupError(Exception):
@@ -419,9 +426,23 @@ def horovod_required() -> bool:
     return os.environ.get("RINGSPARK_REQUIRE_HOROVOD", "0") not in ("", "0")
 
 
+def merged_lock(environment: Environment) -> str:
+    """Returns the file that pip gets: the lock, or a copy of it that holds the overlay's pins instead."""
+    lock = ROOT / "requirements" / environment.lock
+    if environment.overlay is None:
+        return str(lock)
+    overlay = lock.with_name(environment.overlay).read_text()
+    # pip takes two different pins of one package for a contradiction, wherever they stand.
+    replaced = tuple(re.findall(r"^[\w.-]+==", overlay, flags=re.MULTILINE))
+    kept = [line for line in lock.read_text().splitlines() if not line.startswith(replaced)]
+    merged = environment.folder / "requirements.txt"
+    merged.write_text("\n".join([overlay, *kept]) + "\n")
+    return str(merged)
+
+
 def install_pinned(environment: Environment) -> None:
     """Installs what the requirements pin, and ringspark itself; all but Horovod."""
-    pip, lock = environment.pip, str(ROOT / "requirements" / environment.lock)
+    pip, lock = environment.pip, merged_lock(environment)
     torch = pin(environment, "torch")
     with phase(f"torch {torch}"):
         run(pip("install", f"torch=={torch}", "--constraint", lock))
@@ -465,7 +486,10 @@ def set_up(environment: Environment) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Build a development environment.")
-    parser.add_argument("--modern", action="store_true", help="build .venv-modern instead of .venv")
+    which = parser.add_mutually_exclusive_group()
+    for option, other in (("--modern", MODERN), ("--spark35", SPARK35)):
+        text = f"build {other.name} instead of .venv"
+        which.add_argument(option, dest="environment", action="store_const", const=other, help=text)
     parser.add_argument("--check", action="store_true", help="check the machine's tools, install nothing")
     options = parser.parse_args(arguments)
     try:
@@ -476,7 +500,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lock.parent.mkdir(exist_ok=True)
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # two `make`s in one checkout: the second finds it done
-            return set_up(MODERN if options.modern else MAIN)
+            return set_up(options.environment or MAIN)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,7 +1,8 @@
 """Fixtures of all tests: one Spark session, shards made without Spark, and guards against leaks.
 
 The session's master comes from RINGSPARK_TEST_MASTER: `local[4]` by default, `local-cluster[...]`,
-or `connect` for Spark Connect. tests/test_modes.py runs the suite of the stages over all three.
+or `connect`, or a server's address `sc://...`, for Spark Connect. tests/test_modes.py runs the suite of the
+stages over all three.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def spark() -> Iterator[Any]:
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName("ringspark-tests")
-    if MASTER == "connect":
-        session = builder.remote("local[4]").getOrCreate()
+    if MASTER == "connect" or MASTER.startswith("sc://"):
+        session = builder.remote("local[4]" if MASTER == "connect" else MASTER).getOrCreate()
     else:
         session = (
             builder.master(MASTER)

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
+LOCK = "requirements/lock.txt"
+OVERLAY = "requirements/spark35.txt"
 
 # Stands in for `.venv/bin/python`: writes down what pip was asked for, and answers as pip would.
 FAKE_PYTHON = """#!{python}
@@ -183,7 +185,7 @@ class Checkout:
         return self.root / self.name / "bin"
 
     def set_up(self, **env: str) -> subprocess.CompletedProcess[str]:
-        options = ["--modern"] if self.name == ".venv-modern" else []
+        options = [self.name.replace(".venv-", "--")] if self.name != ".venv" else []
         return run_script(self.root, *options, env=environment(XDG_CACHE_HOME=str(self.cache), **env))
 
     def calls(self) -> list[str]:
@@ -366,13 +368,19 @@ def test_failed_install_is_no_traceback_and_leaves_no_stamp(checkout: Checkout) 
     assert not (checkout.root / ".venv" / ".ringspark-setup").exists()
 
 
-# ------------------------------------------------------------------------------ the second environment
+# ------------------------------------------------------------------------------ the other environments
 
 
 @pytest.fixture
 def modern(checkout: Checkout) -> Checkout:
     """The same checkout, as `--modern` sees it."""
     return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-modern"))
+
+
+@pytest.fixture
+def spark35(checkout: Checkout) -> Checkout:
+    """The same checkout, as `--spark35` sees it."""
+    return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-spark35"))
 
 
 def test_modern_set_up_leaves_petastorm_out(modern: Checkout) -> None:
@@ -387,45 +395,69 @@ def test_modern_set_up_leaves_petastorm_out(modern: Checkout) -> None:
     assert modern.set_up().stdout == "set-up: .venv-modern is up to date\n"
 
 
-def test_both_environments_share_the_wheel_and_no_stamp(checkout: Checkout, modern: Checkout) -> None:
+def test_spark35_set_up_installs_the_lock_with_its_own_pins(spark35: Checkout) -> None:
+    assert spark35.set_up().returncode == 0
+    merged = spark35.root / ".venv-spark35" / "requirements.txt"
+    calls = spark35.calls()
+    assert calls[0] == f"install torch==2.13.0 --constraint {merged}"
+    assert calls[1] == f"install --requirement {merged}"
+    assert calls[2].endswith("petastorm.txt")
+    assert pins(merged) == pins(ROOT / LOCK) | pins(ROOT / OVERLAY)
+    lines = [line.split("==")[0] for line in merged.read_text().splitlines() if "==" in line]
+    assert len(lines) == len(set(lines)), "pip refuses two pins of one package"
+    assert spark35.set_up().stdout == "set-up: .venv-spark35 is up to date\n"
+
+
+def test_environments_share_the_wheel_and_no_stamp(
+    checkout: Checkout, modern: Checkout, spark35: Checkout
+) -> None:
     checkout.set_up()
     before = checkout.stamp()
-    assert modern.set_up().returncode == 0
-    assert [call.split()[0] for call in modern.calls()] == ["install"] * 4
-    assert checkout.stamp() == before
-    assert modern.stamp()["horovod"] == before["horovod"]
-    assert modern.stamp()["inputs"] != before["inputs"]
+    for other, installs in ((modern, 4), (spark35, 5)):
+        assert other.set_up().returncode == 0
+        assert [call.split()[0] for call in other.calls()] == ["install"] * installs
+        assert checkout.stamp() == before
+        assert other.stamp()["horovod"] == before["horovod"]
+        assert other.stamp()["inputs"] != before["inputs"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "main", "other"),
+    ("changed", "concerned"),
     [
-        ("requirements/lock.txt", True, False),
-        ("requirements/petastorm.txt", True, False),
-        ("requirements/modern.txt", False, True),
-        ("requirements/horovod.txt", True, True),
+        (LOCK, {".venv", ".venv-spark35"}),
+        ("requirements/petastorm.txt", {".venv", ".venv-spark35"}),
+        (OVERLAY, {".venv-spark35"}),
+        ("requirements/modern.txt", {".venv-modern"}),
+        ("requirements/horovod.txt", {".venv", ".venv-modern", ".venv-spark35"}),
     ],
 )
-def test_changed_input_runs_its_own_environment(
-    changed: str, main: bool, other: bool, checkout: Checkout, modern: Checkout
+def test_changed_input_runs_its_own_environments(
+    changed: str, concerned: set[str], checkout: Checkout, modern: Checkout, spark35: Checkout
 ) -> None:
-    checkout.set_up()
-    modern.set_up()
-    checkout.calls(), modern.calls()
+    environments = (checkout, modern, spark35)
+    for each in environments:
+        each.set_up()
+        each.calls()
     with (checkout.root / changed).open("a") as file:
         file.write("\n# changed\n")
-    checkout.set_up()
-    modern.set_up()
-    assert (bool(checkout.calls()), bool(modern.calls())) == (main, other)
+    for each in environments:
+        each.set_up()
+    assert {each.name for each in environments if each.calls()} == concerned
 
 
-def pins(file: str) -> dict[str, str]:
-    """The versions that a file of `requirements/` pins, by the package's name."""
-    return dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements" / file).read_text(), flags=re.M))
+def test_one_run_builds_one_environment(checkout: Checkout) -> None:
+    done = run_script(checkout.root, "--modern", "--spark35", env=environment())
+    assert done.returncode == 2
+    assert "not allowed with argument" in done.stderr
+
+
+def pins(file: Path) -> dict[str, str]:
+    """The versions that a requirements file pins, by the package's name."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", file.read_text(), flags=re.M))
 
 
 def test_modern_pins_differ_only_where_petastorm_holds_the_lock_back() -> None:
-    lock, modern = pins("lock.txt"), pins("modern.txt")
+    lock, modern = pins(ROOT / LOCK), pins(ROOT / "requirements" / "modern.txt")
     assert set(modern) <= set(lock)
     assert {name for name in modern if modern[name] != lock[name]} == {
         "numpy",
@@ -433,3 +465,10 @@ def test_modern_pins_differ_only_where_petastorm_holds_the_lock_back() -> None:
         "pyarrow",
         "pyspark",
     }
+
+
+def test_spark35_differs_only_by_spark_and_what_spark_pins() -> None:
+    lock, overlay = pins(ROOT / LOCK), pins(ROOT / OVERLAY)
+    assert set(overlay) == {"py4j", "pyspark"}
+    assert overlay["pyspark"].startswith("3.5.")
+    assert all(overlay[name] != lock[name] for name in overlay)

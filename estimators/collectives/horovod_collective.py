@@ -7,6 +7,10 @@ already its share of the global mean, which stays right when ranks hold differen
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from ringspark.estimators.collectives.base import (
     Member,
     PlainSync,
     ReduceOp,
+    Traffic,
+    num_bytes,
     peer_errors,
 )
 from ringspark.estimators.collectives.network import environment, interface_of
@@ -48,7 +54,15 @@ class HorovodRendezvous:
         self.address = f"{member.host}:{port}"
 
     def close(self) -> None:
-        self._server.stop()
+        stopping = threading.Thread(target=self._server.stop, name="ringspark-rendezvous")
+        stopping.start()
+        # The server looks at its stop flag twice a second, or when somebody connects: half a second less
+        # for every gang. Should this connection come before the flag, nothing is gained or lost.
+        time.sleep(0.005)
+        host, port = self.address.rsplit(":", 1)
+        with suppress(OSError):
+            socket.create_connection((host, int(port)), timeout=1).close()
+        stopping.join()
         # Horovod's own stop leaves the listening socket, and so the port, open.
         self._server._httpd.server_close()
 
@@ -65,6 +79,7 @@ class HorovodCollective:
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name: the counter gives each operation its own.
         self._operations = 0
+        self._traffic = Traffic(member)
 
     @staticmethod
     def open_rendezvous(member: Member, members: list[Member], timeout_seconds: float) -> HorovodRendezvous:
@@ -106,6 +121,10 @@ class HorovodCollective:
     def size(self) -> int:
         return self.member.size
 
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
     def _name(self, operation: str) -> str:
         self._operations += 1
         return f"ringspark.{operation}.{self._operations}"
@@ -114,6 +133,20 @@ class HorovodCollective:
         ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         with peer_errors("allreduce"):
             result: torch.Tensor = self._hvd.allreduce(tensor, op=ops[op], name=self._name("allreduce"))
+        self._traffic.all_reduce(num_bytes([result]))
+        return result
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        counts = self._gather(torch.tensor([len(tensor)])).tolist()
+        pieces = self._gather(tensor.detach())
+        self._traffic.all_gather([8] * self.size)
+        self._traffic.all_gather([count * tensor.element_size() for count in counts])
+        return list(torch.split(pieces, counts))
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors behind one another."""
+        with peer_errors("allgather"):
+            result: torch.Tensor = self._hvd.allgather(tensor, name=self._name("allgather"))
         return result
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
@@ -123,6 +156,7 @@ class HorovodCollective:
             ]
             for handle in handles:
                 self._hvd.synchronize(handle)
+        self._traffic.broadcast(num_bytes(tensors), root)
 
     def barrier(self) -> None:
         with peer_errors("barrier"):
@@ -131,7 +165,7 @@ class HorovodCollective:
     def synchronize(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
     ) -> GradientSync:
-        return HorovodSync(module, optimizer, micro_batches, self._hvd)
+        return HorovodSync(module, optimizer, micro_batches, self._hvd, self._traffic, self.size)
 
     def close(self) -> None:
         self._hvd.shutdown()
@@ -145,25 +179,94 @@ class HorovodSync(PlainSync):
     """Gradients summed by `hvd.DistributedOptimizer`.
 
     A parameter without a gradient on this rank, also because the rank has no rows in this step,
-    takes part with zeros: Horovod submits it in `synchronize`.
+    takes part with zeros: Horovod submits it in `synchronize`. Where no rank had a gradient, the sum
+    is all zeros, on every rank alike. From the first such step on the ranks tell each other who had
+    one, along with the gradients; until then that costs nothing.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, hvd: Any
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        micro_batches: int,
+        hvd: Any,
+        traffic: Traffic,
+        size: int,
     ) -> None:
+        distributed = _distribute(module, optimizer, micro_batches, hvd)
+        super().__init__(module, distributed)
+        self._distributed = distributed
+        self._hvd = hvd
+        self._traffic = traffic
+        self._size = size
+        self._asks = False
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._held = [p for p in held if p.requires_grad]
+        self._gradient_bytes = num_bytes(self._held)
+
+    def reduce(self) -> None:
+        if self._size == 1:
+            # Horovod exchanges nothing, and what was None still is.
+            self._distributed.synchronize()
+            return
+        present = [p.grad is not None for p in self._held]
+        with peer_errors("summing the gradients"):
+            asked = self._ask(present) if self._asks else None
+            self._distributed.synchronize()
+            # Every rank sees the same sums, so either all of them begin to ask or none.
+            if asked is None and any(_all_zero([p.grad for p in self._held])):
+                self._asks = True
+                asked = self._ask(present)
+            counts = self._hvd.synchronize(asked).tolist() if asked is not None else []
+        self._traffic.all_reduce(self._gradient_bytes)
+        for parameter, count in zip(self._held, counts, strict=False):
+            if not count:
+                parameter.grad = None
+
+    def _ask(self, present: list[bool]) -> Any:
+        """Begins to count the ranks that had a gradient, parameter by parameter.
+
+        In fp32 and under one name, so that Horovod sends it in one go with the gradients.
+        """
+        self._traffic.all_reduce(4 * len(present))
+        counts = torch.tensor(present, dtype=torch.float32)
+        return self._hvd.allreduce_async_(counts, op=self._hvd.Sum, name="ringspark.had_gradient")
+
+    def step(self, scaler: torch.amp.GradScaler) -> None:
+        with self._distributed.skip_synchronize():
+            scaler.step(self._distributed)
+
+
+def _all_zero(gradients: list[torch.Tensor | None]) -> list[bool]:
+    """Which gradients are zero in every element; sparse and empty ones never are."""
+    dense = [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
+    if not dense:
+        return []
+    # Most are ruled out by their first element: one small copy off the device instead of a pass over all.
+    first = torch.stack([g[(0,) * g.dim()].float() for g in dense]).tolist()
+    return [not f and not bool(g.any()) for f, g in zip(first, dense, strict=True)]
+
+
+def _distribute(module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, hvd: Any) -> Any:
+    """Horovod's form of `optimizer`, with all that its maker put into it.
+
+    Horovod makes an optimizer of the same class anew from the groups alone. What its constructor
+    keeps elsewhere would fall back to defaults: Adagrad's first accumulator is in its state.
+    """
+    try:
         distributed = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=[(n, p) for n, p in module.named_parameters() if p.requires_grad],
             op=hvd.Sum,
             backward_passes_per_step=micro_batches,
         )
-        super().__init__(module, distributed)
-        self._distributed = distributed
-
-    def reduce(self) -> None:
-        with peer_errors("summing the gradients"):
-            self._distributed.synchronize()
-
-    def step(self, scaler: torch.amp.GradScaler) -> None:
-        with self._distributed.skip_synchronize():
-            scaler.step(self._distributed)
+    except TypeError as error:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} must be constructible from its parameter groups alone "
+            f"under collective 'horovod', got {error}; give its other arguments defaults, or set "
+            "collective='torch'"
+        ) from error
+    # A scheduler of the user's may have wrapped `step` of the instance: that one would not be ours.
+    kept = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    vars(distributed).update(kept)
+    return distributed

@@ -46,8 +46,15 @@ class LocalCollective:
     def size(self) -> int:
         return 1
 
+    @property
+    def bytes_sent(self) -> int:
+        return 0
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         return tensor.clone()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.clone()]
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         return

@@ -19,9 +19,13 @@ from ringspark.estimators.collectives.base import (
     Member,
     PlainSync,
     ReduceOp,
+    Traffic,
+    backward_errors,
+    num_bytes,
     peer_errors,
 )
 from ringspark.estimators.collectives.network import environment, interface_of
+from ringspark.estimators.training.outputs import as_outputs
 
 
 class TorchRendezvous:
@@ -49,6 +53,7 @@ class TorchCollective:
     def __init__(self, member: Member, use_gpu: bool) -> None:
         self.member = member
         self._use_gpu = use_gpu
+        self._traffic = Traffic(member)
         self._syncs: list[TorchSync] = []
 
     @staticmethod
@@ -82,25 +87,52 @@ class TorchCollective:
     def size(self) -> int:
         return self.member.size
 
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         result = tensor.clone()
         with peer_errors("allreduce"):
             dist.all_reduce(result, op=ops[op])
+        self._traffic.all_reduce(num_bytes([result]))
         return result
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        lengths = self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))
+        counts = [int(length) for length in lengths]
+        # Gloo gathers tensors of one length only: the shorter ones travel padded.
+        padded = tensor.new_zeros(max(counts))
+        padded[: len(tensor)] = tensor.detach()
+        pieces = self._gather_equal(padded)
+        return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
+
+    def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The ranks' tensors, all of one shape."""
+        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
+        if tensor.numel():
+            with peer_errors("allgather"):
+                dist.all_gather(pieces, tensor)
+        self._traffic.all_gather([num_bytes([tensor])] * self.size)
+        return pieces
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         with peer_errors("broadcast"):
             for tensor in tensors:
                 dist.broadcast(tensor, src=root)
+        self._traffic.broadcast(num_bytes(tensors), root)
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
+        with peer_errors("barrier"):
+            dist.all_reduce(torch.zeros(1))
 
     def synchronize(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
     ) -> GradientSync:
-        sync = TorchSync(module, optimizer, self.size)
+        if self.size == 1:
+            return PlainSync(module, optimizer)
+        sync = TorchSync(module, optimizer, self.size, self._traffic)
         self._syncs.append(sync)
         return sync
 
@@ -125,33 +157,70 @@ class TorchCollective:
             dist.destroy_process_group()
 
 
+class _Anchored(nn.Module):
+    """What DistributedDataParallel wraps: the module, and a parameter that needs no rows.
+
+    The anchor gives a rank without rows a backward pass that uses no parameter of the module. Of an
+    output with more than losses take (hidden states, an unused head), only what they take goes
+    on: DistributedDataParallel would wait for the gradients of the rest.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.anchor = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if not inputs:
+            return self.anchor * 0.0
+        output = self.module(*inputs)
+        return output if isinstance(output, torch.Tensor) else as_outputs(output)
+
+
 class TorchSync(PlainSync):
-    """Gradients averaged by DistributedDataParallel; `loss_factor` turns the mean into a sum."""
+    """Gradients averaged by DistributedDataParallel; `loss_factor` turns the mean into a sum.
 
-    # Its reducer waits for every bucket of every rank.
-    needs_backward = True
+    It looks for unused parameters in every step, because a network may branch by its data: those
+    count as zeros where another rank used them, and keep None where none did.
+    """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, size: int, traffic: Traffic
+    ) -> None:
         device = next(module.parameters()).device
         # Without syncing buffers: as with Horovod, running statistics stay each rank's own and
         # the checkpoint takes rank 0's. torch 2.13 renamed the argument.
         renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
         options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-        parallel = DistributedDataParallel(
-            module, device_ids=[device] if device.type == "cuda" else None, **options
+        anchored = _Anchored(module, device)
+        self._parallel: DistributedDataParallel | None = DistributedDataParallel(
+            anchored,
+            device_ids=[device] if device.type == "cuda" else None,
+            find_unused_parameters=True,
+            **options,
         )
-        super().__init__(parallel, optimizer)
+        super().__init__(self._parallel, optimizer)
+        self._plain = module
         self.loss_factor = float(size)
+        self._traffic = traffic
+        # Its buckets hold every trainable parameter, also those that the optimizer leaves out; a flag
+        # of 4 bytes each says who used it.
+        exchanged = [p for p in anchored.parameters() if p.requires_grad]
+        self._gradient_bytes = num_bytes(exchanged) + 4 * len(exchanged)
+
+    def backward_without_rows(self) -> None:
+        with backward_errors():
+            self.module().sum().backward()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        if isinstance(self.module, DistributedDataParallel) and not last:
-            return self.module.no_sync()
+        if self._parallel is not None and not last:
+            return self._parallel.no_sync()
         return nullcontext()
 
     def reduce(self) -> None:
-        return
+        # The reduction itself has ended with the backward pass.
+        self._traffic.all_reduce(self._gradient_bytes)
 
     def release(self) -> None:
         """Gives the wrapped module back and drops the reducer."""
-        if isinstance(self.module, DistributedDataParallel):
-            self.module = self.module.module
+        self.module, self._parallel = self._plain, None

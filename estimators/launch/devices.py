@@ -1,35 +1,128 @@
-"""Which device a rank computes on: decided from Spark's resources, never from the environment.
+"""Which device each rank computes on: decided for the whole gang at once, by every rank alike.
 
-A reused Python worker still has the last job's `CUDA_VISIBLE_DEVICES`, so it is not consulted.
+Spark's task resources say which GPU a task was given, but not what PyTorch calls it: YARN and
+standalone workers give the node's index, a Kubernetes pod counts its own from 0, a discovery script
+may print UUIDs, and a process may see fewer devices than its host has. So each rank states what it
+was given and what it sees, all ranks exchange these claims, and the pure function `assign_devices`
+makes the same table on every rank: all compute, or all fail with the same sentence.
+
+`CUDA_VISIBLE_DEVICES` is neither read nor written: a reused Python worker may still have the last
+job's (`TorchDistributor` leaves it behind).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_REMEDY = (
+    "set spark.executor.resource.gpu.amount to the GPUs of an executor and spark.task.resource.gpu.amount=1, "
+    "or set useGpu=False"
+)
 
 
-def choose_device(
-    use_gpu: bool, addresses: Sequence[str], local_rank: int, local_size: int, num_devices: int
-) -> str:
-    """The torch device of one rank.
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What one rank knows of its GPUs.
 
-    Args:
-        use_gpu: What the user asked for.
-        addresses: GPU addresses that Spark gave this task; empty where Spark manages none.
-        local_rank: This rank's number among the ranks of its host.
-        local_size: Ranks on this host.
-        num_devices: CUDA devices that torch sees here.
+    Attributes:
+        addresses: What Spark gave the task; empty where Spark manages no GPUs.
+        visible: Names of the CUDA devices that PyTorch sees, in its order: UUIDs where it knows them.
+    """
+
+    host: str
+    addresses: tuple[str, ...] = ()
+    visible: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Claim:
+        return cls(host=value["host"], addresses=tuple(value["addresses"]), visible=tuple(value["visible"]))
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Names of the CUDA devices of this process. Runs on every rank."""
+    import torch
+
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    # Only builds for CUDA know the UUID, and an index identifies a device on its host as well as any.
+    return tuple(str(getattr(value, "uuid", index)) for index, value in enumerate(properties))
+
+
+def assign_devices(claims: Sequence[Claim]) -> list[str]:
+    """The torch device of every rank, in the order of `claims`.
 
     Raises:
-        ValueError: GPUs were asked for and this rank has none of its own.
+        ValueError: A rank has no GPU of its own, or none that PyTorch can be told of.
     """
-    if not use_gpu:
-        return "cpu"
-    if addresses:
-        return f"cuda:{int(addresses[0])}"
-    if num_devices < local_size:
-        raise ValueError(
-            f"useGpu=True needs a GPU for each of the {local_size} workers on this host, torch sees "
-            f"{num_devices}; lower numWorkers, give Spark spark.task.resource.gpu.amount, or set useGpu=False"
-        )
-    return f"cuda:{local_rank}"
+    _check_not_shared(claims)
+    # Ranks that see the same devices number them the same way.
+    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for number, claim in enumerate(claims):
+        groups.setdefault((claim.host, claim.visible), []).append(number)
+    indices: dict[int, int] = {}
+    for members in groups.values():
+        indices.update(zip(members, _indices([claims[m] for m in members]), strict=True))
+    used: dict[tuple[str, str], int] = {}
+    for number, claim in enumerate(claims):
+        # The same card under two indices: processes whose numberings differ.
+        device = (claim.host, claim.visible[indices[number]])
+        if device in used:
+            raise ValueError(
+                f"useGpu=True needs a GPU of its own for each worker, but two workers of host {claim.host} "
+                f"resolve to device {device[1]}; {_REMEDY}"
+            )
+        used[device] = number
+    return [f"cuda:{indices[number]}" for number in range(len(claims))]
+
+
+def _check_not_shared(claims: Iterable[Claim]) -> None:
+    """A fraction of a GPU for a task lets Spark give one address to several tasks.
+
+    Two containers on one host may each call their only card "0", so what they see counts too.
+    """
+    counts: dict[tuple[str, tuple[str, ...], str], int] = {}
+    for claim in claims:
+        if claim.addresses:
+            key = (claim.host, claim.visible, claim.addresses[0])
+            counts[key] = counts.get(key, 0) + 1
+    for (host, _, address), count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"useGpu=True needs a GPU of its own for each worker, but Spark gave GPU {address!r} of host "
+                f"{host} to {count} of them (spark.task.resource.gpu.amount is below 1); {_REMEDY}"
+            )
+
+
+def _indices(group: Sequence[Claim]) -> list[int]:
+    """Device indices of ranks that see the same devices."""
+    visible, host = group[0].visible, group[0].host
+    if not group[0].addresses:
+        if len(visible) < len(group):
+            raise ValueError(
+                f"useGpu=True needs a GPU for each of the {len(group)} workers on host {host}, PyTorch sees "
+                f"{len(visible)} there; lower numWorkers or set useGpu=False"
+            )
+        return list(range(len(group)))
+    names = [_plain(name) for name in visible]
+    # More than one address where a task asks for several GPUs: a rank computes on the first.
+    addresses = [claim.addresses[0] for claim in group]
+    if all(_plain(address) in names for address in addresses):
+        return [names.index(_plain(address)) for address in addresses]
+    if all(address.isdecimal() and int(address) < len(visible) for address in addresses):
+        return [int(address) for address in addresses]
+    # Isolated: the process sees what was given, numbered anew in the same order.
+    given = sorted({a for claim in group for a in claim.addresses}, key=lambda a: (len(a), a))
+    if len(given) == len(visible):
+        return [given.index(address) for address in addresses]
+    raise ValueError(
+        f"useGpu=True needs PyTorch to see the GPUs that Spark gives: on host {host} Spark gave "
+        f"{', '.join(given)}, PyTorch sees {len(visible)} device(s); install a CUDA build of torch, "
+        "let the executors see all of their GPUs (spark.executorEnv.CUDA_VISIBLE_DEVICES, and "
+        "spark.python.worker.reuse=false where another job narrows it), or set useGpu=False"
+    )
+
+
+def _plain(name: str) -> str:
+    """A UUID as PyTorch prints it: Spark's discovery scripts write `GPU-` in front."""
+    return name.lower().removeprefix("gpu-")

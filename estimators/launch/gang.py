@@ -4,21 +4,28 @@ The stage is a `mapInArrow(..., barrier=True)` of the DataFrame API, so Spark Co
 Each task learns its rank from the hosts of all tasks, rank 0 opens the rendezvous, everybody
 connects, and the work runs. A task never raises what the work raised: it returns the failure as
 its row, so Spark neither retries a deterministic error nor buries it in a JVM trace, and the
-peers, whose pending operations fail when the communicator is aborted, return theirs.
+peers, whose pending operations fail when the communicator is aborted, return theirs. Gangs of one
+driver that do not fit together take turns (`gang_queue`).
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
-from ringspark.estimators.launch.devices import choose_device
+from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
+from ringspark.estimators.launch.gang_queue import queue_of
+from ringspark.estimators.launch.resources import StagePlan, profile_of, stage_plan
+from ringspark.estimators.launch.session import application_of
+from ringspark.estimators.launch.slots import count_slots
 from ringspark.estimators.training.status import Failure, Status, WorkerError
 from ringspark.pipelines.spark_errors import python_workers
 
@@ -47,14 +54,27 @@ def run_gang(
         WorkerError: A rank failed; names its rank, host and phase.
     """
     task = GangTask(collective=collective, work=work, use_gpu=use_gpu, timeout_seconds=timeout_seconds)
+    plan = stage_plan(spark, use_gpu)
+    if plan.is_problem:
+        warnings.warn(plan.reason, RuntimeWarning, stacklevel=2)
+    # Only where there is one: before Spark 4.0 the stages of a DataFrame take no profile.
+    profile = {"profile": profile_of(spark, plan.request)} if plan.request else {}
     frame = spark.range(0, num_workers, 1, num_workers)
-    with python_workers():
-        rows = frame.mapInArrow(task, SCHEMA, barrier=True).collect()
+    turn = queue_of(application_of(spark)).turn(num_workers, partial(_slots, spark, plan, use_gpu))
+    with turn, python_workers():
+        rows = frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect()
     failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
     if failures:
         # None: the driver's own stack says nothing about what happened on the rank.
         raise WorkerError(failures) from None
     return [row.result for row in sorted(rows, key=lambda row: int(row.rank))]
+
+
+def _slots(spark: SparkSession, plan: StagePlan, use_gpu: bool) -> int | None:
+    """How many slots the gangs share; none to share where only the local rank tells the GPUs apart."""
+    if use_gpu and not plan.gives_gpus:
+        return 0
+    return count_slots(spark, use_gpu)
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
@@ -126,7 +146,8 @@ class GangTask:
         torch.set_num_threads(max(1, context.cpus()))
         try:
             return self._connected(context, member, members, status), None
-        except Exception as error:
+        # SystemExit too: sys.exit() in a user's code would end the Python worker without a word.
+        except (Exception, SystemExit) as error:
             return None, Failure.of(
                 error, member.rank, status.phase, from_peer=isinstance(error, CollectiveError)
             )
@@ -134,29 +155,30 @@ class GangTask:
             torch.set_num_threads(threads)
 
     def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
-        """Opens the rendezvous, connects, works, and leaves: in order, or by aborting."""
+        """Agrees with the others on where to meet and on the devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
-        rendezvous = None
-        problem, device = "", "cpu"
+        rendezvous, claim, problem = None, Claim(host=member.host), ""
         try:
-            device = self._device(context, member)
+            claim = self._claim(context, member)
             if member.rank == 0:
                 rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds)
         except Exception as error:
             problem = str(error)
+        offer = {
+            "address": rendezvous.address if rendezvous else "",
+            "claim": asdict(claim),
+            "problem": problem,
+        }
         # Every task reaches this exchange, also one that cannot go on: the others must hear of it.
-        told = [
-            json.loads(text)
-            for text in context.allGather(
-                json.dumps({"address": rendezvous.address if rendezvous else "", "problem": problem})
-            )
-        ]
+        told = [json.loads(text) for text in context.allGather(json.dumps(offer))]
         try:
             if problem:
                 raise RuntimeError(problem)
             if any(entry["problem"] for entry in told):
                 raise CollectiveError("another rank could not start")
+            status.phase = "choosing the devices"
+            device = self._device([Claim.from_json(entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
             collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu)
@@ -173,19 +195,24 @@ class GangTask:
             if rendezvous is not None:
                 rendezvous.close()
 
-    def _device(self, context: Any, member: Member) -> str:
+    def _claim(self, context: Any, member: Member) -> Claim:
+        """What this task was given, for the others to see that it is theirs alone."""
+        if not self.use_gpu:
+            return Claim(host=member.host)
+        gpu = context.resources().get("gpu")
+        return Claim(
+            host=member.host, addresses=tuple(gpu.addresses) if gpu else (), visible=visible_devices()
+        )
+
+    def _device(self, claims: list[Claim], context: Any) -> str:
+        """This rank's device: the table that every rank makes from the same claims has it."""
+        if not self.use_gpu:
+            return "cpu"
         import torch
 
-        gpu = context.resources().get("gpu")
-        device = choose_device(
-            self.use_gpu,
-            gpu.addresses if gpu else [],
-            member.local_rank,
-            member.local_size,
-            torch.cuda.device_count() if self.use_gpu else 0,
-        )
-        if device != "cpu":
-            torch.cuda.set_device(device)
+        task: int = context.partitionId()
+        device = assign_devices(claims)[task]
+        torch.cuda.set_device(device)
         return device
 
 

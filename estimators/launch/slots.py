@@ -7,51 +7,105 @@ checks again for minutes. So the driver asks first.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.launch.resources import (
+    TaskRequest,
+    is_local,
+    plan_stage,
+    profile_of,
+    slots_of_conf,
+)
+from ringspark.estimators.launch.session import is_remote, spark_conf
 
-def is_remote(spark: SparkSession) -> bool:
-    """Whether `spark` is a Spark Connect session, without a JVM in this process."""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
+# As long as Spark's own schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
+REGISTRATION_SECONDS = 30.0
 
-
-def count_slots(spark: SparkSession) -> int:
-    """Tasks that can run at the same time now."""
-    if not is_remote(spark):
-        context: Any = spark.sparkContext._jsc.sc()
-        profile = context.resourceProfileManager().resourceProfileFromId(0)
-        return int(context.maxNumConcurrentTasks(profile))
-    slots = slots_of_master(spark.conf.get("spark.master", "") or "")
-    if slots is not None:
-        return slots
-    # Without a JVM: an unpartitioned range has as many partitions as the cluster's default
-    # parallelism, which is the number of cores on every cluster manager.
-    from pyspark.sql.functions import spark_partition_id
-
-    return spark.range(1 << 16).select(spark_partition_id()).distinct().count()
+# A range that nobody gave a number of partitions has the cluster's default parallelism.
+_SPLITS = re.compile(r"\bsplits=(\d+)")
 
 
-def slots_of_master(master: str) -> int | None:
-    """Slots of `local[...]` and `local-cluster[...]` masters, None for the others."""
-    if match := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master):
-        return int(match[1]) * int(match[2])
-    if match := re.fullmatch(r"local\[\s*(\d+)\s*(?:,.*)?\]", master):
-        return int(match[1])
-    return 1 if master == "local" else None
+def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
+    """Workers that can run at the same time now; None where neither Spark nor its conf tells."""
+    conf = spark_conf(spark)
+    return _count(spark, conf, plan_stage(conf, str(spark.version), use_gpu).request)
 
 
-def check_slots(spark: SparkSession, num_workers: int) -> None:
-    """Refuses a gang larger than the cluster.
+def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) -> None:
+    """Refuses a gang that Spark would never start.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: The gang is larger than the cluster, with both numbers; or the cluster changes its
+            size by itself, which no barrier stage runs on.
     """
-    slots = count_slots(spark)
-    if num_workers > slots:
+    conf = spark_conf(spark)
+    check_fixed_size(conf)
+    request = plan_stage(conf, str(spark.version), use_gpu).request
+    expected = slots_of_conf(conf, request)
+    deadline = time.monotonic() + REGISTRATION_SECONDS
+    slots = _count(spark, conf, request)
+    while may_grow(slots, num_workers, expected) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        slots = _count(spark, conf, request)
+    if slots is not None and num_workers > slots:
+        worker = f", each with {request.cpus} cores and a GPU" if request else ""
         raise ValueError(
             f"numWorkers ({num_workers}) must not exceed the {slots} task slots of the cluster "
-            f"({spark.conf.get('spark.master', 'unknown master')}), since all workers run at the same time; "
-            "lower numWorkers or add executor cores"
+            f"({conf.get('spark.master', 'unknown master')}{worker}), since all workers run at the same "
+            "time; lower numWorkers or add executor cores" + (" and GPUs" if request else "")
         )
+
+
+def may_grow(slots: int | None, num_workers: int, expected: int | None) -> bool:
+    """Whether enough executors may still be on their way: a session is there before they are.
+
+    Args:
+        slots: Those of now.
+        expected: Those that the conf promises, None if it does not say: then there is one executor at least.
+    """
+    if slots is None or slots >= num_workers:
+        return False
+    return slots == 0 if expected is None else expected >= num_workers
+
+
+def check_fixed_size(conf: Mapping[str, str]) -> None:
+    """Refuses dynamic allocation: Spark fails every barrier stage on it (SPARK-24942).
+
+    Raises:
+        ValueError: Says what to set. A local master ignores the setting, so it is not refused there.
+    """
+    enabled = conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
+    if enabled and not is_local(conf.get("spark.master", "")):
+        raise ValueError(
+            "all workers of a gang start at the same time, which Spark refuses on a cluster with "
+            "spark.dynamicAllocation.enabled=true; start the session with it set to false and "
+            "spark.executor.instances to the executors that numWorkers needs"
+        )
+
+
+def _count(spark: SparkSession, conf: Mapping[str, str], request: TaskRequest | None) -> int | None:
+    if is_remote(spark):
+        slots = slots_of_conf(conf, request)
+        return slots_of_conf(conf, request, default_parallelism(spark, conf)) if slots is None else slots
+    context: Any = spark.sparkContext._jsc.sc()
+    if request is None:
+        profile = context.resourceProfileManager().resourceProfileFromId(0)
+    else:
+        profile = profile_of(spark, request)._java_resource_profile
+    return int(context.maxNumConcurrentTasks(profile))
+
+
+def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | None:
+    """Cores of all executors, on every cluster manager, unless somebody set another parallelism.
+
+    The plan of a range tells it without running anything.
+    """
+    if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
+        return None
+    frame: Any = spark.range(1)
+    splits = _SPLITS.search(frame._explain_string())
+    return int(splits[1]) if splits else None

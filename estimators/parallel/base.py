@@ -10,7 +10,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective, GradientSync
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Strategy(Protocol):
@@ -25,6 +25,6 @@ class Strategy(Protocol):
 
         Args:
             module: On the rank's device, activation checkpointing applied.
-            make_optimizer: Makes the optimizer over a list of parameters.
+            make_optimizer: Makes the optimizer over the trainable parameters of a module.
             micro_batches: Backward passes per optimizer step.
         """

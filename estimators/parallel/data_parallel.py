@@ -17,5 +17,5 @@ class DataParallel:
     ) -> GradientSync:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
+        optimizer = make_optimizer(module)
         return collective.synchronize(module, optimizer, micro_batches)

@@ -7,7 +7,10 @@ module once on two rows of zeros; no data is read.
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +18,31 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.losses import LOSSES, default_loss
-from ringspark.estimators.training.optimizers import OPTIMIZERS, check_name
-from ringspark.estimators.training.schedules import SCHEDULES
+from ringspark.estimators.training.criterion import ignored_label
+from ringspark.estimators.training.losses import check_loss_name, default_loss, resolve_loss
+from ringspark.estimators.training.metrics import check_metrics, metric_info
+from ringspark.estimators.training.names import nearest
+from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer, check_name
+from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
+from ringspark.estimators.training.safetensors_file import check_state
+from ringspark.estimators.training.schedules import SCHEDULES, make_rates
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.pipelines import ShardManifest, check_engine
 
-PROBE_ROWS = 2
+# Losses whose targets are no class numbers, or whose outputs are no logits.
+NOT_FOR_CLASSES = {
+    "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
+    "KLDivLoss": "takes distributions as labels",
+    "SoftMarginLoss": "takes the labels -1 and 1, and classes are 0 and 1",
+    "HingeEmbeddingLoss": "takes the labels -1 and 1, and classes are 0 and 1",
+    "MultiLabelMarginLoss": "takes several labels a row",
+    "MultiLabelSoftMarginLoss": "takes several labels a row",
+}
+_CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "MultiMarginLoss")
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
-    """Refuses unknown names of optimizer, schedule, loss and collective.
+    """Refuses unknown names of optimizer, schedule, losses, metrics, collective and reader.
 
     Raises:
         ValueError: One sentence with the known names.
@@ -34,8 +51,12 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
         check_name("optimizer", config.optimizer, OPTIMIZERS)
     if objects.lr_schedule is None:
         check_name("lrSchedule", config.lr_schedule, SCHEDULES)
-    if objects.loss is None and config.loss != "auto":
-        check_name("loss", config.loss, LOSSES)
+    for index in range(len(config.label_columns)):
+        loss = objects.loss(config, index)
+        if isinstance(loss, str) and loss != "auto":
+            check_loss_name(loss)
+            resolve_loss(loss, None)
+    check_metrics(config.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)
 
@@ -46,56 +67,159 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
         return ModelSpec.from_json(config.model).build()
     if objects.module is None:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    module: nn.Module = copy.deepcopy(objects.module)
+    try:
+        module: nn.Module = copy.deepcopy(objects.module)
+    except Exception as error:
+        raise ValueError(
+            f"model {type(objects.module).__name__} cannot be copied: {error}; give a module as it is made, "
+            "without results, sessions, locks or open files in its attributes"
+        ) from error
     return module
 
 
 def check_training(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest
-) -> tuple[TrainConfig, int | None]:
+) -> tuple[TrainConfig, list[Shape]]:
     """Checks data and model against each other.
 
     Returns:
-        The config with its loss named, and the module's output values per row (None where the
-        output has no second dimension).
+        The config with its losses and what it monitors named, and the shape of one row of each output.
 
     Raises:
         ValueError: One sentence that names the column or the module, and the remedy.
     """
+    # Making a network draws random numbers: the driver's own are left alone.
+    with torch.random.fork_rng(devices=[]):
+        return _check_training(config, objects, manifest)
+
+
+def _check_training(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> tuple[TrainConfig, list[Shape]]:
     check_names(config, objects)
     _check_columns(config, manifest)
     module = build_module(config, objects)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
-    shape = _probe(module, config, manifest)
+    _check_optimizer(module, config, objects, manifest)
+    outputs = probe(module, config, manifest)
+    shapes = [tuple(output.shape) for output in outputs]
+    check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
-    width = shape[-1] if len(shape) > 1 else 1
-    if objects.loss is None and config.loss == "auto":
-        config = replace(config, loss=default_loss(config.task, width))
+    widths = [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
+    losses = tuple(
+        default_loss(config.task, width) if name == "auto" else name
+        for name, width in zip(config.losses, widths, strict=True)
+    )
+    config = replace(config, losses=losses, output_widths=tuple(widths))
+    config = replace(config, monitor=monitored(config, objects, manifest))
+    loss = objects.loss(config, 0)
+    name = type(module).__name__
     if config.task == "classification":
-        _check_classes(
-            config, manifest, type(module).__name__, shape, config.loss.startswith("bce_with_logits")
-        )
+        _check_classes(config, manifest, name, shapes[0], loss)
     elif config.task == "regression":
-        _check_regression(config, manifest, type(module).__name__, shape)
-    return config, int(np.prod(shape[1:])) if len(shape) > 1 else None
+        _check_regression(config, manifest, name, shapes[0])
+    _check_losses(config, objects, outputs, manifest)
+    return config, [shape[1:] for shape in shapes]
+
+
+def _check_optimizer(
+    module: nn.Module, config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> None:
+    """Makes optimizer and schedule once, as the ranks will: what they refuse is refused here."""
+    optimizer = build_optimizer(
+        objects.optimizer or config.optimizer,
+        module,
+        config.parameter_groups,
+        config.learning_rate,
+        config.weight_decay,
+    )
+    num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
+    make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)
+
+
+def _check_losses(
+    config: TrainConfig, objects: UserObjects, outputs: Sequence[torch.Tensor], manifest: ShardManifest
+) -> None:
+    """Applies each loss to what the module gave for two rows of zeros, and labels of 0."""
+    for index, (output, label) in enumerate(zip(outputs, config.label_columns, strict=True)):
+        loss = objects.loss(config, index)
+        name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+        if config.task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
+            raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
+        if name.endswith("_per_member"):
+            # Of what the module gives in training mode.
+            continue
+        array = manifest.array(label)
+        is_integer = np.dtype(array.dtype).kind in "iu"
+        zeros = torch.zeros((PROBE_ROWS, *array.shape), dtype=torch.int64 if is_integer else torch.float32)
+        try:
+            resolve_loss(loss)(output.float(), zeros)
+        except Exception as error:
+            given = f"output {tuple(output.shape)} and labelCol {label!r} {tuple(zeros.shape)}"
+            raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
+
+
+def label_metrics(config: TrainConfig, objects: UserObjects) -> list[tuple[str, ...]]:
+    """The metrics of each label: those of classes where its loss is one of classes, else those of values.
+
+    A loss of the user's own may be either: it gets all.
+
+    Raises:
+        ValueError: A metric suits no label.
+    """
+    result = []
+    for index in range(len(config.label_columns)):
+        loss, task = objects.loss(config, index), config.task
+        if task == "any" and (isinstance(loss, str | nn.Module)):
+            task = "classification" if _takes_classes(loss) else "regression"
+        result.append(tuple(n for n in config.metrics if task in ("any", metric_info(n).task)))
+    for name in config.metrics:
+        if not any(name in names for names in result):
+            raise ValueError(
+                f"metrics {name!r} is of a {metric_info(name).task} and suits none of the losses "
+                f"{list(config.losses)}; drop it or set loss"
+            )
+    return result
+
+
+def _takes_classes(loss: str | nn.Module) -> bool:
+    """Whether the loss is one of class numbers against logits."""
+    if isinstance(loss, str):
+        return loss.startswith(("cross_entropy", "bce_with_logits")) or loss in _CLASS_LOSSES
+    return type(loss).__name__ in _CLASS_LOSSES
+
+
+def monitored(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> str:
+    """The entry of the history that `monitor` means; a bare name means the held-out rows where there are any.
+
+    Raises:
+        ValueError: The history will have no such entry; names the nearest that it will have.
+    """
+    splits = [split for split in ("validation", "train") if manifest.select(split).num_rows]
+    metrics = label_metrics(config, objects)
+    names = ["loss", *metrics[0]]
+    if len(config.label_columns) > 1:
+        pairs = zip(config.label_columns, metrics, strict=True)
+        names = ["loss", *(f"{part}_{label}" for label, own in pairs for part in ("loss", *own))]
+    known = [f"{split}_{name}" for split in splits for name in names]
+    wanted = config.monitor or "loss"
+    for name in (wanted, f"{splits[0]}_{wanted}"):
+        if name in known:
+            return name
+    hint = nearest(wanted, [*known, *names]) or f"; give one of {known}"
+    if wanted.startswith("validation_") and "validation" not in splits:
+        hint = "; no row is held out: set validationFraction or validationIndicatorCol"
+    raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
 
 
 def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
-    known = [column.name for column in manifest.columns]
-    wanted = [*config.input_columns, config.label_column]
+    wanted = [*config.input_columns, *config.label_columns]
     if config.weight_column is not None:
         wanted.append(config.weight_column)
     for name in wanted:
-        if name not in known:
-            raise ValueError(f"column {name!r} is not in the shards at {manifest.uri}; they have {known}")
-        if not manifest.column(name).is_dense:
-            kind = manifest.column(name).kind.tag
-            raise ValueError(
-                f"column {name!r} is {kind} in the shards at {manifest.uri}, but training takes "
-                "one dense array a column; write it with Padded() or Vector(), or read it with open_reader"
-            )
+        _check_dense(name, manifest)
     if manifest.select("train").num_rows == 0:
         raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
     for split, columns in manifest.stats.items():
@@ -110,53 +234,41 @@ def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
                         "filter or replace them before fit"
                     )
     if config.weight_column is not None:
-        minima = [columns[config.weight_column].minimum for columns in manifest.stats.values()]
-        lowest = min((value for value in minima if value is not None), default=None)
-        if lowest is not None and lowest < 0:
-            raise ValueError(f"weightCol {config.weight_column!r} must not be negative, got {lowest}")
+        _check_weights(config.weight_column, manifest)
 
 
-def _probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> tuple[int, ...]:
-    """Shape of the output for two rows of zeros of the data's types."""
-    inputs = []
-    for name in config.input_columns:
-        column = manifest.column(name)
-        shape = (PROBE_ROWS, *column.row_shape)
-        is_integer = np.dtype(column.dtype).kind in "iu"
-        inputs.append(torch.zeros(shape, dtype=torch.int64 if is_integer else torch.float32))
-    given = ", ".join(
-        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        for name, t in zip(config.input_columns, inputs, strict=True)
-    )
-    module.eval()
+def _check_weights(name: str, manifest: ShardManifest) -> None:
+    """Refuses weights that are no numbers for rows, negative, or all zero."""
+    if manifest.array(name).shape:
+        raise ValueError(f"weightCol {name!r} must hold one number per row, got an array column")
+    for split, columns in manifest.stats.items():
+        stats = columns[name]
+        if stats.minimum is not None and stats.minimum < 0:
+            raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}")
+        if stats.rows and stats.maximum == 0:
+            raise ValueError(
+                f"weightCol {name!r} is 0 in all {split} rows, which leaves nothing to average; "
+                "leave the column out or give some rows a weight"
+            )
+
+
+def _check_dense(name: str, manifest: ShardManifest) -> None:
+    """Refuses a column that the shards lack, or of which a batch holds no array with one entry per row."""
     try:
-        with torch.no_grad():
-            output = module(*inputs)
-    except Exception as error:
+        manifest.array(name)
+    except ValueError:
+        column = next((c for c in manifest.columns if c.name == name), None)
+        if column is None:
+            raise
         raise ValueError(
-            f"model {type(module).__name__} cannot take the input columns [{given}]: "
-            f"{type(error).__name__}: {error}; match the model's input size to the columns"
-        ) from error
-    finally:
-        module.train()
-    if not isinstance(output, torch.Tensor):
-        raise ValueError(
-            f"model {type(module).__name__} must return one tensor, got {type(output).__name__}; "
-            "wrap it in a module that returns the logits or values"
-        )
-    if output.dim() == 0 or output.shape[0] != PROBE_ROWS:
-        raise ValueError(
-            f"model {type(module).__name__} must return one output per row, shape ({PROBE_ROWS}, ...) for "
-            f"{PROBE_ROWS} rows, got {tuple(output.shape)}; keep the batch dimension first"
-        )
-    return tuple(output.shape)
+            f"column {name!r} is {column.kind.tag} in the shards at {manifest.uri}, but training takes "
+            "one dense array a column; write it with Padded() or Vector(), or read it with open_reader"
+        ) from None
 
 
-def _check_classes(
-    config: TrainConfig, manifest: ShardManifest, model: str, shape: tuple[int, ...], binary: bool
-) -> None:
-    label = config.label_column
-    if manifest.column(label).row_shape:
+def _check_classes(config: TrainConfig, manifest: ShardManifest, model: str, shape: Shape, loss: Any) -> None:
+    (label,) = config.label_columns
+    if manifest.array(label).shape:
         raise ValueError(f"labelCol {label!r} must hold one class number per row, got an array column")
     if len(shape) > 2:
         raise ValueError(
@@ -164,12 +276,16 @@ def _check_classes(
             "flatten or pool the other dimensions"
         )
     is_binary = len(shape) == 1 or shape[1] == 1
-    if is_binary and config.loss == "cross_entropy":
+    name = loss if isinstance(loss, str) else type(loss).__name__
+    if is_binary and name in ("cross_entropy", "CrossEntropyLoss", "NLLLoss"):
         raise ValueError(
-            f"loss 'cross_entropy' needs one logit per class, model {model} gives one; "
+            f"loss {name!r} needs one logit per class, model {model} gives one; "
             "set loss='bce_with_logits' or give the model 2 outputs"
         )
-    num_classes = 2 if binary or len(shape) == 1 or shape[1] == 1 else shape[1]
+    # An ensemble of binary networks gives one logit a member.
+    per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
+    num_classes = 2 if per_member or is_binary else shape[1]
+    ignored = ignored_label(resolve_loss(loss))
     for split, columns in manifest.stats.items():
         stats = columns[label]
         if not stats.rows:
@@ -180,6 +296,8 @@ def _check_classes(
                 "index it with StringIndexer or use TorchRegressor"
             )
         low, high = int(stats.minimum), int(stats.maximum)  # type: ignore[arg-type]
+        # The statistics know the smallest label only; another one below 0 fails in its batch.
+        low = 0 if low == ignored else low
         if low < 0 or high >= num_classes:
             raise ValueError(
                 f"labelCol {label!r} must lie in 0..{num_classes - 1} for the {num_classes} classes of model "
@@ -187,15 +305,14 @@ def _check_classes(
             )
 
 
-def _check_regression(
-    config: TrainConfig, manifest: ShardManifest, model: str, shape: tuple[int, ...]
-) -> None:
-    row_shape = manifest.column(config.label_column).row_shape
+def _check_regression(config: TrainConfig, manifest: ShardManifest, model: str, shape: Shape) -> None:
+    (label,) = config.label_columns
+    row_shape = manifest.array(label).shape
     label_shape = (PROBE_ROWS, *row_shape)
     squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
     if squeezed != label_shape:
         wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"
         raise ValueError(
-            f"model {model} must return {wanted} for labelCol {config.label_column!r}, "
+            f"model {model} must return {wanted} for labelCol {label!r}, "
             f"got {tuple(shape)} for {PROBE_ROWS} rows; change the model's last layer"
         )

@@ -7,6 +7,7 @@ wherever a config is made, so a bad combination never reaches Spark.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -15,6 +16,18 @@ from ringspark.pipelines import default_engine
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Task = Literal["classification", "regression", "any"]
+Keep = Literal["last", "best"]
+
+# JSON has lists where the config has tuples.
+_TUPLES = (
+    "input_columns",
+    "label_columns",
+    "losses",
+    "loss_weights",
+    "parameter_groups",
+    "metrics",
+    "output_widths",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +39,19 @@ class TrainConfig:
         run_uri: Folder that progress, history and checkpoints go to.
         model: `ModelSpec` as JSON text, or None where the module travels as an object.
         input_columns: One column per positional argument of `forward`.
+        label_columns: One column per output of the network.
+        losses: One name per label; a name is unused where `UserObjects.losses` has the object.
+        loss_weights: One factor per label in the sum of the losses.
+        parameter_groups: See `optimizers.group_parameters`.
+        warmup_steps: Steps in which the learning rate rises linearly from 0, before the schedule.
+        metrics: Names of `METRICS`, over training and validation rows.
+        monitor: The entry of the history that decides what is best; "" for the validation loss, or the
+            training loss where no row is held out.
+        output_widths: Size of the last dimension of each output, 1 where it has none; found by
+            `check_training`.
+        patience: Epochs without a better `monitor` before the training stops, None for no such stop.
+        min_delta: What counts as better.
+        keep: Whether the model is that of the last epoch or of the best.
         batch_size: Rows per optimizer step over all ranks together.
         learning_rate: As the optimizer gets it: never scaled by the number of ranks.
         max_grad_norm: Bound of the global gradient's 2-norm, None for no clipping.
@@ -35,16 +61,25 @@ class TrainConfig:
     shards_uri: str
     run_uri: str
     input_columns: tuple[str, ...]
-    label_column: str
+    label_columns: tuple[str, ...]
     task: Task = "any"
     model: str | None = None
     weight_column: str | None = None
-    loss: str = "auto"
+    losses: tuple[str, ...] = ("auto",)
+    loss_weights: tuple[float, ...] = (1.0,)
     optimizer: str = "adamw"
+    parameter_groups: tuple[dict[str, Any], ...] = ()
     learning_rate: float = 1e-3
     lr_schedule: str = "constant"
+    warmup_steps: int = 0
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
+    metrics: tuple[str, ...] = ()
+    output_widths: tuple[int, ...] = ()
+    monitor: str = ""
+    patience: int | None = None
+    min_delta: float = 0.0
+    keep: Keep = "last"
     epochs: int = 1
     batch_size: int = 1024
     seed: int = 0
@@ -69,8 +104,7 @@ class TrainConfig:
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
         values = json.loads(text)
-        values["input_columns"] = tuple(values["input_columns"])
-        return cls(**values)
+        return cls(**values | {name: tuple(values[name]) for name in _TUPLES})
 
 
 def segment_policy(text: str) -> str | int:
@@ -101,13 +135,42 @@ RULES: tuple[Rule, ...] = (
         "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
         "batchSize ({batch_size}): a micro-batch would have no rows",
     ),
-    (lambda c: not c.learning_rate > 0, "learningRate must be above 0, got {learning_rate}"),
+    (
+        lambda c: not 0 < c.learning_rate < math.inf,
+        "learningRate must be above 0 and finite, got {learning_rate}",
+    ),
+    (
+        lambda c: len(set(c.label_columns)) < len(c.label_columns),
+        "labelCols must not name a column twice, got {label_columns}; copy it under another name",
+    ),
     (lambda c: c.weight_decay < 0, "weightDecay must not be negative, got {weight_decay}"),
     (
         lambda c: c.max_grad_norm is not None and not c.max_grad_norm > 0,
         "maxGradNorm must be above 0, got {max_grad_norm}; leave it unset for no clipping",
     ),
-    (lambda c: not c.timeout_seconds > 0, "timeoutSeconds must be above 0, got {timeout_seconds}"),
+    (lambda c: c.warmup_steps < 0, "warmupSteps must not be negative, got {warmup_steps}"),
+    (
+        lambda c: c.patience is not None and c.patience < 1,
+        "patience must be at least 1 epoch, got {patience}; leave it unset for no early stopping",
+    ),
+    (lambda c: not c.min_delta >= 0, "minDelta must not be negative, got {min_delta}"),
+    (lambda c: c.keep not in get_args(Keep), "keep must be 'last' or 'best', got '{keep}'"),
+    (
+        lambda c: len(c.losses) != len(c.label_columns),
+        "loss must be one for all labels or a list with one for each of {label_columns}, got {losses}",
+    ),
+    (
+        lambda c: len(c.loss_weights) != len(c.label_columns),
+        "lossWeights must have one weight for each of {label_columns}, got {loss_weights}",
+    ),
+    (
+        lambda c: not all(w >= 0 for w in c.loss_weights) or not any(c.loss_weights),
+        "lossWeights must not be negative and not all be 0, got {loss_weights}",
+    ),
+    (
+        lambda c: not 0 < c.timeout_seconds < math.inf,
+        "timeoutSeconds must be above 0 and finite, got {timeout_seconds}",
+    ),
     (
         lambda c: c.precision not in get_args(Precision),
         "precision must be 'fp32', 'bf16' or 'fp16', got '{precision}'",
@@ -131,12 +194,21 @@ class UserObjects:
 
     Attributes:
         module: Used where `TrainConfig.model` is None; its present weights are the start.
-        loss: `loss(output, label)`, one value per row, or an `nn` loss instance.
+        losses: For each label None or `loss(output, label)`, one value per row, or an `nn` loss
+            instance; empty where all have names.
         optimizer: `optimizer(parameters) -> torch.optim.Optimizer`.
-        lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate.
+        lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate, or
+            `lr_schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler`.
+        callbacks: See `callbacks.Callback`.
     """
 
     module: Any = None
-    loss: Any = None
+    losses: tuple[Any, ...] = ()
     optimizer: Any = None
     lr_schedule: Any = None
+    callbacks: tuple[Any, ...] = ()
+
+    def loss(self, config: TrainConfig, index: int) -> Any:
+        """The loss of label `index`: the object where there is one, else its name."""
+        given = self.losses[index] if self.losses else None
+        return config.losses[index] if given is None else given

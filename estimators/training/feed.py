@@ -19,21 +19,21 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One rank's rows of one step; all three may have zero rows.
+    """One rank's rows of one step; may have zero rows.
 
     Attributes:
         inputs: One tensor per argument of `forward`, each (rows, ...).
-        label: (rows,) or (rows, width).
+        labels: One tensor per output of the network, each (rows, ...).
         weight: (rows,) fp32, None where every row counts one.
     """
 
     inputs: tuple[torch.Tensor, ...]
-    label: torch.Tensor
+    labels: tuple[torch.Tensor, ...]
     weight: torch.Tensor | None
 
     @property
     def num_rows(self) -> int:
-        return int(self.label.shape[0])
+        return int(self.labels[0].shape[0])
 
     def split(self, parts: int) -> list[Batch]:
         """Cuts into at most `parts` micro-batches that all have rows."""
@@ -41,10 +41,11 @@ class Batch:
         if parts == 1:
             return [self]
         inputs = [torch.tensor_split(t, parts) for t in self.inputs]
+        labels = [torch.tensor_split(t, parts) for t in self.labels]
         weights = torch.tensor_split(self.weight, parts) if self.weight is not None else [None] * parts
         return [
-            Batch(inputs=tuple(t[i] for t in inputs), label=label, weight=weights[i])
-            for i, label in enumerate(torch.tensor_split(self.label, parts))
+            Batch(inputs=tuple(t[i] for t in inputs), labels=tuple(t[i] for t in labels), weight=weights[i])
+            for i in range(parts)
         ]
 
 
@@ -66,7 +67,7 @@ def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
 def to_batch(
     columns: dict[str, Array],
     input_columns: Sequence[str],
-    label_column: str,
+    label_columns: Sequence[str],
     weight_column: str | None,
     device: torch.device,
 ) -> Batch:
@@ -76,6 +77,6 @@ def to_batch(
         weight = to_tensor(columns[weight_column].astype(np.float32), device)
     return Batch(
         inputs=tuple(to_tensor(columns[name], device) for name in input_columns),
-        label=to_tensor(columns[label_column], device),
+        labels=tuple(to_tensor(columns[name], device) for name in label_columns),
         weight=weight,
     )

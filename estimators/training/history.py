@@ -8,9 +8,11 @@ the driver cannot be reached.
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ringspark.pipelines import storage
 
@@ -31,6 +33,20 @@ class EpochRecord:
     learning_rate: float
     train_loss: float
     validation_loss: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`train_...` and `validation_...`: the metrics asked for, each label's loss where there are several."""
+
+    def value(self, name: str) -> float:
+        """The loss or metric called `name`; not a number where the epoch has none."""
+        losses = {"train_loss": self.train_loss, "validation_loss": self.validation_loss}
+        value = (losses | self.metrics).get(name)
+        return math.nan if value is None else value
+
+    def row(self) -> dict[str, Any]:
+        """The record as one flat row of a table."""
+        values: dict[str, Any] = asdict(self)
+        metrics: dict[str, float] = values.pop("metrics")
+        return values | metrics
 
 
 @dataclass(frozen=True, kw_only=True)

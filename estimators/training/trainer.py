@@ -8,7 +8,7 @@ its rows' loss divided by the global weight, and the ranks' gradients are summed
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,81 +17,89 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective, GradientSync
 from ringspark.estimators.collectives.base import backward_errors
+from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.criterion import Criterion
 from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress, RunLog
-from ringspark.estimators.training.losses import RowLoss
+from ringspark.estimators.training.metric_set import MetricSet
+from ringspark.estimators.training.outputs import as_outputs
 from ringspark.estimators.training.precision import autocast, loss_scaler
-from ringspark.estimators.training.schedules import Schedule
+from ringspark.estimators.training.schedules import Rates
 from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.totals import Totals
 from ringspark.pipelines.readers import ShardReader
 
 
-@dataclass
-class Totals:
-    """Sums over rows, kept on the device until the epoch ends: no synchronisation per batch."""
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a training is made of on one rank, each already on its device.
 
-    loss: torch.Tensor
-    weight: torch.Tensor
+    Attributes:
+        module: Without wrappers; `sync` holds it as the forward pass takes it.
+        metrics: One set a label.
+        make_rates: Number of steps -> the learning rates of each step.
+    """
 
-    @classmethod
-    def zero(cls, device: torch.device) -> Totals:
-        # float64, so that the mean over many millions of rows stays exact to the printed digits.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        return cls(torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device))
-
-    def add(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
-        self.loss += loss.detach()
-        self.weight += weight
-
-    def mean(self, collective: Collective) -> float:
-        """The mean loss over all ranks."""
-        loss, weight = collective.all_reduce(torch.stack([self.loss, self.weight]).cpu()).tolist()
-        return loss / weight if weight else 0.0
+    module: nn.Module
+    sync: GradientSync
+    criterion: Criterion
+    metrics: list[MetricSet]
+    make_rates: Callable[[int], Rates]
+    callbacks: Callbacks
+    device: torch.device
 
 
 class Trainer:
     """Trains one module on one rank's shards of every global batch."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        collective: Collective,
-        module: nn.Module,
-        sync: GradientSync,
-        loss: RowLoss,
-        schedule: Schedule,
-        device: torch.device,
-        log: RunLog,
-        status: Status,
+        self, config: TrainConfig, collective: Collective, parts: Parts, log: RunLog, status: Status
     ) -> None:
         self._config = config
         self._collective = collective
-        self._module = module
-        self._sync = sync
-        self._loss = loss
-        self._schedule = schedule
-        self._device = device
+        self._parts = parts
+        self._module, self._sync, self._device = parts.module, parts.sync, parts.device
         self._log = log
         self._status = status
-        self._scaler = loss_scaler(config.precision, device)
-        self._base_rates = [group["lr"] for group in sync.optimizer.param_groups]
+        self._scaler = loss_scaler(config.precision, parts.device)
+        self._num_losses = parts.criterion.num_losses
+        # In training mode an ensemble gives the logits of its members, not a prediction.
+        self._splits_with_metrics = ["train", "validation"]
+        if any(loss.endswith("_per_member") for loss in config.losses):
+            self._splits_with_metrics = ["validation"]
+        self._state = TrainingState(
+            rank=collective.rank,
+            size=collective.size,
+            module=parts.module,
+            optimizer=parts.sync.optimizer,
+            num_steps=0,
+            history=log.history,
+        )
+
+    @property
+    def state(self) -> TrainingState:
+        """Where the training stands, or how it ended."""
+        return self._state
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
-        """Runs all epochs. Runs on every rank."""
+        """Runs all epochs, or fewer where a callback stops them. Runs on every rank."""
         start = time.monotonic()
+        self._state.num_steps = self._config.epochs * train.num_steps
+        self._rates = self._parts.make_rates(self._state.num_steps)
+        self._call("on_train_start")
         for epoch in range(self._config.epochs):
             epoch_start = time.monotonic()
-            train_loss = self._train_epoch(epoch, train, start)
+            self._state.epoch = epoch + 1
+            values = self._train_epoch(epoch, train, start)
             # Every rank sees the same mean, so all of them stop here together.
-            if not np.isfinite(train_loss):
+            if not np.isfinite(values["train_loss"]):
                 raise FloatingPointError(
-                    f"the training loss is {train_loss} after epoch {epoch + 1}; "
+                    f"the training loss is {values['train_loss']} after epoch {epoch + 1}; "
                     "lower learningRate, set maxGradNorm, or scale the features"
                 )
-            validation_loss = None
             if validation is not None:
-                validation_loss = self._validate(epoch, validation)
+                values |= self._validate(epoch, validation)
             self._log.epoch(
                 EpochRecord(
                     epoch=epoch + 1,
@@ -99,48 +107,75 @@ class Trainer:
                     rows=train.manifest.num_rows,
                     seconds=time.monotonic() - epoch_start,
                     learning_rate=self._sync.optimizer.param_groups[0]["lr"],
-                    train_loss=train_loss,
-                    validation_loss=validation_loss,
+                    train_loss=values.pop("train_loss"),
+                    validation_loss=values.pop("validation_loss", None),
+                    metrics=values,
                 )
             )
+            self._call("on_epoch_end")
+            if self._all_stop():
+                break
+        self._call("on_train_end")
 
-    def _train_epoch(self, epoch: int, reader: ShardReader, start: float) -> float:
-        totals = Totals.zero(self._device)
-        num_steps = self._config.epochs * reader.num_steps
+    def _call(self, event: str) -> None:
+        if len(self._parts.callbacks):
+            self._status.phase = f"callbacks, {event}, epoch {self._state.epoch}"
+            self._parts.callbacks.call(event, self._state)
+
+    def _all_stop(self) -> bool:
+        """Whether a callback of any rank wants to stop. Runs on every rank."""
+        if not len(self._parts.callbacks):
+            return False
+        mine = (self._state.stop_reason or "").encode()
+        reasons = self._collective.all_gather(
+            torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            if mine
+            else torch.zeros(0, dtype=torch.uint8)
+        )
+        said = [bytes(reason.tolist()).decode() for reason in reasons if len(reason)]
+        if not said:
+            return False
+        self._state.stop_reason = said[0]
+        return True
+
+    def _train_epoch(self, epoch: int, reader: ShardReader, start: float) -> dict[str, float]:
+        totals = Totals(self._num_losses, self._device)
         plan = reader.plan(epoch)
         rows = epoch * reader.manifest.num_rows
         self._sync.module.train()
         for step, columns in enumerate(reader.batches(epoch)):
             self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
-            done = epoch * reader.num_steps + step
-            self._set_rates(done, num_steps)
+            self._rates.set(self._state.step)
             global_rows = plan.global_rows(step)
             self._train_step(self._batch(columns), global_rows, totals)
             rows += global_rows
+            self._state.step += 1
+            if self._parts.callbacks.has_step_end:
+                self._call("on_step_end")
             self._log.progress(
                 Progress(
                     epoch=epoch + 1,
                     epochs=self._config.epochs,
-                    step=done + 1,
-                    num_steps=num_steps,
+                    step=self._state.step,
+                    num_steps=self._state.num_steps,
                     rows=rows,
                     seconds=time.monotonic() - start,
                 )
             )
         self._status.phase = f"training, end of epoch {epoch + 1}"
-        return totals.mean(self._collective)
+        return self._values("train", totals)
 
     def _train_step(self, batch: Batch, global_rows: int, totals: Totals) -> None:
         # A set gradient would be added to: set_to_none is left out, Horovod's zero_grad lacks it.
         self._sync.optimizer.zero_grad()
-        weight = self._global_weight(batch, global_rows)
+        weight = self._global_weights(batch, global_rows)
         if batch.num_rows:
             micro_batches = batch.split(self._config.gradient_accumulation)
             for i, micro_batch in enumerate(micro_batches):
                 with self._sync.micro_batch(last=i == len(micro_batches) - 1):
                     self._backward(micro_batch, weight, totals)
-        elif self._sync.needs_backward:
-            self._empty_backward(batch)
+        else:
+            self._sync.backward_without_rows()
         with backward_errors():
             self._sync.reduce()
         if self._config.max_grad_norm is not None:
@@ -151,67 +186,80 @@ class Trainer:
         self._sync.step(self._scaler)
         self._scaler.update()
 
-    def _backward(self, batch: Batch, global_weight: torch.Tensor, totals: Totals) -> None:
-        loss, weight = self._weighted_loss(self._sync.module, batch)
-        scaled = self._scaler.scale(loss / global_weight * self._sync.loss_factor)
+    def _backward(self, batch: Batch, global_weights: torch.Tensor, totals: Totals) -> None:
+        losses, weights = self._losses(self._sync.module, batch, "train")
+        loss = self._parts.criterion.total(losses / global_weights)
+        scaled = self._scaler.scale(loss * self._sync.loss_factor)
         with backward_errors():
             scaled.backward()  # type: ignore[no-untyped-call]
-        totals.add(loss, weight)
+        totals.add(losses, weights)
 
-    def _empty_backward(self, batch: Batch) -> None:
-        """A backward pass whose gradients are zero, for a rank without rows in this step.
-
-        The forward pass, one row of zeros in eval mode, only arms the reducer: running statistics and
-        random numbers stay untouched, and what the network makes of zeros (a logarithm, an infinity)
-        takes no part. Every parameter gets its zero, also one that evaluation does not use.
-        """
-        inputs = tuple(t.new_zeros((1, *t.shape[1:])) for t in batch.inputs)
-        self._sync.module.eval()
+    def _losses(self, module: nn.Module, batch: Batch, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each label's sum of weighted losses over the rows, and the sum of weights; both (num_losses,)."""
         with autocast(self._config.precision, self._device):
-            self._sync.module(*inputs)
-        zero = torch.stack([(p * 0.0).sum() for p in self._module.parameters() if p.requires_grad]).sum()
-        with backward_errors():
-            zero.backward()  # type: ignore[no-untyped-call]
-        self._sync.module.train()
-
-    def _weighted_loss(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the rows' weighted losses, and of their weights."""
-        with autocast(self._config.precision, self._device):
-            output = module(*batch.inputs)
+            outputs = as_outputs(module(*batch.inputs))
+        if len(outputs) != self._num_losses:
+            raise ValueError(
+                f"model {type(self._module).__name__} returns {len(outputs)} tensors in {split} mode for "
+                f"{self._num_losses} labels; return the same outputs in training as in evaluation"
+            )
         # fp32 outside autocast: a mean over many rows would lose digits in 16 bits.
-        rows = self._loss(output.float(), batch.label)
-        if batch.weight is None:
-            return rows.sum(), torch.tensor(float(batch.num_rows), device=self._device)
-        return (rows * batch.weight).sum(), batch.weight.sum()
+        outputs = tuple(output.float() for output in outputs)
+        if split in self._splits_with_metrics:
+            for metric_set, output, label in zip(self._parts.metrics, outputs, batch.labels, strict=True):
+                metric_set.update(output.detach(), label)
+        rows = self._parts.criterion.rows(outputs, batch.labels)
+        if batch.weight is not None:
+            rows = rows * batch.weight[:, None]
+        return rows.sum(0), self._weights(batch)
 
-    def _global_weight(self, batch: Batch, global_rows: int) -> torch.Tensor:
-        """The weight that divides this step's losses; without weights it is known from the plan."""
-        if batch.weight is None:
-            return torch.tensor(float(global_rows), device=self._device)
-        total = self._collective.all_reduce(batch.weight.sum().reshape(1))[0]
+    def _weights(self, batch: Batch) -> torch.Tensor:
+        """What this rank's rows weigh in the mean of each label's loss, (num_losses,)."""
+        weights = self._parts.criterion.row_weights(batch.labels)
+        if weights is None:
+            total = float(batch.num_rows) if batch.weight is None else batch.weight.sum()
+            return torch.ones(self._num_losses, device=self._device) * total
+        return (weights if batch.weight is None else weights * batch.weight[:, None]).sum(0)
+
+    def _global_weights(self, batch: Batch, global_rows: int) -> torch.Tensor:
+        """The weights that divide this step's losses; without row weights they are known from the plan."""
+        if batch.weight is None and self._parts.criterion.row_weights(batch.labels) is None:
+            return torch.full((self._num_losses,), float(global_rows), device=self._device)
+        total = self._collective.all_reduce(self._weights(batch))
         # All rows of the batch may weigh nothing: then every loss is zero, and must not become NaN.
         return torch.where(total > 0, total, torch.ones_like(total))
 
-    def _validate(self, epoch: int, reader: ShardReader) -> float:
-        """Mean loss over the validation rows, each counted once. Runs on every rank."""
+    def _validate(self, epoch: int, reader: ShardReader) -> dict[str, float]:
+        """Losses and metrics over the validation rows, each counted once. Runs on every rank."""
         self._status.phase = f"validation after epoch {epoch + 1}"
-        totals = Totals.zero(self._device)
+        totals = Totals(self._num_losses, self._device)
         self._module.eval()
         with torch.no_grad():
             for columns in self._with_rows(reader.batches(0)):
-                totals.add(*self._weighted_loss(self._module, self._batch(columns)))
-        return totals.mean(self._collective)
+                totals.add(*self._losses(self._module, self._batch(columns), "validation"))
+        return self._values("validation", totals)
+
+    def _values(self, split: str, totals: Totals) -> dict[str, float]:
+        """The epoch's numbers of one split, by their names in the history. Runs on every rank."""
+        means = totals.means(self._collective)
+        labels = self._config.label_columns
+        values = {f"{split}_loss": sum(w * m for w, m in zip(self._config.loss_weights, means, strict=True))}
+        if len(labels) > 1:
+            values |= {f"{split}_loss_{label}": mean for label, mean in zip(labels, means, strict=True)}
+        if split not in self._splits_with_metrics:
+            return values
+        for label, metric_set in zip(labels, self._parts.metrics, strict=True):
+            suffix = f"_{label}" if len(labels) > 1 else ""
+            for name, value in metric_set.compute(self._collective).items():
+                values[f"{split}_{name}{suffix}"] = value
+            metric_set.reset()
+        return values
 
     def _with_rows(self, batches: Iterable[dict[str, Array]]) -> Iterable[dict[str, Array]]:
-        return (columns for columns in batches if len(columns[self._config.label_column]))
+        return (columns for columns in batches if len(columns[self._config.label_columns[0]]))
 
     def _batch(self, columns: dict[str, Array]) -> Batch:
         config = self._config
         return to_batch(
-            columns, config.input_columns, config.label_column, config.weight_column, self._device
+            columns, config.input_columns, config.label_columns, config.weight_column, self._device
         )
-
-    def _set_rates(self, step: int, num_steps: int) -> None:
-        factor = self._schedule(step, num_steps)
-        for group, rate in zip(self._sync.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor

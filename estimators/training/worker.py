@@ -13,18 +13,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
-from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives import Collective, GradientSync
 from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.training.check import build_module
+from ringspark.estimators.training.batch_norm import accept_single_rows
+from ringspark.estimators.training.best import BestCheckpoint, EarlyStopping, best_of
+from ringspark.estimators.training.callbacks import Callbacks
+from ringspark.estimators.training.check import build_module, label_metrics
 from ringspark.estimators.training.checkpoint import save_checkpoint
 from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.criterion import Criterion, ignored_label
 from ringspark.estimators.training.history import EpochRecord, RunLog
-from ringspark.estimators.training.losses import LOSSES, from_user
-from ringspark.estimators.training.optimizers import make_optimizer
-from ringspark.estimators.training.schedules import SCHEDULES
+from ringspark.estimators.training.losses import resolve_loss
+from ringspark.estimators.training.metric_set import make_metrics
+from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.probe import probe
+from ringspark.estimators.training.schedules import make_rates
+from ringspark.estimators.training.skeleton import changed_state, skeleton
 from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.trainer import Trainer
+from ringspark.estimators.training.trainer import Parts, Trainer
 from ringspark.models import apply_activation_checkpoint
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.readers import ShardReader
@@ -36,9 +44,13 @@ class TrainResult:
 
     run_uri: str
     checkpoint_uri: str
+    checkpoint_epoch: int
     rows: int
     steps: int
     seconds: float
+    bytes_sent: int
+    lost_state: tuple[str, ...]
+    stop_reason: str | None
     history: tuple[EpochRecord, ...]
 
     def to_json(self) -> str:
@@ -47,6 +59,7 @@ class TrainResult:
     @classmethod
     def from_json(cls, text: str) -> TrainResult:
         values = json.loads(text)
+        values["lost_state"] = tuple(values["lost_state"])
         values["history"] = tuple(EpochRecord(**entry) for entry in values["history"])
         return cls(**values)
 
@@ -78,11 +91,18 @@ def train_worker(
     # Seeds are set inside the fork only: a reused Python worker keeps its own random state.
     with torch.random.fork_rng(devices=gpus):
         status.phase = "opening the shards"
-        train, validation = _open_readers(config, collective)
+        manifest = ShardManifest.load(config.shards_uri)
+        train, validation = _open_readers(config, collective, manifest)
         status.phase = "building the model"
         # Any whole number is a seed; torch takes 64 bits.
         torch.manual_seed(config.seed % 2**63)
-        module = build_module(config, objects).to(torch_device)
+        module = build_module(config, objects)
+        if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+            # Lazy layers learn their sizes from a first pass, as on the driver.
+            probe(module, config, manifest)
+        module = module.to(torch_device)
+        accept_single_rows(module)
+        start_state = skeleton(module)
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
         status.phase = "sharing the first weights"
@@ -91,40 +111,80 @@ def train_worker(
         )
         # Dropout differs between the ranks, as it does between the rows of one batch.
         torch.manual_seed((config.seed * 1_000_003 + collective.rank) % 2**63)
-        log = RunLog(config.run_uri, writes=collective.rank == 0)
+        best = None
+        if config.keep == "best":
+            best = BestCheckpoint(best_of(config), storage.join(config.run_uri, "best"))
         trainer = Trainer(
-            config=config,
-            collective=collective,
-            module=module,
-            sync=sync,
-            loss=from_user(objects.loss, torch_device) if objects.loss is not None else LOSSES[config.loss],
-            schedule=objects.lr_schedule or SCHEDULES[config.lr_schedule],
-            device=torch_device,
-            log=log,
-            status=status,
+            config,
+            collective,
+            _parts(config, objects, manifest, module, sync, best, torch_device),
+            RunLog(config.run_uri, writes=collective.rank == 0),
+            status,
         )
         trainer.fit(train, validation)
-    status.phase = "writing the checkpoint"
-    checkpoint_uri = storage.join(config.run_uri, "checkpoint")
-    steps = config.epochs * train.num_steps
-    if collective.rank == 0:
-        save_checkpoint(checkpoint_uri, module, epoch=config.epochs, step=steps)
+    state = trainer.state
+    if best is not None and best.uri is not None:
+        checkpoint_uri, checkpoint_epoch = best.uri, best.epoch
+    else:
+        status.phase = "writing the checkpoint"
+        checkpoint_uri, checkpoint_epoch = storage.join(config.run_uri, "checkpoint"), state.epoch
+        if collective.rank == 0:
+            save_checkpoint(checkpoint_uri, module, epoch=state.epoch, step=state.step)
     status.phase = "done"
     return TrainResult(
         run_uri=config.run_uri,
         checkpoint_uri=checkpoint_uri,
-        rows=config.epochs * train.manifest.num_rows,
-        steps=steps,
+        checkpoint_epoch=checkpoint_epoch,
+        rows=state.epoch * train.manifest.num_rows,
+        steps=state.step,
         seconds=time.monotonic() - start,
-        history=tuple(log.history),
+        bytes_sent=collective.bytes_sent,
+        lost_state=tuple(changed_state(start_state, module)),
+        stop_reason=state.stop_reason,
+        history=tuple(state.history),
     )
 
 
-def _open_readers(config: TrainConfig, collective: Collective) -> tuple[ShardReader, ShardReader | None]:
-    manifest = ShardManifest.load(config.shards_uri)
-    columns = [*config.input_columns, config.label_column]
-    if config.weight_column is not None and config.weight_column not in columns:
-        columns.append(config.weight_column)
+def _parts(
+    config: TrainConfig,
+    objects: UserObjects,
+    manifest: ShardManifest,
+    module: nn.Module,
+    sync: GradientSync,
+    best: BestCheckpoint | None,
+    device: torch.device,
+) -> Parts:
+    callbacks = [*objects.callbacks]
+    if best is not None:
+        callbacks.append(best)
+    if config.patience is not None:
+        callbacks.append(EarlyStopping(best_of(config, config.min_delta), config.patience))
+    losses = [resolve_loss(objects.loss(config, i), device) for i in range(len(config.label_columns))]
+    label_ranges = [manifest.range_of(name) for name in config.label_columns]
+    spec = objects.lr_schedule or config.lr_schedule
+    return Parts(
+        module=module,
+        sync=sync,
+        criterion=Criterion(losses, config.loss_weights, label_ranges),
+        metrics=[
+            make_metrics(names, config.task, width, device, ignored=ignored_label(loss, label_range))
+            for names, width, loss, label_range in zip(
+                label_metrics(config, objects), config.output_widths, losses, label_ranges, strict=True
+            )
+        ],
+        make_rates=lambda num_steps: make_rates(spec, sync.optimizer, num_steps, config.warmup_steps),
+        callbacks=Callbacks(callbacks),
+        device=device,
+    )
+
+
+def _open_readers(
+    config: TrainConfig, collective: Collective, manifest: ShardManifest
+) -> tuple[ShardReader, ShardReader | None]:
+    wanted = [*config.input_columns, *config.label_columns]
+    if config.weight_column is not None:
+        wanted.append(config.weight_column)
+    columns = [manifest.column_of(name).name for name in wanted]
     shared: dict[str, Any] = {
         "columns": list(dict.fromkeys(columns)),
         "shard": collective.rank,
@@ -138,10 +198,11 @@ def _open_readers(config: TrainConfig, collective: Collective) -> tuple[ShardRea
     return train, open_reader(held_out, **shared) if held_out.num_rows else None
 
 
-def _make_optimizer(
-    config: TrainConfig, objects: UserObjects, parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    if objects.optimizer is not None:
-        optimizer: torch.optim.Optimizer = objects.optimizer(parameters)
-        return optimizer
-    return make_optimizer(config.optimizer, parameters, config.learning_rate, config.weight_decay)
+def _make_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(
+        objects.optimizer or config.optimizer,
+        module,
+        config.parameter_groups,
+        config.learning_rate,
+        config.weight_decay,
+    )

@@ -65,6 +65,7 @@ def main() -> None:
             "regression, array column": regression.transform(arrays),
             "regression, vector column": regression.transform(vectors),
             "classification, array column": classification.transform(arrays),
+            "classification, vector column": classification.transform(vectors),
         }
         cases: dict[str, Callable[[], float]] = {
             name: lambda frame=frame: options.rows / harness.seconds_of(partial(evaluate, frame))  # type: ignore[misc]

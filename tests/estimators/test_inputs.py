@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchRegressor
-from ringspark.estimators.predict import input_expression, to_input
+from ringspark.estimators.inference.expressions import input_expression
+from ringspark.estimators.inference.feeds import to_input
 from ringspark.estimators.training.feed import to_tensor
 from ringspark.pipelines import open_reader, write_shards
 

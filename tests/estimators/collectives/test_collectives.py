@@ -51,6 +51,90 @@ def test_operations_agree_on_all_ranks(name: str, size: int) -> None:
         assert result["shared"] == [float(size - 1)] * 3
 
 
+DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+
+
+def _gathers(collective: Collective, device: str, status: Status) -> str:
+    """Rank r gives r values, so the first gives none; then all give none, then one gives many."""
+    rank, size = collective.rank, collective.size
+    result: dict[str, Any] = {}
+    for dtype in DTYPES:
+        status.phase = str(dtype)
+        pieces = collective.all_gather((torch.arange(rank) + 10 * rank).to(dtype))
+        result[str(dtype)] = [piece.double().tolist() for piece in pieces]
+        assert all(piece.dtype == dtype for piece in pieces)
+    result["none"] = [len(piece) for piece in collective.all_gather(torch.zeros(0))]
+    long = torch.full((1000 if rank == size - 1 else 0,), 2**40 + rank, requires_grad=False)
+    result["many"] = [piece.tolist() for piece in collective.all_gather(long)]
+    parameter = torch.ones(2, requires_grad=True)
+    result["detached"] = [not piece.requires_grad for piece in collective.all_gather(parameter)]
+    return json.dumps(result)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
+def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> None:
+    for text in run_spawned(size, name, _gathers):
+        result = json.loads(text)
+        for dtype in DTYPES:
+            wanted = [(torch.arange(r) + 10 * r).to(dtype).double().tolist() for r in range(size)]
+            assert result[str(dtype)] == wanted, dtype
+        assert result["none"] == [0] * size
+        assert result["many"] == [[]] * (size - 1) + [[2**40 + size - 1] * 1000]
+
+
+def _traffic(collective: Collective, device: str, status: Status) -> str:
+    """Bytes sent by each kind of call in turn."""
+    rank, counts, before = collective.rank, {}, 0
+
+    def sent(kind: str) -> None:
+        nonlocal before
+        counts[kind], before = collective.bytes_sent - before, collective.bytes_sent
+
+    sent("connecting")
+    collective.barrier()
+    sent("barrier")
+    collective.all_reduce(torch.zeros(30, dtype=torch.float64))
+    sent("all_reduce")
+    collective.broadcast([torch.zeros(5), torch.zeros(2, dtype=torch.int64)], root=1 % collective.size)
+    sent("broadcast")
+    collective.all_gather(torch.zeros(100 * rank, dtype=torch.uint8))
+    sent("all_gather")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Linear(5, 1))
+    module[0].bias.requires_grad_(False)
+    sync = collective.synchronize(
+        module, torch.optim.SGD([p for p in module.parameters() if p.requires_grad]), 2
+    )
+    sent("synchronize")
+    for last in (False, True):
+        with sync.micro_batch(last):
+            sync.module(torch.ones(3, 2)).sum().backward()
+    sync.reduce()
+    sent("step")
+    return json.dumps(counts)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "size"), [("horovod", 3), ("local", 1), ("torch", 3)])
+def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
+    results = [json.loads(text) for text in run_spawned(size, name, _traffic)]
+    for rank, counts in enumerate(results):
+        assert counts["connecting"] == counts["barrier"] == counts["synchronize"] == 0
+        assert counts["all_reduce"] == 2 * (size - 1) * 240 // size
+        # 10 weights, 5 weights and a bias: the frozen bias sends nothing, two micro-batches send once.
+        # DistributedDataParallel adds its anchor, and for each of four tensors whether it was used.
+        extra = 4 + 4 * 4 if name == "torch" else 0
+        assert counts["step"] == 2 * (size - 1) * (16 * 4 + extra) // size
+        # The ring starts at its root, rank 1, so it ends at rank 0.
+        assert counts["broadcast"] == (36 if rank else 0)
+    lengths = {
+        "horovod": [8 * 2 + 300 - 100 * ((rank + 1) % 3) for rank in range(3)],
+        "torch": [8 * 2 + 200 * 2] * 3,  # padded to the longest
+        "local": [0],
+    }
+    assert [counts["all_gather"] for counts in results] == lengths[name]
+
+
 def _fails_on_rank_one(collective: Collective, device: str, status: Status) -> str:
     for step in range(5):
         status.phase = f"step {step}"
@@ -92,9 +176,11 @@ def _gradients(collective: Collective, device: str, status: Status) -> str:
     rows = torch.arange(2.0 * sum(counts)).reshape(-1, 2)
     start = sum(counts[: collective.rank])
     mine = rows[start : start + counts[collective.rank]]
-    if len(mine) or sync.needs_backward:
+    if len(mine):
         with sync.micro_batch(last=True):
             (sync.module(mine).sum() / len(rows) * sync.loss_factor).backward()
+    else:
+        sync.backward_without_rows()
     sync.reduce()
     gradient = [p.grad.flatten().tolist() for p in module.parameters()]  # type: ignore[union-attr]
     expected = [rows.mean(0).tolist(), [1.0]]
@@ -108,6 +194,67 @@ def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int) -> N
         gradient, expected = json.loads(text)
         for got, wanted in zip(gradient, expected, strict=True):
             assert got == pytest.approx(wanted, rel=1e-6)
+
+
+class Branching(torch.nn.Module):
+    """Its parameters differ in when they get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.positive, self.never, self.zero = (torch.nn.Linear(2, 1) for _ in range(4))
+        self.hidden = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.always(x) + 0.0 * self.zero(x)
+        if (x > 0).any():
+            y = y + torch.where((x[:, :1] > 0), self.positive(x), torch.zeros(1))
+        return {"logits": y, "hidden": self.hidden(x)}
+
+
+# Rows per step, each of two features: the branch is taken by no row, by the first, by the last, by all;
+# the step of one row leaves the second rank without any.
+STEPS = [[-1.0, -2.0, -3.0], [1.0, -2.0, -3.0], [-4.0], [-1.0, -2.0, 3.0], [1.0, 2.0], [-1.0, -1.0]]
+
+
+def _branches(collective: Collective, device: str, status: Status) -> str:
+    """The weights, and who had a gradient, after steps with decay; in two micro-batches where rows allow."""
+    module = Branching()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+    sync = collective.synchronize(module, optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    had: list[list[str]] = []
+    for step in STEPS:
+        rows = torch.tensor([[v, v / 2] for v in step])
+        mine = rows[collective.rank :: collective.size]
+        sync.optimizer.zero_grad()
+        parts = [part for part in mine.tensor_split(2) if len(part)]
+        for i, part in enumerate(parts):
+            with sync.micro_batch(last=i == len(parts) - 1):
+                output = sync.module(part)
+                output = output["logits"] if isinstance(output, dict) else output[0]
+                ((output - 1).square().sum() / len(rows) * sync.loss_factor).backward()
+        if not parts:
+            sync.backward_without_rows()
+        sync.reduce()
+        had.append([name for name, child in module.named_children() if child.weight.grad is not None])
+        sync.step(scaler)
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    return json.dumps([had, weights])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", GANGS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int) -> None:
+    """Zeros in their place would let weight decay and momentum move them, by the number of workers."""
+    expected_had, expected = json.loads(_branches(LocalCollective(), "cpu", Status("here")))
+    used, unused = ["always", "positive", "zero"], ["always", "zero"]
+    assert expected_had == [unused, used, unused, used, used, unused]
+    for text in run_spawned(size, name, _branches):
+        had, weights = json.loads(text)
+        assert had == expected_had
+        assert weights == pytest.approx(expected, abs=1e-6)
 
 
 def test_an_unknown_collective_lists_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""Ranks, slots and devices: the pure parts of the launch, and the gang itself on Spark."""
+"""Ranks and slots, and the gang itself on Spark."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.launch.devices import choose_device
 from ringspark.estimators.launch.gang import assign_ranks, run_gang
-from ringspark.estimators.launch.slots import check_slots, count_slots, slots_of_master
+from ringspark.estimators.launch.slots import check_slots, count_slots
 from ringspark.estimators.training.status import Status
 
 
@@ -33,23 +32,6 @@ def test_ranks_are_grouped_by_host(hosts: list[str]) -> None:
         cross = [m for m in members if m.local_rank == local_rank]
         assert sorted(m.cross_rank for m in cross) == list(range(len(cross)))
         assert {m.cross_size for m in cross} == {len(cross)}
-
-
-def test_slots_are_read_from_local_masters() -> None:
-    assert slots_of_master("local") == 1
-    assert slots_of_master("local[3]") == 3
-    assert slots_of_master("local[2,4]") == 2
-    assert slots_of_master("local-cluster[2,3,1024]") == 6
-    assert slots_of_master("local[*]") is None
-    assert slots_of_master("spark://host:7077") is None
-
-
-def test_devices_come_from_spark_then_from_the_local_rank() -> None:
-    assert choose_device(False, ["3"], 0, 1, 8) == "cpu"
-    assert choose_device(True, ["3"], 0, 2, 8) == "cuda:3"
-    assert [choose_device(True, [], r, 2, 2) for r in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ValueError, match="needs a GPU for each of the 2 workers on this host, torch sees 1"):
-        choose_device(True, [], 0, 2, 1)
 
 
 def _sum_of_ranks(collective: Collective, device: str, status: Status) -> str:
@@ -91,6 +73,7 @@ def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> 
 @pytest.mark.modes
 def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark: Any) -> None:
     slots = count_slots(spark)
+    assert slots is not None
     check_slots(spark, slots)
     with pytest.raises(
         ValueError, match=rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"

@@ -9,7 +9,12 @@ import pytest
 from ringspark.estimators.training.config import TrainConfig, segment_policy
 
 CONFIG = TrainConfig(
-    shards_uri="s", run_uri="r", input_columns=("a", "b"), label_column="y", max_grad_norm=1.5, num_workers=2
+    shards_uri="s",
+    run_uri="r",
+    input_columns=("a", "b"),
+    label_columns=("y",),
+    max_grad_norm=1.5,
+    num_workers=2,
 )
 
 
@@ -25,8 +30,11 @@ def test_json_gives_the_same_config_back() -> None:
         ({"batch_size": 1}, r"at least numWorkers \(2\), got 1; raise batchSize or lower numWorkers"),
         ({"gradient_accumulation": 0}, "at least 1 micro-batch per step, got 0"),
         ({"gradient_accumulation": 600}, "a micro-batch would have no rows"),
-        ({"learning_rate": 0.0}, "learningRate must be above 0, got 0.0"),
-        ({"learning_rate": float("nan")}, "learningRate must be above 0, got nan"),
+        ({"learning_rate": 0.0}, "learningRate must be above 0 and finite, got 0.0"),
+        ({"learning_rate": float("nan")}, "learningRate must be above 0 and finite, got nan"),
+        ({"learning_rate": float("inf")}, "learningRate must be above 0 and finite, got inf"),
+        ({"label_columns": ("y", "y"), "losses": ("mse",) * 2, "loss_weights": (1.0, 1.0)}, "column twice"),
+        ({"timeout_seconds": float("inf")}, "timeoutSeconds must be above 0 and finite, got inf"),
         ({"weight_decay": -1.0}, "weightDecay must not be negative, got -1.0"),
         ({"max_grad_norm": 0.0}, "maxGradNorm must be above 0, got 0.0"),
         ({"timeout_seconds": 0.0}, "timeoutSeconds must be above 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators import WorkerError
+from ringspark.estimators import WorkerError, user_code
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.training.check import check_training
 from ringspark.estimators.training.checkpoint import load_checkpoint
 from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.estimators.training.history import read_history, read_progress
@@ -42,9 +44,9 @@ def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConf
         run_uri=str(run_uri),
         task="regression",
         model=SPEC.to_json(),
-        loss="mse",
+        losses=("mse",),
         input_columns=("x",),
-        label_column="y",
+        label_columns=("y",),
         batch_size=32,
         learning_rate=0.01,
         epochs=2,
@@ -60,7 +62,9 @@ def _weights(result: TrainResult, module: nn.Module | None = None) -> torch.Tens
 
 
 def _gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
-    task = TrainTask(config=config, objects=objects or UserObjects())
+    objects = objects or UserObjects()
+    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    task = TrainTask(config=config, objects=user_code.dumps(objects))
     return TrainResult.from_json(run_spawned(config.num_workers, config.collective, task)[0])
 
 
@@ -268,11 +272,12 @@ def test_training_changes_neither_the_users_module_nor_the_random_state(
 ) -> None:
     module = SPEC.build()
     before = [p.clone() for p in module.parameters()]
-    state = torch.get_rng_state()
+    state, others = torch.get_rng_state(), (random.getstate(), str(np.random.get_state()))
     result = train_here(
         _config(make_shards(_columns(100)), tmp_path / "run", model=None), UserObjects(module=module)
     )
     assert torch.get_rng_state().equal(state)
+    assert (random.getstate(), str(np.random.get_state())) == others
     assert all(a.equal(b) for a, b in zip(before, module.parameters(), strict=True))
     assert not _weights(result).equal(torch.cat([p.flatten() for p in before]))
 

@@ -1,0 +1,173 @@
+"""Batched inference as a Spark SQL expression.
+
+Only the model's input columns go to Python; every other column stays in the JVM, untouched. The
+expression is lazy, has a declared type and no state, so it serves batch and streaming alike. What
+travels is small: the weights stay on the store. A Python worker maps them once, for all tasks that it
+runs later; the workers of a host share the pages (see `training.checkpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Iterator, Tuple  # noqa: UP035 (pandas_udf reads these hints)
+
+import numpy as np
+import pandas as pd
+import torch
+from pyspark.sql import Column
+from pyspark.sql.pandas.functions import pandas_udf
+from torch import nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.inference.device import task_device
+from ringspark.estimators.inference.feeds import Feed
+from ringspark.estimators.inference.results import Results
+from ringspark.estimators.training.checkpoint import map_checkpoint
+from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.outputs import as_outputs
+from ringspark.estimators.training.skeleton import build_skeleton
+from ringspark.models import ModelSpec
+
+__all__ = ["Predictor", "cached_module", "prediction_expression", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """What a Python worker needs to predict; small, the weights stay on the store.
+
+    Attributes:
+        model: `ModelSpec` as JSON, or the user's module without weights, as `user_code.dumps` gives it.
+        weights_uri: Folder of the checkpoint.
+        weights_id: The checkpoint's identity: another id means other weights in the same folder.
+        feeds: One for each argument of `forward`.
+        results: What becomes of the outputs.
+        output_widths: Numbers a row of each output.
+        batch_size: Rows per forward pass.
+        use_gpu: Whether to compute on a GPU.
+        keeps_rows: Whether there is one more column: rows where it is false get no prediction.
+    """
+
+    model: str | bytes
+    weights_uri: str
+    weights_id: str
+    feeds: tuple[Feed, ...]
+    results: Results
+    output_widths: tuple[int, ...]
+    batch_size: int
+    use_gpu: bool = False
+    keeps_rows: bool = False
+
+    def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
+        """The trained module in eval mode on `device`.
+
+        Raises:
+            ValueError: The folder holds no checkpoint any more, or another one than this model's.
+        """
+        module: nn.Module
+        if isinstance(self.model, str):
+            module = build_skeleton(ModelSpec.from_json(self.model))
+        else:
+            module = user_code.loads(self.model)
+        # Tasks start long after `transform` was called: the folder may hold another model by then.
+        map_checkpoint(self.weights_uri, module, device, cache, expected_id=self.weights_id)
+        return module.eval()
+
+    def predict(self, module: nn.Module, columns: Sequence[Array], device: str = "cpu") -> Array:
+        """Raw outputs side by side, (rows, numbers of all outputs) float64."""
+        num_rows = len(columns[0])
+        outputs = np.empty((num_rows, sum(self.output_widths)), dtype=np.float64)
+        with torch.inference_mode():
+            for start in range(0, num_rows, self.batch_size):
+                stop = min(start + self.batch_size, num_rows)
+                inputs = [torch.from_numpy(column[start:stop]).to(device) for column in columns]
+                left = 0
+                for width, output in zip(self.output_widths, as_outputs(module(*inputs)), strict=True):
+                    # To float64 at once: fp32 would round whole numbers beyond 2^24.
+                    values = output.cpu().double().reshape(stop - start, width)
+                    outputs[start:stop, left : left + width] = values.numpy()
+                    left += width
+        return outputs
+
+
+# Modules that this Python worker has loaded, by (folder, checkpoint id, network, device), the oldest use
+# first. The same weights may serve two networks: a copy of a model with another activation.
+_modules: dict[tuple[str, str, str | bytes, str], nn.Module] = {}
+# Pipelines hold a few models, and a worker of a CrossValidator switches between many.
+MAX_MODULES = 4
+
+
+def cached_module(predictor: Predictor, device: str = "cpu") -> nn.Module:
+    """The predictor's module, from this process's cache where it is there."""
+    key = (predictor.weights_uri, predictor.weights_id, predictor.model, device)
+    module = _modules.pop(key, None)
+    if module is None:
+        while len(_modules) >= MAX_MODULES:
+            _modules.pop(next(iter(_modules)))
+        module = predictor.load(device, _cache_folder())
+    _modules[key] = module
+    return module
+
+
+def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
+    """The model applied to `columns`; its type is the results' `spark_type`."""
+    function = _batch_function(predictor)
+    # Spark's overloads do not know a function chosen at run time.
+    make_udf: Any = pandas_udf
+    expression: Column = make_udf(function, predictor.results.spark_type)(*columns)
+    return expression
+
+
+def _batch_function(predictor: Predictor) -> Callable[..., Any]:
+    """The body of the pandas UDF; the two differ in what Spark reads from their type hints."""
+    if predictor.results.spark_type.startswith("struct"):
+
+        def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006
+            return run(predictor, batches)
+
+        return frames
+
+    def values(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.Series]:  # noqa: UP006
+        return run(predictor, batches)
+
+    return values
+
+
+def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
+    """Results of each batch of pandas columns. Runs in a Spark task."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    threads = torch.get_num_threads()
+    # Tasks share the host: one that took all cores for itself would slow the others down.
+    torch.set_num_threads(context.cpus() if context is not None else threads)
+    try:
+        device = task_device(predictor.use_gpu)
+        module = cached_module(predictor, device)
+        for batch in batches:
+            # Spark passes a bare Series where there is one column.
+            series = [batch] if isinstance(batch, pd.Series) else list(batch)
+            valid = None
+            if predictor.keeps_rows:
+                valid = series.pop().to_numpy(dtype=bool)
+                if valid.all():
+                    valid = None
+                else:
+                    series = [column[valid] for column in series]
+            columns = [feed(column) for feed, column in zip(predictor.feeds, series, strict=True)]
+            outputs = predictor.predict(module, columns, device)
+            if valid is not None:
+                # Whatever stands in the other rows: they become nulls.
+                every = np.zeros((len(valid), outputs.shape[1]))
+                every[valid] = outputs
+                outputs = every
+            yield predictor.results.to_pandas(outputs, valid)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cache_folder() -> str | None:
+    """A folder of this task's executor, which Spark removes with it; None outside of tasks."""
+    from pyspark import SparkFiles, TaskContext
+
+    return SparkFiles.getRootDirectory() if TaskContext.get() is not None else None

@@ -1,0 +1,180 @@
+"""What a gang asks of Spark: each worker's cores and its one GPU, and how many such workers fit.
+
+A cluster for ETL gives each task a fraction of a GPU (`spark.task.resource.gpu.amount=0.25`), or
+none, so that all cores work. A gang on it needs whole GPUs, which Spark's stage-level scheduling
+grants to the one stage: tasks of another size on the executors that exist, as xgboost.spark does it,
+but for any number of GPUs an executor. All decisions here are pure functions of the Spark conf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from ringspark.estimators.launch.session import application_of, is_remote, spark_conf
+
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRequest:
+    """The size of one task; the default is that of `spark.task.*`."""
+
+    cpus: int
+    gpus: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """How the gang's stage is scheduled.
+
+    Attributes:
+        request: The size of its tasks, None for that of all other stages.
+        reason: Why, in words.
+        gives_gpus: Spark gives each of the tasks a GPU that it gives to no other task.
+        is_problem: The workers will not each get a GPU from Spark, and the user can change that.
+    """
+
+    request: TaskRequest | None
+    reason: str
+    gives_gpus: bool = False
+    is_problem: bool = False
+
+
+def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePlan:
+    """Decides whether the gang's stage needs tasks of its own size.
+
+    Args:
+        conf: The Spark conf, `spark.master` among it.
+        version: Spark's.
+    """
+    master = conf.get("spark.master", "")
+    if not use_gpu:
+        return StagePlan(request=None, reason="the gang computes on CPUs")
+    if is_local(master):
+        return StagePlan(request=None, reason="local mode has no resources to schedule")
+    gpus = int(float(conf.get(EXECUTOR_GPUS, "0")))
+    if gpus < 1:
+        return StagePlan(request=None, reason=f"Spark manages no GPUs ({EXECUTOR_GPUS} is not set)")
+    given = conf.get(TASK_GPUS)
+    if given is not None and float(given) == 1.0:
+        reason = f"{TASK_GPUS} is 1: every task has a GPU of its own"
+        return StagePlan(request=None, reason=reason, gives_gpus=True)
+    if not master.startswith(("spark://", "local-cluster[", "k8s://")) and master != "yarn":
+        return StagePlan(
+            request=None,
+            reason=f"Spark has no stage-level scheduling on {master or 'this master'}, and {TASK_GPUS} "
+            f"is {given or 'not set'}; set {TASK_GPUS}=1",
+            is_problem=True,
+        )
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (4, 0):
+        # The stages of a DataFrame take a profile from 4.0 on.
+        return StagePlan(
+            request=None,
+            reason=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
+            f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later",
+            is_problem=True,
+        )
+    cores, task_cpus = executor_cores(conf), int(conf.get("spark.task.cpus", "1"))
+    # Without a known number of cores a worker takes what any task takes: still a whole GPU.
+    cpus = max(task_cpus, cores // gpus) if cores else task_cpus
+    if cores:
+        cpus = min(cpus, cores)
+    return StagePlan(
+        request=TaskRequest(cpus=cpus),
+        reason=f"{TASK_GPUS} is {given or 'not set'}: each worker gets {cpus} cores and a whole GPU",
+        gives_gpus=True,
+    )
+
+
+def slots_of_conf(
+    conf: Mapping[str, str], request: TaskRequest | None, total_cores: int | None = None
+) -> int | None:
+    """Workers that run at the same time, as far as the conf tells.
+
+    Args:
+        request: The size of their tasks, None for `spark.task.*`.
+        total_cores: All cores of the executors, where somebody counted them.
+
+    Returns:
+        None where the conf tells neither the executors nor their cores.
+    """
+    master = conf.get("spark.master", "")
+    cpus = request.cpus if request else int(conf.get("spark.task.cpus", "1"))
+    if is_local(master):
+        match = re.fullmatch(r"local\[\s*(\d+)\s*(?:,.*)?\]", master)
+        cores: int | None = int(match[1]) if match else 1 if master == "local" else total_cores
+        return None if cores is None else cores // cpus
+    cores = executor_cores(conf)
+    executors: int | None = None
+    if match := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,.*\]", master):
+        executors = int(match[1])
+    elif total_cores is not None and cores:
+        executors = total_cores // cores
+    elif "spark.executor.instances" in conf:
+        executors = int(conf["spark.executor.instances"])
+    elif "spark.cores.max" in conf and cores:
+        executors = int(conf["spark.cores.max"]) // cores
+    if executors is None or not cores:
+        return None if total_cores is None else total_cores // cpus
+    slots = cores // cpus
+    gpus = float(conf.get(EXECUTOR_GPUS, "0"))
+    amount = request.gpus if request else float(conf.get(TASK_GPUS, "0"))
+    if gpus and amount:
+        # Below 1, a GPU is given to as many tasks as the fraction fits into it, but never divided otherwise.
+        slots = min(slots, int(gpus // amount) if amount >= 1 else int(gpus) * int(1 / amount + 1e-9))
+    return executors * slots
+
+
+def executor_cores(conf: Mapping[str, str]) -> int | None:
+    """Cores of one executor, None where the conf leaves it to the worker nodes."""
+    master = conf.get("spark.master", "")
+    if match := re.fullmatch(r"local-cluster\[\s*\d+\s*,\s*(\d+)\s*,.*\]", master):
+        return int(conf.get("spark.executor.cores", match[1]))
+    if "spark.executor.cores" in conf:
+        return int(conf["spark.executor.cores"])
+    return 1 if master == "yarn" or master.startswith("k8s://") else None
+
+
+def is_local(master: str) -> bool:
+    """Whether driver and executor are one process."""
+    return master == "local" or master.startswith("local[")
+
+
+# Spark never forgets a profile, so each size is made once per application.
+_PROFILES: dict[tuple[str, TaskRequest], Any] = {}
+
+
+def profile_of(spark: SparkSession, request: TaskRequest) -> Any:
+    """The `ResourceProfile` of tasks of this size; executors stay what they are."""
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    key = (application_of(spark), request)
+    if key not in _PROFILES:
+        tasks = TaskResourceRequests().cpus(request.cpus).resource("gpu", request.gpus)
+        builder = ResourceProfileBuilder()
+        builder.require(tasks)
+        profile = builder.build
+        if is_remote(spark):
+            # The server numbers the profile through the thread's active session, which a thread other
+            # than the one that made the session (a fit of CrossValidator) does not have.
+            kind: Any = type(spark)
+            kind._set_default_and_active_session(spark)
+            assert profile.id
+        else:
+            context: Any = spark.sparkContext._jsc.sc()
+            context.resourceProfileManager().addResourceProfile(profile._java_resource_profile)
+        _PROFILES[key] = profile
+    return _PROFILES[key]
+
+
+def stage_plan(spark: SparkSession, use_gpu: bool) -> StagePlan:
+    """`plan_stage` for a session."""
+    if not use_gpu:
+        return plan_stage({}, "", use_gpu)
+    return plan_stage(spark_conf(spark), str(spark.version), use_gpu)

@@ -1,0 +1,45 @@
+"""What the launch reads of a Spark session, alike on Spark Classic and Spark Connect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+# Where the session cannot list its conf: Spark Connect before 4.0, one round trip each.
+_KEYS = (
+    "spark.app.id",
+    "spark.cores.max",
+    "spark.default.parallelism",
+    "spark.dynamicAllocation.enabled",
+    "spark.executor.cores",
+    "spark.executor.instances",
+    "spark.executor.resource.gpu.amount",
+    "spark.master",
+    "spark.sql.leafNodeDefaultParallelism",
+    "spark.task.cpus",
+    "spark.task.resource.gpu.amount",
+)
+
+
+def is_remote(spark: SparkSession) -> bool:
+    """Whether `spark` is a Spark Connect session, without a JVM in this process."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def spark_conf(spark: SparkSession) -> dict[str, str]:
+    """The conf of the application."""
+    if not is_remote(spark):
+        return dict(spark.sparkContext.getConf().getAll())
+    conf: Any = spark.conf
+    if hasattr(type(conf), "getAll"):
+        return dict(conf.getAll)
+    values = {key: conf.get(key, None) for key in _KEYS}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def application_of(spark: SparkSession) -> str:
+    """Spark's id of the application: one for all sessions that share its executors."""
+    if is_remote(spark):
+        return str(spark.conf.get("spark.app.id", ""))
+    return str(spark.sparkContext.applicationId)

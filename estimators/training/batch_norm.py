@@ -1,0 +1,34 @@
+"""Batch normalisation where a rank's share of a batch is a single row.
+
+One value per channel has no variance, and PyTorch refuses it in training. The last batch of an epoch may
+well leave one row to a rank; its layers then normalise by the running statistics, as in evaluation, and
+leave them as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def accept_single_rows(module: nn.Module) -> None:
+    """Makes the module's batch normalisations take one value per channel in training."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            layer.register_forward_pre_hook(_evaluate_single_values)
+            layer.register_forward_hook(_train_again, always_call=True)
+
+
+def _evaluate_single_values(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    values = inputs[0]
+    if layer.training and values.dim() > 1 and values.numel() == values.shape[1]:
+        layer.training = False
+        layer._ringspark_single = True  # type: ignore[assignment]
+
+
+def _train_again(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    if getattr(layer, "_ringspark_single", False):
+        layer.training = True
+        layer._ringspark_single = False  # type: ignore[assignment]

@@ -1,0 +1,99 @@
+"""The best epoch by one entry of the history: what stops a training early, and whose weights are kept.
+
+Every rank sees the same numbers and so comes to the same decision without asking the others.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint import save_checkpoint
+from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.metrics import higher_is_better
+from ringspark.pipelines import storage
+
+
+class Best:
+    """Keeps the best value of one entry of the history.
+
+    Attributes:
+        epoch: The epoch of the best value, 0 before the first.
+    """
+
+    def __init__(self, monitor: str, higher_is_better: bool, min_delta: float = 0.0) -> None:
+        self.monitor = monitor
+        self.epoch = 0
+        self.value = math.nan
+        self._sign = 1.0 if higher_is_better else -1.0
+        self._min_delta = min_delta
+
+    def improves(self, record: EpochRecord) -> bool:
+        """Takes in an epoch; whether it is better than all before by more than `min_delta`.
+
+        Not a number is never better: a metric that is undefined for an epoch does not win it.
+        """
+        value = record.value(self.monitor)
+        if math.isnan(value):
+            return False
+        if self.epoch and not self._sign * (value - self.value) > self._min_delta:
+            return False
+        self.epoch, self.value = record.epoch, value
+        return True
+
+
+class EarlyStopping(Callback):
+    """Stops when the monitored value has not improved for `patience` epochs (Prechelt 1998)."""
+
+    def __init__(self, best: Best, patience: int) -> None:
+        self._best = best
+        self._patience = patience
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        record = state.history[-1]
+        if self._best.improves(record) or record.epoch - self._best.epoch < self._patience:
+            return
+        if not self._best.epoch:
+            state.stop(f"{self._best.monitor} was not a number in {record.epoch} epochs")
+            return
+        state.stop(
+            f"{self._best.monitor} did not improve on {self._best.value:.6g} of epoch {self._best.epoch} "
+            f"for {self._patience} epochs"
+        )
+
+
+def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
+    """The best of what the config monitors; `check_training` has named it in full."""
+    _, name = config.monitor.split("_", 1)
+    # With several labels: the metric, "_", the label.
+    metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
+    return Best(config.monitor, metric is not None and higher_is_better(metric), min_delta)
+
+
+class BestCheckpoint(Callback):
+    """Writes the weights of the best epoch so far; the folder of a worse one is removed after that.
+
+    Attributes:
+        uri: Folder of the best checkpoint, None before the first.
+    """
+
+    def __init__(self, best: Best, root: str) -> None:
+        self._best = best
+        self._root = root
+        self.uri: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._best.epoch
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if not self._best.improves(state.history[-1]):
+            return
+        last, self.uri = self.uri, f"{self._root}-{self._best.epoch}"
+        if state.rank == 0:
+            save_checkpoint(self.uri, state.module, epoch=state.epoch, step=state.step)
+            if last is not None:
+                with suppress(OSError):
+                    storage.remove(last, recursive=True)

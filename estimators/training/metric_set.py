@@ -1,0 +1,186 @@
+"""The metrics of one output: accumulated on the device of each rank, merged over all of them.
+
+`update` neither waits for the device nor talks to other ranks. `compute` gathers the ranks' states,
+once for all metrics, and merges them as each metric itself says; torchmetrics' own synchronisation
+needs torch.distributed and hangs where a rank saw no rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import nan
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch.nn import functional
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.training.metrics import METRICS, check_metrics
+from ringspark.estimators.training.scores import add_counts, class_counts
+
+
+class MetricSet:
+    """The metrics of one output, from the rows of one rank to the values of all. See `make_metrics`."""
+
+    def __init__(
+        self, names: Sequence[str], num_classes: int, device: torch.device, ignored: int | None = None
+    ) -> None:
+        self.names = tuple(names)
+        self._num_classes = num_classes
+        self._ignored = ignored
+        # float64, so that sums over many millions of rows stay exact to the printed digits.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._metrics = {name: self._make(name, device) for name in self.names}
+        self._rows = 0
+
+    def _make(self, name: str, device: torch.device) -> Any:
+        # A metric's own dtype holds through `to` only if set by this method of torchmetrics.
+        return METRICS[name].make(self._num_classes).to(device).set_dtype(self._dtype)
+
+    @torch.no_grad()
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        """Takes in rows, as the module and the reader give them.
+
+        Nothing is copied off the device, but for how many rows are left where some may be ignored.
+
+        Args:
+            output: (batch,) or (batch, width): logits in a classification, else values. Other shapes
+                are values too, if `label` has the same.
+            label: (batch,) or (batch, 1) class numbers, or values.
+
+        Raises:
+            ValueError: The shapes do not belong together.
+        """
+        if self._ignored is not None and self.names and label.numel() == len(label) == len(output):
+            kept = label.reshape(-1) != self._ignored
+            output, label = output[kept], label[kept]
+        if not len(label) or not self.names:
+            return
+        arguments: dict[str, tuple[torch.Tensor, ...]] = {}
+        if any(METRICS[name].task == "regression" for name in self.names):
+            arguments |= self._value_arguments(output, label)
+        if any(METRICS[name].task == "classification" for name in self.names):
+            arguments |= self._class_arguments(output, label)
+        for name, metric in self._metrics.items():
+            takes = METRICS[name].takes
+            if takes == "counts":
+                add_counts(metric, *arguments[takes])
+            else:
+                metric.update(*arguments[takes])
+        self._rows += len(label)
+
+    def _value_arguments(
+        self, output: torch.Tensor, label: torch.Tensor
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        if output.numel() != label.numel() or len(output) != len(label):
+            raise ValueError(
+                "regression metrics need output and label of one shape, "
+                f"got {tuple(output.shape)} and {tuple(label.shape)}; change the last layer"
+            )
+        label = label.to(self._dtype).contiguous()
+        output = output.to(self._dtype).reshape(label.shape).contiguous()
+        smallest = torch.finfo(self._dtype).eps  # as in scikit-learn: a label of 0 has a large error
+        return {
+            "values": (output, label),
+            "relative_errors": ((output - label).abs() / label.abs().clamp(min=smallest),),
+        }
+
+    def _class_arguments(
+        self, output: torch.Tensor, label: torch.Tensor
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        logits = output.reshape(len(output), -1).to(self._dtype)  # (batch, 1 or classes)
+        if label.numel() != len(label) or max(2, logits.shape[1]) != self._num_classes or output.dim() > 2:
+            raise ValueError(
+                f"classification metrics need logits (batch, {self._num_classes}) and one class number a "
+                f"row, got {tuple(output.shape)} and labels {tuple(label.shape)}; leave the metrics out"
+            )
+        label = label.reshape(-1).long()
+        if logits.shape[1] == 1:
+            # Log odds z against 0: as two logits, without an overflow on either side.
+            logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
+        if self._num_classes == 2:
+            # Of the difference alone: softmax rounds equal differences apart, and ties would be none.
+            probabilities = (logits[:, 1] - logits[:, 0]).sigmoid()  # (batch,), of class 1
+        else:
+            probabilities = logits.softmax(1)  # (batch, classes)
+        return {
+            "counts": (class_counts(logits.argmax(1), label, self._num_classes),),
+            "probabilities": (probabilities, label),
+            "log_losses": (functional.cross_entropy(logits, label, reduction="none"),),
+        }
+
+    def compute(self, collective: Collective) -> dict[str, float]:
+        """The metrics over all rows of all ranks, equal on every rank. Runs on every rank.
+
+        NaN where a metric is not defined: without any row, of one class only for "auroc", and so on.
+        The rows stay taken in; see `reset`.
+        """
+        if not self.names:
+            return {}
+        # Every rank reaches this call, also one that saw no rows: it gives its empty state.
+        gathered = collective.all_gather(torch.frombuffer(bytearray(self._states()), dtype=torch.uint8))
+        merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
+        num_rows = 0
+        for piece in gathered:
+            states = load(piece.numpy().tobytes())
+            num_rows += int(states["rows"])
+            for name, metric in merged.items():
+                own = _of_prefix(states, f"{name}/")
+                if own:
+                    metric.merge_state(own)
+        if not num_rows:
+            return dict.fromkeys(self.names, nan)
+        with warnings.catch_warnings():
+            # torchmetrics misses its updates: the merged states bring along what they did.
+            warnings.simplefilter("ignore", UserWarning)
+            return {name: float(METRICS[name].finish(metric)) for name, metric in merged.items()}
+
+    def _states(self) -> bytes:
+        """All states as safetensors, whose bytes need no unpickling."""
+        states = {"rows": torch.tensor(self._rows)}
+        for name, metric in self._metrics.items():
+            for key, state in metric.metric_state.items():
+                if isinstance(state, list):
+                    if state:
+                        states[f"{name}/{key}/list"] = torch.cat(state).cpu()
+                else:
+                    states[f"{name}/{key}"] = state.cpu().clone()
+        return save(states)
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        for metric in self._metrics.values():
+            metric.reset()
+        self._rows = 0
+
+
+def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    """One metric's states in the form that `merge_state` takes: lists of tensors as lists."""
+    own: dict[str, Any] = {}
+    for key, state in states.items():
+        if key.startswith(prefix):
+            key = key.removeprefix(prefix)
+            own[key.removesuffix("/list")] = [state] if key.endswith("/list") else state
+    return own
+
+
+def make_metrics(
+    names: Sequence[str], task: str, output_width: int, device: torch.device, ignored: int | None = None
+) -> MetricSet:
+    """The metrics of one output. Runs on every rank.
+
+    Args:
+        names: Of `METRICS`; values come in this order.
+        task: See `check_metrics`.
+        output_width: Size of the module's last output dimension: the number of classes, 1 for a single
+            logit. Without meaning in a regression.
+        device: Where rows are taken in.
+        ignored: Rows with this label are not counted; see `criterion.ignored_label`.
+
+    Raises:
+        ValueError: See `check_metrics`.
+    """
+    check_metrics(names, task)
+    return MetricSet(names, max(2, output_width), device, ignored)

@@ -1,0 +1,47 @@
+"""What a module returns, as a tuple of tensors: the one form that losses and metrics take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+
+import torch
+
+
+def as_outputs(output: object) -> tuple[torch.Tensor, ...]:
+    """The tensors of a module's output, in the module's order.
+
+    A tensor is one output; a tuple or list of tensors is several. Of a mapping or a dataclass, such
+    as the outputs of the transformers library, `logits` alone is taken where it has them (the rest
+    is hidden states and attentions), all values otherwise; entries that are None do not count.
+
+    Raises:
+        ValueError: Nothing, or something else than tensors, was returned.
+    """
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    values = _values(output)
+    wrong = next((value for value in values if not isinstance(value, torch.Tensor)), None)
+    if wrong is not None or not values:
+        inside = f" with a {type(wrong).__name__} inside" if wrong is not None else ""
+        raise ValueError(
+            f"the model must return a tensor, several tensors, or an output that has logits, got "
+            f"{type(output).__name__}{inside}; wrap it in a module that returns the logits or values"
+        )
+    return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+
+def _values(output: object) -> list[object]:
+    """The entries that count, without a look at their types."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if logits is not None:
+        # Tuples of logits (one per head) are several outputs.
+        return list(logits) if isinstance(logits, tuple | list) else [logits]
+    if isinstance(output, Mapping):
+        return [value for value in output.values() if value is not None]
+    if isinstance(output, Sequence) and not isinstance(output, str | bytes):
+        return list(output)
+    if is_dataclass(output):
+        entries = [getattr(output, entry.name) for entry in fields(output)]
+        return [value for value in entries if value is not None]
+    return []

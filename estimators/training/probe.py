@@ -1,0 +1,62 @@
+"""What a module gives for rows of the data's shapes and types: asked on two rows of zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.outputs import as_outputs
+from ringspark.pipelines import ShardManifest
+
+PROBE_ROWS = 2
+
+Shape = tuple[int, ...]
+
+
+def probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
+    """The module's outputs for `PROBE_ROWS` rows of zeros.
+
+    Raises:
+        ValueError: The module cannot take the input columns, or does not give one tensor per label
+            with one entry per row.
+    """
+    name = type(module).__name__
+    inputs = []
+    for column in config.input_columns:
+        array = manifest.array(column)
+        is_integer = np.dtype(array.dtype).kind in "iu"
+        shape = (PROBE_ROWS, *array.shape)
+        inputs.append(torch.zeros(shape, dtype=torch.int64 if is_integer else torch.float32))
+    given = ", ".join(
+        f"{column} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        for column, t in zip(config.input_columns, inputs, strict=True)
+    )
+    module.eval()
+    try:
+        with torch.no_grad():
+            output = module(*inputs)
+    except Exception as error:
+        raise ValueError(
+            f"model {name} cannot take the input columns [{given}]: "
+            f"{type(error).__name__}: {error}; match the model's input size to the columns"
+        ) from error
+    finally:
+        module.train()
+    try:
+        outputs = as_outputs(output)
+    except ValueError as error:
+        raise ValueError(str(error).replace("the model", f"model {name}", 1)) from None
+    if len(outputs) != len(config.label_columns):
+        raise ValueError(
+            f"model {name} returns {len(outputs)} tensors for the labels {list(config.label_columns)}; "
+            "each needs one: set labelCols of TorchEstimator, or return the logits or values alone"
+        )
+    for tensor in outputs:
+        if tensor.dim() == 0 or tensor.shape[0] != PROBE_ROWS:
+            raise ValueError(
+                f"model {name} must return one output per row, shape ({PROBE_ROWS}, ...) for {PROBE_ROWS} "
+                f"rows, got {tuple(tensor.shape)}; keep the batch dimension first"
+            )
+    return outputs

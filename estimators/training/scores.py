@@ -1,0 +1,135 @@
+"""Formulas of metrics where torchmetrics' own are not exact, or wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+from typing import Any
+
+import torch
+
+Curve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Rows per class that are predicted rightly, are predicted, and are labelled so: (3, classes)."""
+    # torchmetrics counts by bincount, which waits for the device to learn its size.
+    counts = torch.zeros((3, num_classes), dtype=torch.int64, device=label.device)
+    ones = torch.ones_like(label)
+    counts[0].index_add_(0, label, (predicted == label).long())
+    counts[1].index_add_(0, predicted, ones)
+    counts[2].index_add_(0, label, ones)
+    return counts
+
+
+def add_counts(metric: Any, counts: torch.Tensor) -> None:
+    """What `metric.update` would add to its true and false positives and negatives."""
+    right, predicted, actual = counts
+    rest = actual.sum() - predicted - actual + right
+    for key, value in {"tp": right, "fp": predicted - right, "fn": actual - right, "tn": rest}.items():
+        state = getattr(metric, key)  # (classes,), or (1,): class 1 of a binary metric, the sum of a micro
+        if len(state) == 1:
+            is_binary = type(metric).__name__.startswith("Binary")
+            value = value[1:2] if is_binary else value.sum(0, keepdim=True)
+        setattr(metric, key, state + value)
+
+
+def balanced_accuracy(metric: Any) -> torch.Tensor:
+    """The mean recall of the classes that occur: as scikit-learn, not torchmetrics, counts them."""
+    right, missed = metric.tp.double(), metric.fn.double()
+    occurs = right + missed > 0
+    recalls: torch.Tensor = right[occurs] / (right + missed)[occurs]
+    return recalls.mean()
+
+
+def auroc(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """The share of pairs (positive, negative) in order, ties by half: Mann and Whitney's U."""
+    order = scores.argsort()
+    _, places, counts = torch.unique_consecutive(scores[order], return_inverse=True, return_counts=True)
+    ranks = counts.cumsum(0).double() - (counts - 1).double() / 2
+    num_positives = positive.sum().double()
+    below = ranks[places][positive[order]].sum() - num_positives * (num_positives + 1) / 2
+    share: torch.Tensor = below / num_positives / (len(scores) - num_positives)
+    return share
+
+
+def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+    """The precision at every distinct score, times the recall it adds."""
+    order = scores.argsort(descending=True)
+    _, counts = torch.unique_consecutive(scores[order], return_counts=True)
+    ends = counts.cumsum(0)  # rows down to each distinct score
+    hits = positive[order].cumsum(0)[ends - 1]
+    gains = torch.diff(hits, prepend=hits.new_zeros(1))
+    area: torch.Tensor = (hits.double() / ends * gains).sum() / positive.sum()
+    return area
+
+
+def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor:
+    """The mean over the classes whose curve is defined, NaN where none is.
+
+    torchmetrics itself counts in fp32, which ends at 16.7 million positives, and takes 0 for a class
+    without rows.
+    """
+    scores, label = torch.cat(metric.preds), torch.cat(metric.target)
+    columns = [(1, scores)] if scores.dim() == 1 else list(enumerate(scores.unbind(1)))
+    values = []
+    for number, column in columns:
+        positive = label == number
+        if positive.any() and not (needs_negatives and positive.all()):
+            values.append(curve(column, positive))
+    return torch.stack(values).mean() if values else torch.tensor(nan)
+
+
+class R2:
+    """Coefficient of determination, averaged over the outputs, with torchmetrics' protocol.
+
+    torchmetrics' own takes sums of squares, which lose all digits for targets far from zero, and calls
+    every target of small scale constant. This one merges means and squared deviations (Chan, Golub
+    and LeVeque 1979). Constant targets score 0, or 1 where they are met, as in scikit-learn.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.metric_state: dict[str, torch.Tensor] = {}
+
+    def update(self, values: torch.Tensor, label: torch.Tensor) -> None:
+        values, label = values.reshape(len(values), -1), label.reshape(len(label), -1)  # (batch, outputs)
+        mean = label.mean(0)
+        self.merge_state(
+            {
+                "rows": torch.full_like(mean, len(label)),
+                "mean": mean,
+                "deviation": ((label - mean) ** 2).sum(0),
+                "residual": ((label - values) ** 2).sum(0),
+            }
+        )
+
+    def merge_state(self, other: dict[str, torch.Tensor]) -> None:
+        own = self.metric_state
+        if not own or not other:
+            self.metric_state = own or dict(other)
+            return
+        rows = own["rows"] + other["rows"]
+        shift = other["mean"] - own["mean"]
+        between = shift**2 * own["rows"] * other["rows"] / rows
+        self.metric_state = {
+            "rows": rows,
+            "mean": own["mean"] + shift * other["rows"] / rows,
+            "deviation": own["deviation"] + other["deviation"] + between,
+            "residual": own["residual"] + other["residual"],
+        }
+
+    def compute(self) -> torch.Tensor:
+        deviation, residual = self.metric_state["deviation"], self.metric_state["residual"]
+        if self.metric_state["rows"][0] < 2:
+            return torch.tensor(nan)
+        constant = (residual == 0).to(residual.dtype)
+        return torch.where(deviation > 0, 1 - residual / deviation, constant).mean()
+
+    def to(self, device: torch.device) -> R2:
+        return self
+
+    def set_dtype(self, dtype: torch.dtype) -> R2:
+        return self

@@ -1,0 +1,108 @@
+"""The user's own Python objects as bytes: what no name or JSON stands for.
+
+A network defined in `my_net.py` beside the job, or in a notebook's repository, can be imported on
+the driver and nowhere else. So classes and functions of files that no package manager installed
+travel by value, with their code; those of installed packages by name, as always.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+# Installed wherever this package runs, also where they lie outside of site-packages.
+_EVERYWHERE = ("ringspark", "pyspark", "py4j", "__main__")
+
+# What is registered with cloudpickle is registered for the process: one at a time.
+_lock = threading.Lock()
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles `value`; code from the user's own files goes along.
+
+    Raises:
+        ValueError: Something in it cannot be pickled; names it.
+    """
+    with _lock, _by_value(_own_modules()):
+        try:
+            pickled: bytes = cloudpickle.dumps(value)
+        except Exception as by_value:
+            problem = by_value
+        else:
+            return pickled
+    try:
+        # A module whose globals cannot be pickled, such as a Spark session, may still be importable.
+        pickled = cloudpickle.dumps(_ByName(cloudpickle.dumps(value), f"{type(problem).__name__}: {problem}"))
+    except Exception:
+        raise ValueError(
+            f"the model or one of its functions cannot be sent to the workers: {problem}; define it without "
+            "references to sessions, locks, open files or other objects of the driver"
+        ) from problem
+    return pickled
+
+
+def loads(pickled: bytes) -> Any:
+    """The value that `dumps` was given. Runs code: only for bytes of this process or of a trusted file.
+
+    Raises:
+        ValueError: A module of the user's is missing here, and could not travel; says why.
+    """
+    value = cloudpickle.loads(pickled)
+    if not isinstance(value, _ByName):
+        return value
+    try:
+        return cloudpickle.loads(value.pickled)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"module {error.name!r} is not installed here and could not travel with the network "
+            f"({value.problem}); import functions and classes from it rather than the module, keep locks and "
+            "sessions out of its globals, or ship it with --py-files"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _ByName:
+    """A value whose modules are found by their names, as travelling by value failed with `problem`."""
+
+    pickled: bytes
+    problem: str
+
+
+def _own_modules() -> list[ModuleType]:
+    """Imported modules of Python source that no package manager installed."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [sysconfig.get_path(name) for name in names]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or name.split(".")[0] in _EVERYWHERE:
+            continue
+        # cloudpickle finds a module by its name, which a module of a test or a plug-in may not have.
+        if getattr(module, "__name__", None) == name and not os.path.realpath(file).startswith(installed):
+            found.append(module)
+    return found
+
+
+@contextmanager
+def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+    known = cloudpickle.list_registry_pickle_by_value()
+    mine = [module for module in modules if module.__name__ not in known]
+    for module in mine:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in mine:
+            cloudpickle.unregister_pickle_by_value(module)

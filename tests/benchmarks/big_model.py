@@ -1,0 +1,144 @@
+"""Save, load and transform of a model of some GiB, with the JVM's memory at 1 GiB.
+
+Each step runs in a process of its own, so that its peak is its own: the highest anonymous memory (what
+a process must have; pages of mapped weights count for all processes together and can be given back) and
+the highest resident memory of the Python driver, and of the largest Python worker. Nothing is trained:
+the checkpoint is written from a network whose weights are drawn layer by layer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import harness
+import psutil
+
+GIB = 1 << 30
+WIDTH = 8192
+LAYERS = 12  # of WIDTH x WIDTH fp32: 256 MiB each
+
+
+def spec(layers: int) -> object:
+    from ringspark.models import ModelSpec
+
+    return ModelSpec("mlp", {"in_features": 32, "hidden": [WIDTH] * (layers + 1), "out_features": 1})
+
+
+def step_checkpoint(folder: str, layers: int) -> None:
+    """Writes the checkpoint that a training would have left."""
+    from ringspark.estimators.training.checkpoint import save_checkpoint
+
+    save_checkpoint(os.path.join(folder, "checkpoint"), spec(layers).build())  # type: ignore[attr-defined]
+
+
+def _session() -> object:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local[2]").config("spark.driver.memory", "1g")
+    session = builder.config("spark.ui.enabled", "false").getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    return session
+
+
+def step_save(folder: str, layers: int) -> None:
+    """Saves the model of that checkpoint."""
+    from ringspark.estimators import TorchRegressionModel
+
+    _session()
+    model = TorchRegressionModel(model=spec(layers), inferenceBatchSize=64)
+    model._set_trained(os.path.join(folder, "checkpoint"), [(1,)], None)
+    model.write().overwrite().save(os.path.join(folder, "model"))
+
+
+def step_load_and_transform(folder: str, layers: int) -> None:
+    """Loads the saved model and predicts 256 rows in two Python workers."""
+    import harness as shared
+
+    from ringspark.estimators import TorchRegressionModel
+
+    session = _session()
+    model = TorchRegressionModel.load(os.path.join(folder, "model"))
+    frame = shared.random_frame(session, 256)  # type: ignore[arg-type]
+    rows = model.transform(frame.select("features")).select("prediction").collect()
+    assert len(rows) == 256
+    assert all(row.prediction is not None for row in rows)
+
+
+STEPS = {"checkpoint": step_checkpoint, "save": step_save, "load + transform": step_load_and_transform}
+
+
+class Watcher(threading.Thread):
+    """The highest memory of a process and of its largest Python worker."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="watcher", daemon=True)
+        self._root = psutil.Process(pid)
+        self._stop_asked = threading.Event()
+        self.peaks = {"driver": [0, 0], "worker": [0, 0], "jvm": [0, 0]}
+
+    def run(self) -> None:
+        while not self._stop_asked.wait(0.05):
+            try:
+                processes = [self._root, *self._root.children(recursive=True)]
+            except psutil.Error:
+                return
+            for process in processes:
+                try:
+                    kind = "jvm" if "java" in process.name() else "worker"
+                    if process.pid == self._root.pid:
+                        kind = "driver"
+                    memory = process.memory_info()
+                except psutil.Error:
+                    continue
+                found = (memory.rss - memory.shared, memory.rss)
+                self.peaks[kind] = [max(a, b) for a, b in zip(self.peaks[kind], found, strict=True)]
+
+    def finish(self) -> None:
+        self._stop_asked.set()
+        self.join()
+
+
+def main() -> None:
+    """Runs the steps one after the other."""
+    options = harness.parse(__doc__, rows=LAYERS)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = []
+        for name in STEPS:
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--step", name, folder, str(options.rows)],
+                stderr=subprocess.DEVNULL,
+            )
+            watcher = Watcher(process.pid)
+            watcher.start()
+            code = process.wait()
+            watcher.finish()
+            if code:
+                raise SystemExit(f"{name} failed with {code}")
+            peaks = [f"{n / GIB:.2f}" for kind in ("driver", "worker", "jvm") for n in watcher.peaks[kind]]
+            lines.append([name, f"{time.perf_counter() - started:.1f}", *peaks])
+        size = os.path.getsize(Path(folder) / "model" / "weights" / "model.safetensors") / GIB
+        info = json.loads((Path(folder) / "model" / "weights" / "checkpoint.json").read_text())
+        harness.print_table(
+            f"big_model: {size:.2f} GiB in {info['num_tensors']} tensors, spark.driver.memory=1g; "
+            "peaks in GiB, own = not shared with other processes",
+            [
+                *("step", "seconds", "driver own", "driver RSS", "worker own"),
+                *("worker RSS", "JVM own", "JVM RSS"),
+            ],
+            lines,
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--step"]:
+        STEPS[sys.argv[2]](sys.argv[3], int(sys.argv[4]))
+    else:
+        main()

@@ -1,0 +1,160 @@
+"""Every stage of the package, one entry each, and what the conformance suite needs of it.
+
+A new stage is tested by `test_conformance.py` the moment it is listed in `STAGES`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyspark
+import pytest
+from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+
+from ringspark.estimators import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    TorchRegressionModel,
+    TorchRegressor,
+)
+from ringspark.models import ModelSpec
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+IS_CONNECT = MASTER == "connect" or MASTER.startswith("sc://")
+SPARK = tuple(int(part) for part in pyspark.__version__.split(".")[:2])
+# Spark's own stages, evaluators included, are proxies of Java objects; until 4.0 Connect had none.
+SPARK_STAGES_RUN = not IS_CONNECT or SPARK >= (4, 0)
+ROWS = 96
+
+
+class Accuracy(Evaluator):
+    """The share of rows whose prediction is nearer than 1/2, for where Spark's evaluators cannot run."""
+
+    def _evaluate(self, dataset: Any) -> float:
+        hits = F.avg((F.abs(F.col("prediction") - F.col("label")) < 0.5).cast("double"))
+        return float(dataset.select(hits).first()[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCase:
+    """An estimator, the model that it makes, and settings that fit it to the table of this suite."""
+
+    estimator: type[Any]
+    model: type[Any]
+    network: ModelSpec
+    evaluator: type[Any]
+    evaluator_params: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, storage_uri: str, **params: Any) -> Any:
+        """Returns an unfitted estimator whose fits are short and quiet."""
+        common: dict[str, Any] = {
+            "model": self.network,
+            "epochs": 2,
+            "batchSize": 32,
+            "learningRate": 0.05,
+            "storageUri": storage_uri,
+            "showProgress": False,
+        }
+        return self.estimator(**common | params)
+
+    def make_evaluator(self) -> Evaluator:
+        """Returns Spark's evaluator of this task where it can run."""
+        evaluator: Evaluator = self.evaluator(**self.evaluator_params) if SPARK_STAGES_RUN else Accuracy()
+        return evaluator
+
+
+CLASSES = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
+LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+STAGES = [
+    StageCase(
+        estimator=TorchClassifier,
+        model=TorchClassificationModel,
+        network=CLASSES,
+        evaluator=MulticlassClassificationEvaluator,
+        evaluator_params={"metricName": "accuracy"},
+    ),
+    StageCase(
+        estimator=TorchRegressor, model=TorchRegressionModel, network=LINE, evaluator=RegressionEvaluator
+    ),
+    StageCase(estimator=TorchEstimator, model=TorchModel, network=LINE, evaluator=RegressionEvaluator),
+]
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda case: case.estimator.__name__)
+def case(request: pytest.FixtureRequest) -> StageCase:
+    """Each stage in turn."""
+    found: StageCase = request.param
+    return found
+
+
+@pytest.fixture
+def listed() -> list[StageCase]:
+    """All of `STAGES`."""
+    return STAGES
+
+
+@pytest.fixture
+def spark_stages() -> None:
+    """Skips a test that is about Spark's own stages where Spark cannot run them."""
+    if not SPARK_STAGES_RUN:
+        pytest.skip(f"pyspark {pyspark.__version__} has no pyspark.ml.feature on Spark Connect")
+
+
+@pytest.fixture
+def spark_saves() -> None:
+    """Skips a test that saves a stage of Spark's around ours where Spark cannot save one."""
+    if not SPARK_STAGES_RUN:
+        pytest.skip(f"pyspark {pyspark.__version__} has no pyspark.ml.Pipeline.save on Spark Connect")
+
+
+@pytest.fixture(scope="module")
+def stage_storage(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that driver and executors share."""
+    return str(tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    """Two features and a label that they decide, among columns of all sorts that no stage may touch."""
+    plain = spark.range(0, ROWS, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
+    return plain.select(
+        "id",
+        F.expr("concat('row ', id) as note"),
+        F.expr("if(id % 3 = 0, null, id) as gap"),
+        F.expr("cast(id as decimal(12, 3)) as price"),
+        F.expr("timestamp_seconds(id) as seen"),
+        F.expr("array(id, null, -id) as list"),
+        F.expr("named_struct('x', id, 'y', named_struct('z', 'text')) as pair"),
+        F.expr("map('key', id) as lookup"),
+        F.expr("encode(concat('bytes ', id), 'utf-8') as bytes"),
+        F.expr("id as `name.with dot`"),
+        "a",
+        "b",
+        array_to_vector(F.array("a", "b")).alias("features"),
+        F.expr("cast(a + b > 0 as double) as label"),
+    )
+
+
+@pytest.fixture(scope="module")
+def estimator(case: StageCase, stage_storage: str) -> Any:
+    """One estimator of each stage, which no test changes."""
+    return case.make(stage_storage)
+
+
+@pytest.fixture(scope="module")
+def fitted(estimator: Any, frame: Any) -> Any:
+    """Its model, for the tests that only look at it."""
+    return estimator.fit(frame)
+
+
+@pytest.fixture(scope="module")
+def scored(fitted: Any, frame: Any) -> list[Any]:
+    """What `fitted` says of every row, by id."""
+    rows: list[Any] = fitted.transform(frame).orderBy("id").collect()
+    return rows

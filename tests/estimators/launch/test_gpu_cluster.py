@@ -1,0 +1,128 @@
+"""Spark's real GPU resources without a GPU: a discovery script states two addresses.
+
+Spark hands addresses out without looking at the cards, so everything up to PyTorch's own view runs
+as on a GPU node: the profile of the stage, the slots, what each task is given, the table of devices.
+Each kind of session needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyspark
+import pytest
+
+# A cluster for ETL: four tasks at a time share two GPUs.
+CONF = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.worker.resource.gpu.amount": "2",
+    "spark.executor.resource.gpu.amount": "2",
+    "spark.task.resource.gpu.amount": "0.25",
+}
+MASTER = "local-cluster[1,4,1024]"
+
+DRIVER = """
+import json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import pyarrow as pa
+from pyspark.sql import SparkSession
+from ringspark.estimators import WorkerError
+from ringspark.estimators.launch.devices import Claim, assign_devices
+from ringspark.estimators.launch.gang import run_gang
+from ringspark.estimators.launch.resources import profile_of, stage_plan
+from ringspark.estimators.launch.slots import check_slots, count_slots
+
+kind, master, conf = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+builder = SparkSession.builder
+builder = builder.remote(master) if kind == "connect" else builder.master(master)
+for key, value in conf.items():
+    builder = builder.config(key, value)
+spark = builder.getOrCreate()
+
+def given(batches):
+    from pyspark import BarrierTaskContext
+    for _ in batches:
+        pass
+    context = BarrierTaskContext.get()
+    told = json.dumps([context.cpus(), context.resources()["gpu"].addresses])
+    yield pa.RecordBatch.from_arrays([pa.array(context.allGather(told))], names=["told"])
+
+def stage(num_workers, **profile):
+    frame = spark.range(0, num_workers, 1, num_workers)
+    rows = frame.mapInArrow(given, "told string", barrier=True, **profile).collect()
+    return [json.loads(row.told) for row in rows[:num_workers]]
+
+def devices(told):
+    cards = ("card-0", "card-1")
+    claims = [Claim(host="h", addresses=tuple(addresses), visible=cards) for _, addresses in told]
+    try:
+        return assign_devices(claims)
+    except ValueError as error:
+        return str(error)
+
+# The session is younger than its executors.
+check_slots(spark, 4)
+report = {"slots": [count_slots(spark), count_slots(spark, use_gpu=True)]}
+plan = stage_plan(spark, True)
+report["request"] = [plan.request.cpus, plan.request.gpus]
+report["etl"] = devices(stage(4))
+# From a thread, as CrossValidator fits.
+with ThreadPoolExecutor(1) as threads:
+    told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.request))).result()
+report["gang"] = [told, devices(told)]
+check_slots(spark, 2, use_gpu=True)
+for call in (
+    lambda: check_slots(spark, 3, use_gpu=True),
+    lambda: run_gang(spark, 2, "torch", lambda collective, device, status: device, use_gpu=True),
+):
+    try:
+        call()
+        report.setdefault("errors", []).append("none")
+    except (ValueError, WorkerError) as error:
+        report.setdefault("errors", []).append(str(error).splitlines()[0])
+print("REPORT" + json.dumps(report), flush=True)
+spark.stop()
+"""
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["classic", "connect"])
+def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(kind: str, tmp_path: Path) -> None:
+    if int(pyspark.__version__.split(".")[0]) < 4:
+        pytest.skip("the stages of a DataFrame take a resource profile from Spark 4.0 on")
+    script = tmp_path / "gpus.sh"
+    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
+    script.chmod(0o755)
+    conf = CONF | {"spark.worker.resource.gpu.discoveryScript": str(script)}
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    done = subprocess.run(
+        [sys.executable, str(driver), kind, MASTER, json.dumps(conf)],
+        cwd=tmp_path,
+        env=os.environ | {"PYSPARK_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    report = json.loads(lines[0].removeprefix("REPORT"))
+    assert report["slots"] == [4, 2]
+    assert report["request"] == [2, 1.0]
+    # Four ETL tasks at a time: Spark gives each address more than once, which no gang may run on.
+    assert "useGpu=True needs a GPU of its own for each worker, but Spark gave GPU " in report["etl"]
+    told, devices = report["gang"]
+    assert [cpus for cpus, _ in told] == [2, 2]
+    assert sorted(addresses[0] for _, addresses in told) == ["0", "1"]
+    assert sorted(devices) == ["cuda:0", "cuda:1"]
+    too_many, unseen = report["errors"]
+    assert "must not exceed the 2 task slots" in too_many
+    assert "each with 2 cores and a GPU" in too_many
+    assert "failed in phase 'choosing the devices': ValueError: useGpu=True needs PyTorch to see" in unseen

@@ -1,0 +1,172 @@
+"""Recorded confs of clusters: what the gang's stage asks for, and how many workers fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ringspark.estimators.launch.resources import TaskRequest, plan_stage, slots_of_conf
+from ringspark.estimators.launch.slots import check_fixed_size, may_grow
+
+EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
+
+
+def _conf(
+    master: str, cores: int = 0, gpus: int = 0, task_gpus: str = "", **settings: str | int
+) -> dict[str, str]:
+    """A conf; `task_cpus=2` stands for `spark.task.cpus`."""
+    conf = {"spark.master": master}
+    if cores:
+        conf["spark.executor.cores"] = str(cores)
+    if gpus:
+        conf[EXECUTOR_GPUS] = str(gpus)
+    if task_gpus:
+        conf[TASK_GPUS] = task_gpus
+    return conf | {f"spark.{key.replace('_', '.')}": str(value) for key, value in settings.items()}
+
+
+STANDALONE = "spark://host:7077"
+K8S = "k8s://https://host:6443"
+
+# conf, Spark, the tasks' size, slots with all cores known to be 32
+PLANS: dict[str, tuple[dict[str, str], str, TaskRequest | None, int | None]] = {
+    "one GPU, a quarter for a task": (
+        _conf(STANDALONE, 8, 1, "0.25"),
+        "4.0.0",
+        TaskRequest(cpus=8),
+        4,
+    ),
+    "four GPUs, a fraction for a task": (_conf(STANDALONE, 16, 4, "0.25"), "4.0.1", TaskRequest(cpus=4), 8),
+    "GPUs that no task asks for": (_conf("yarn", 8, 2), "4.1.0", TaskRequest(cpus=4), 8),
+    "kubernetes": (_conf(K8S, 8, 2, "0.1"), "4.3.0", TaskRequest(cpus=4), 8),
+    "cores that do not divide evenly": (_conf(STANDALONE, 16, 3, "0.2"), "4.0.0", TaskRequest(cpus=5), 6),
+    "more GPUs than cores": (_conf(STANDALONE, 2, 4, "0.5"), "4.0.0", TaskRequest(cpus=1), 32),
+    "two GPUs for a task, of which a worker uses one": (
+        _conf(STANDALONE, 8, 4, "2"),
+        "4.0.0",
+        TaskRequest(cpus=2),
+        16,
+    ),
+    "tasks of several cores": (
+        _conf(STANDALONE, 8, 8, "0.5", task_cpus=2),
+        "4.0.0",
+        TaskRequest(cpus=2),
+        16,
+    ),
+    "cores left to the nodes": (_conf(STANDALONE, 0, 2, "0.25"), "4.0.0", TaskRequest(cpus=1), 32),
+    "local-cluster": (_conf("local-cluster[2,4,1024]", 0, 2, "0.25"), "4.0.5", TaskRequest(cpus=2), 4),
+    "each task has its GPU": (_conf(STANDALONE, 8, 2, "1"), "4.0.0", None, 8),
+    "each task has its GPU, written as a fraction": (_conf(STANDALONE, 8, 2, "1.0"), "4.0.0", None, 8),
+    "no GPUs in Spark's hands": (_conf(STANDALONE, 8), "4.0.0", None, 32),
+    "local mode": (_conf("local[8]", 0, 2, "0.25"), "4.0.0", None, 8),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_worker_gets_its_share_of_cores_and_one_gpu(name: str) -> None:
+    conf, version, request, slots = PLANS[name]
+    plan = plan_stage(conf, version, use_gpu=True)
+    assert plan.request == request
+    assert not plan.is_problem
+    assert slots_of_conf(conf, plan.request, 32) == slots
+    assert plan.gives_gpus == (request is not None or conf.get(TASK_GPUS) in ("1", "1.0"))
+    if request is not None:
+        cores = int(conf.get("spark.executor.cores", "4"))
+        gpus = int(conf[EXECUTOR_GPUS])
+        # As many workers as GPUs fit an executor, unless it has not the cores.
+        assert min(cores // request.cpus, gpus) == min(cores // int(conf.get("spark.task.cpus", "1")), gpus)
+        assert plan_stage(conf, version, use_gpu=False).request is None
+
+
+PROBLEMS = {
+    "spark 3.5": (
+        _conf(STANDALONE, 8, 2, "0.25"),
+        "3.5.9",
+        "Spark 3.5.9 cannot .* is 0.25; set .*amount=1, or",
+    ),
+    "spark 3.5 on yarn": (
+        _conf("yarn", 8, 2),
+        "3.5.0",
+        "Spark 3.5.0 cannot .* is not set; set .*amount=1, or",
+    ),
+    "another manager": (
+        _conf("mesos://host", 8, 2, "0.25"),
+        "4.0.0",
+        "no stage-level scheduling on mesos://host",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name: str) -> None:
+    conf, version, reason = PROBLEMS[name]
+    plan = plan_stage(conf, version, use_gpu=True)
+    assert plan.request is None
+    assert plan.is_problem
+    assert re.search(reason, plan.reason)
+    assert f"set {TASK_GPUS}=1" in plan.reason
+
+
+# conf, all cores if somebody counted them, slots for CPU workers
+SLOTS: list[tuple[dict[str, str], int | None, int | None]] = [
+    (_conf("local"), None, 1),
+    (_conf("local[3]"), None, 3),
+    (_conf("local[ 2 , 4 ]"), None, 2),
+    (_conf("local[4]", task_cpus=2), None, 2),
+    (_conf("local[*]"), None, None),
+    (_conf("local[*]"), 16, 16),
+    (_conf("local-cluster[2,3,1024]"), None, 6),
+    (_conf("local-cluster[2,3,1024]", task_cpus=2), None, 2),
+    (_conf(STANDALONE), None, None),
+    (_conf(STANDALONE), 12, 12),
+    # Three cores of each executor are too few for a second worker.
+    (_conf(STANDALONE, 5, task_cpus=2), 20, 8),
+    (_conf(STANDALONE, 4, cores_max=10), None, 8),
+    (_conf("yarn", executor_instances=6), None, 6),
+    (_conf(K8S, 4, executor_instances=6), None, 24),
+    (_conf(STANDALONE, 8, 2, "0.25"), 16, 16),
+    (_conf(STANDALONE, 8, 2, "0.5"), 16, 8),
+    # Five tasks share a GPU, not 2 / 0.2 by floating point.
+    (_conf(STANDALONE, 16, 1, "0.2"), 16, 5),
+    (_conf(STANDALONE, 16, 3, "0.4"), 16, 6),
+]
+
+
+@pytest.mark.parametrize(("conf", "total_cores", "slots"), SLOTS)
+def test_slots_follow_from_cores_gpus_and_the_size_of_a_task(
+    conf: dict[str, str], total_cores: int | None, slots: int | None
+) -> None:
+    assert slots_of_conf(conf, None, total_cores) == slots
+
+
+@pytest.mark.parametrize("master", [STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]"])
+def test_dynamic_allocation_is_refused_before_spark_refuses_it(master: str) -> None:
+    conf = _conf(master, dynamicAllocation_enabled="true", dynamicAllocation_maxExecutors=8)
+    with pytest.raises(
+        ValueError, match=r"spark\.dynamicAllocation\.enabled=true; start the session with it set"
+    ):
+        check_fixed_size(conf)
+    check_fixed_size(conf | {"spark.dynamicAllocation.enabled": "false"})
+
+
+def test_a_local_master_ignores_dynamic_allocation_and_so_do_we() -> None:
+    check_fixed_size(_conf("local[4]", dynamicAllocation_enabled="true"))
+    check_fixed_size(_conf(STANDALONE))
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected", "waits"),
+    [
+        (0, None, True),
+        (2, None, False),
+        (2, 4, True),
+        (2, 3, False),
+        (4, 4, False),
+        (None, None, False),
+    ],
+)
+def test_a_gang_of_four_waits_only_for_executors_that_are_promised(
+    slots: int | None, expected: int | None, waits: bool
+) -> None:
+    assert may_grow(slots, 4, expected) == waits

@@ -1,0 +1,383 @@
+"""What a Spark ML user takes for granted of a stage: one suite, run over every stage of `STAGES`.
+
+It runs on local, local-cluster and Connect, and on the oldest, the usual and the newest Spark. A test
+is skipped only where Spark itself cannot run what the test is about. Fits are few: what only looks at
+a model shares `fitted`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.ml import Estimator, Model, Pipeline, PipelineModel
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.tuning import (
+    CrossValidator,
+    CrossValidatorModel,
+    ParamGridBuilder,
+    TrainValidationSplit,
+    TrainValidationSplitModel,
+)
+from pyspark.sql import functions as F
+
+import ringspark.estimators
+
+pytestmark = [pytest.mark.spark, pytest.mark.modes]
+
+# Which network a model runs was settled by its fit.
+FIXED_IN_MODELS = {"model"}
+
+
+def values(stage: Any) -> dict[str, Any]:
+    """What every Param of a stage stands at, by name; the ones without a value are left out."""
+    return {param.name: value for param, value in stage.extractParamMap().items()}
+
+
+def set_by_user(stage: Any) -> set[str]:
+    """The names of the Params that are more than defaults."""
+    return {param.name for param in stage.params if stage.isSet(param)}
+
+
+def accessor(verb: str, name: str) -> str:
+    return f"{verb}{name[0].upper()}{name[1:]}"
+
+
+def predictions(model: Any, frame: Any) -> list[float]:
+    """The predictions in the order of `id`."""
+    return [
+        row.prediction for row in model.transform(frame).select("id", "prediction").orderBy("id").collect()
+    ]
+
+
+def raise_format_version(folder: Path) -> None:
+    """Makes a saved stage look as if a later ringspark had written it."""
+    described = [file for file in folder.glob("*.json") if "format_version" in file.read_text()]
+    (file,) = described
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 999}))
+
+
+def test_every_public_stage_is_listed(listed: Any) -> None:
+    public = [getattr(ringspark.estimators, name) for name in ringspark.estimators.__all__]
+    stages = {kind for kind in public if isinstance(kind, type) and issubclass(kind, Estimator | Model)}
+    assert stages == {kind for case in listed for kind in (case.estimator, case.model)}
+
+
+# ------------------------------------------------------------------------------ Params
+
+
+def test_every_param_is_documented_and_has_getter_and_setter(case: Any) -> None:
+    for stage, fixed in ((case.estimator(), set()), (case.model(), FIXED_IN_MODELS)):
+        explained = stage.explainParams()
+        assert stage.params
+        for param in stage.params:
+            assert param.doc.strip()
+            assert f"{param.name}: {param.doc}" in explained
+            assert callable(getattr(stage, accessor("get", param.name), None)), param.name
+            setter = getattr(stage, accessor("set", param.name), None)
+            assert callable(setter) or param.name in fixed, param.name
+
+
+def test_a_getter_gives_what_its_setter_took(case: Any) -> None:
+    for stage in (case.estimator(), case.model()):
+        for name, value in values(stage).items():
+            if hasattr(stage, accessor("set", name)):
+                assert getattr(stage, accessor("set", name))(value) is stage
+                assert getattr(stage, accessor("get", name))() == value, name
+
+
+def test_a_value_of_a_wrong_type_is_refused_by_name(case: Any) -> None:
+    for stage in (case.estimator(), case.model()):
+        for param in stage.params:
+            before = values(stage)
+            # Spark's own `_set` names the Param before the converter's sentence.
+            with pytest.raises((TypeError, ValueError), match=param.name):
+                stage._set(**{param.name: object()})
+            assert values(stage) == before
+
+
+def test_defaults_are_there_and_stay_when_others_are_set(case: Any) -> None:
+    for kind in (case.estimator, case.model):
+        defaults = values(kind())
+        assert {"featuresCol", "predictionCol"} <= set(defaults)
+        assert not set_by_user(kind())
+        changed = kind(predictionCol="guess")
+        assert values(changed) == defaults | {"predictionCol": "guess"}
+        assert set_by_user(changed) == {"predictionCol"}
+        assert values(kind()) == defaults, "instances must share no values"
+
+
+def test_an_unknown_keyword_names_the_nearest_param(case: Any) -> None:
+    for kind in (case.estimator, case.model):
+        with pytest.raises(
+            TypeError, match=f"{kind.__name__} .*'predictionCo'.*did you mean 'predictionCol'"
+        ):
+            kind(predictionCo="guess")
+    with pytest.raises(TypeError, match="did you mean 'learningRate'"):
+        case.estimator().setParams(learningRat=0.1)
+
+
+def test_an_estimators_copy_leaves_the_original(case: Any, stage_storage: str) -> None:
+    estimator = case.make(stage_storage)
+    before = values(estimator)
+    copied = estimator.copy({estimator.epochs: 9, estimator.predictionCol: "guess"})
+    assert type(copied) is type(estimator)
+    assert copied.uid == estimator.uid
+    assert values(copied) == before | {"epochs": 9, "predictionCol": "guess"}
+    copied.setEpochs(11)
+    assert values(estimator) == before
+
+
+# ------------------------------------------------------------------------------ fit
+
+
+def test_a_model_belongs_to_its_estimator(case: Any, estimator: Any, fitted: Any) -> None:
+    assert type(fitted) is case.model
+    assert fitted.uid == estimator.uid
+    assert all(param.parent == fitted.uid for param in fitted.params)
+    for name, value in values(fitted).items():
+        assert estimator.getOrDefault(name) == value
+    for name in set_by_user(fitted):
+        assert estimator.isSet(name), f"{name}: a default must stay a default"
+
+
+def test_fit_takes_a_param_map_for_one_fit(frame: Any, estimator: Any) -> None:
+    before = values(estimator)
+    model = estimator.fit(frame, {estimator.epochs: 1, estimator.predictionCol: "guess"})
+    assert len(model.summary.epochs) == 1
+    assert "guess" in model.transform(frame).columns
+    assert values(estimator) == before
+
+
+def test_fit_takes_a_list_of_param_maps(frame: Any, estimator: Any) -> None:
+    models = estimator.fit(frame, [{estimator.epochs: 2}, {estimator.epochs: 1}])
+    assert [len(model.summary.epochs) for model in models] == [2, 1]
+    assert models[0].summary.run_uri != models[1].summary.run_uri
+
+
+def test_fit_multiple_gives_pairs_of_index_and_model(case: Any, frame: Any, estimator: Any) -> None:
+    pairs = estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 2}])
+    # One at a time, and each only when it is asked for.
+    index, model = next(pairs)
+    assert index == 0
+    assert type(model) is case.model
+    assert len(model.summary.epochs) == 1
+    del pairs
+    # Every map is checked before the first is fitted.
+    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
+        estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 0}])
+
+
+def test_fit_on_no_rows_is_one_sentence(case: Any, frame: Any, stage_storage: str) -> None:
+    with pytest.raises(ValueError, match=r"row") as failure:
+        case.make(stage_storage).fit(frame.where("id < 0"))
+    assert len(str(failure.value).splitlines()) == 1
+
+
+def test_the_summary_tells_what_the_fit_did(fitted: Any) -> None:
+    summary = fitted.summary
+    assert fitted.hasSummary
+    assert [epoch.epoch for epoch in summary.epochs] == [1, 2]
+    assert summary.rows == 2 * 96
+    assert summary.steps == 2 * 3
+    assert summary.seconds > 0
+    assert Path(summary.run_uri.removeprefix("file://")).is_dir()
+    assert list(summary.history["epoch"]) == [1, 2]
+
+
+# ------------------------------------------------------------------------------ transform
+
+
+def test_other_columns_pass_through_untouched(fitted: Any, frame: Any, scored: Any) -> None:
+    result = fitted.transform(frame)
+    assert result.columns[: len(frame.columns)] == frame.columns
+    assert [field.dataType for field in result.schema][: len(frame.columns)] == [
+        field.dataType for field in frame.schema
+    ]
+    assert [row[: len(frame.columns)] for row in scored] == [
+        tuple(row) for row in frame.orderBy("id").collect()
+    ]
+
+
+def test_transform_schema_is_what_transform_gives(case: Any, fitted: Any, frame: Any) -> None:
+    for model in (fitted, fitted.copy({fitted.predictionCol: "guess"})):
+        assert model.transformSchema(frame.schema) == model.transform(frame).schema
+
+
+def test_transform_evaluates_nothing(fitted: Any, frame: Any) -> None:
+    broken = frame.withColumn(
+        "features", F.when(F.expr("raise_error('evaluated') is null"), F.col("features"))
+    )
+    result = fitted.transform(broken)
+    assert "prediction" in result.columns
+    with pytest.raises(Exception, match="evaluated"):
+        result.collect()
+
+
+def test_no_rows_give_no_rows(fitted: Any, frame: Any) -> None:
+    result = fitted.transform(frame.where("id < 0"))
+    assert result.collect() == []
+    assert result.schema == fitted.transform(frame).schema
+
+
+def test_a_models_copy_leaves_the_original(fitted: Any, frame: Any, scored: Any) -> None:
+    copied = fitted.copy({fitted.predictionCol: "guess"})
+    assert type(copied) is type(fitted)
+    assert copied.uid == fitted.uid
+    assert copied.summary == fitted.summary
+    assert fitted.getPredictionCol() == "prediction"
+    renamed = copied.transform(frame)
+    assert "prediction" not in renamed.columns
+    assert [row.guess for row in renamed.orderBy("id").collect()] == [row.prediction for row in scored]
+
+
+# ------------------------------------------------------------------------------ persistence
+
+
+def test_an_estimator_survives_save_and_load(
+    case: Any, stage_storage: str, tmp_path: Path, spark: Any
+) -> None:
+    estimator = case.make(stage_storage, epochs=3)
+    path = str(tmp_path / "estimator")
+    estimator.save(path)
+    loaded = case.estimator.load(path)
+    assert type(loaded) is type(estimator)
+    assert loaded.uid == estimator.uid
+    assert values(loaded) == values(estimator)
+    assert set_by_user(loaded) == set_by_user(estimator), "a default must stay a default"
+
+
+def test_a_model_survives_save_and_load(fitted: Any, frame: Any, scored: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    fitted.save(path)
+    assert not list(tmp_path.rglob("*.pkl")), "a model of a ModelSpec needs no pickle"
+    loaded = type(fitted).load(path)
+    assert loaded.uid == fitted.uid
+    assert values(loaded) == values(fitted)
+    assert set_by_user(loaded) == set_by_user(fitted)
+    assert loaded.summary == fitted.summary
+    assert loaded.transform(frame).orderBy("id").collect() == scored
+
+
+def test_save_refuses_a_folder_that_is_taken(
+    case: Any, fitted: Any, stage_storage: str, tmp_path: Path, spark: Any
+) -> None:
+    for name, stage in (("estimator", case.make(stage_storage)), ("model", fitted)):
+        folder = tmp_path / name
+        stage.save(str(folder))
+        before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        with pytest.raises(ValueError, match=r"exists already; use .*overwrite\(\)"):
+            stage.save(str(folder))
+        assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_overwrite_replaces_a_saved_stage(
+    case: Any, fitted: Any, stage_storage: str, tmp_path: Path, spark: Any
+) -> None:
+    path = str(tmp_path / "stage")
+    case.make(stage_storage, epochs=3).save(path)
+    case.make(stage_storage, epochs=4).write().overwrite().save(path)
+    assert case.estimator.load(path).getEpochs() == 4
+    fitted.write().overwrite().save(path)
+    assert case.model.load(path).uid == fitted.uid
+
+
+def test_a_newer_format_is_refused(
+    case: Any, fitted: Any, stage_storage: str, tmp_path: Path, spark: Any
+) -> None:
+    for name, stage in (("estimator", case.make(stage_storage)), ("model", fitted)):
+        stage.save(str(tmp_path / name))
+        raise_format_version(tmp_path / name)
+        with pytest.raises(ValueError, match=r"999.*upgrade ringspark") as failure:
+            type(stage).load(str(tmp_path / name))
+        assert len(str(failure.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------ beside Spark's own stages
+
+
+def test_a_pipeline_of_the_stage_survives_save_and_load(
+    fitted: Any, estimator: Any, frame: Any, scored: Any, tmp_path: Path, spark_saves: None
+) -> None:
+    Pipeline(stages=[estimator]).save(str(tmp_path / "pipeline"))
+    (loaded,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
+    assert values(loaded) == values(estimator)
+    PipelineModel(stages=[fitted]).save(str(tmp_path / "model"))
+    model = PipelineModel.load(str(tmp_path / "model"))
+    assert model.transform(frame).orderBy("id").collect() == scored
+
+
+def test_a_pipeline_joins_the_stage_to_sparks(
+    estimator: Any, frame: Any, tmp_path: Path, spark_stages: None
+) -> None:
+    raw = frame.drop("features")
+    stages = [VectorAssembler(inputCols=["a", "b"], outputCol="features"), estimator]
+    fitted = Pipeline(stages=stages).fit(raw)
+    assert fitted.stages[1].uid == estimator.uid
+    fitted.save(str(tmp_path / "model"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    assert predictions(loaded, raw) == predictions(fitted, raw)
+
+
+@pytest.fixture(scope="module")
+def evaluator(case: Any) -> Any:
+    return case.make_evaluator()
+
+
+@pytest.fixture(scope="module")
+def cross_validated(estimator: Any, evaluator: Any, frame: Any) -> Any:
+    """The best of two maps, which are fitted side by side on each of two folds."""
+    return CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [1, 2]).build(),
+        evaluator=evaluator,
+        numFolds=2,
+        seed=1,
+        parallelism=2,
+    ).fit(frame)
+
+
+@pytest.fixture(scope="module")
+def split(estimator: Any, evaluator: Any, frame: Any) -> Any:
+    """The one map of a validation on a quarter of the rows."""
+    return TrainValidationSplit(
+        estimator=estimator,
+        estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [1]).build(),
+        evaluator=evaluator,
+        seed=1,
+    ).fit(frame)
+
+
+def test_cross_validator_takes_the_best_of_the_maps(case: Any, cross_validated: Any, evaluator: Any) -> None:
+    metrics = cross_validated.avgMetrics
+    assert len(metrics) == 2
+    chosen = metrics.index(max(metrics) if evaluator.isLargerBetter() else min(metrics))
+    assert type(cross_validated.bestModel) is case.model
+    assert len(cross_validated.bestModel.summary.epochs) == chosen + 1
+
+
+def test_train_validation_split_fits_the_stage(case: Any, split: Any, evaluator: Any, frame: Any) -> None:
+    assert len(split.validationMetrics) == 1
+    assert type(split.bestModel) is case.model
+    assert evaluator.evaluate(split.transform(frame)) == evaluator.evaluate(split.bestModel.transform(frame))
+
+
+def test_a_best_model_survives_save_and_load(
+    case: Any, cross_validated: Any, frame: Any, tmp_path: Path, spark: Any
+) -> None:
+    cross_validated.bestModel.save(str(tmp_path / "best"))
+    loaded = case.model.load(str(tmp_path / "best"))
+    assert predictions(loaded, frame) == predictions(cross_validated, frame)
+
+
+def test_validators_survive_save_and_load(
+    cross_validated: Any, split: Any, frame: Any, tmp_path: Path, spark_saves: None
+) -> None:
+    for name, kind, fitted in (
+        ("folds", CrossValidatorModel, cross_validated),
+        ("split", TrainValidationSplitModel, split),
+    ):
+        fitted.save(str(tmp_path / name))
+        assert predictions(kind.load(str(tmp_path / name)), frame) == predictions(fitted, frame)

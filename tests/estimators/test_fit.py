@@ -1,0 +1,475 @@
+"""`fit`: one write for many parameter maps, held-out rows, metrics, callbacks, any module, warnings."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import (
+    Callback,
+    TorchClassifier,
+    TorchEstimator,
+    TorchRegressor,
+    TrainingState,
+    WorkerError,
+    fit_data,
+)
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+pytestmark = pytest.mark.spark
+
+MLP = ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 2})
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """240 rows: two numbers, a class, a target, a few nulls."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(240, 2))
+    rows = [(i, float(a), float(b), float(a + b > 0), float(a - b)) for i, (a, b) in enumerate(x)]
+    frame = spark.createDataFrame(rows, "id long, a double, b double, label double, target double")
+    return frame.select(
+        "*",
+        array_to_vector(F.array("a", "b")).alias("features"),
+        F.when(F.col("id") % 10 != 3, F.col("a")).alias("holey"),
+        F.when(F.col("id") % 10 == 4, F.lit(float("nan"))).otherwise(F.col("b")).alias("broken"),
+    ).repartition(3)
+
+
+@pytest.fixture
+def common(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": MLP,
+        "epochs": 2,
+        "batchSize": 32,
+        "learningRate": 0.05,
+        "storageUri": str(tmp_path / "storage"),
+        "showProgress": False,
+    }
+
+
+@pytest.fixture
+def writes(monkeypatch: Any) -> list[str]:
+    """The folders that shards are written to, in order."""
+    seen: list[str] = []
+
+    def write(df: Any, uri: str, **options: Any) -> Any:
+        seen.append(uri)
+        return write_shards(df, uri, **options)
+
+    monkeypatch.setattr(fit_data, "write_shards", write)
+    return seen
+
+
+def test_many_parameter_maps_read_one_write(table: Any, common: dict[str, Any], writes: list[str]) -> None:
+    estimator = TorchClassifier(**common)
+    maps = [{estimator.learningRate: rate} for rate in (1e-6, 0.01, 0.05)]
+    # Another label is other data.
+    maps.append({estimator.labelCol: "target", estimator.loss: "MSELoss", estimator.epochs: 1})
+    with pytest.raises(ValueError, match="'target' must hold whole class numbers"):
+        estimator.fit(table, maps)
+    assert len(writes) == 2
+    models = estimator.fit(table, maps[:3])
+    assert len(writes) == 3
+    losses = [model.summary.epochs[-1].train_loss for model in models]
+    assert losses[0] > losses[1] > losses[2]
+    assert len({model.summary.run_uri for model in models}) == 3
+    left = sorted(path.name.split("-")[0] for path in Path(common["storageUri"]).iterdir())
+    assert left == ["run"] * 6, "models stay, data goes; of four maps three were fitted before"
+
+
+def test_an_abandoned_search_leaves_no_data(table: Any, common: dict[str, Any], writes: list[str]) -> None:
+    estimator = TorchClassifier(**common)
+    models = estimator.fitMultiple(table, [{estimator.epochs: 1}, {estimator.epochs: 2}])
+    index, model = next(models)
+    assert (index, model.summary.steps) == (0, 8)
+    assert Path(writes[0]).exists(), "the second map has not been fitted yet"
+    del models
+    assert not Path(writes[0]).exists()
+
+
+@pytest.mark.slow
+def test_cross_validation_writes_each_fold_once(
+    table: Any, common: dict[str, Any], writes: list[str]
+) -> None:
+    """Two fits at a time of three workers each on four slots: the second gang waits for the first."""
+    estimator = TorchClassifier(**common, numWorkers=3)
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.01, 0.05]).build()
+    fitted = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=grid,
+        evaluator=BinaryClassificationEvaluator(),
+        numFolds=2,
+        seed=1,
+        parallelism=2,
+    ).fit(table)
+    assert len(writes) == 2 + 1, "two folds, and the fit of the best on all rows"
+    assert fitted.avgMetrics[2] > fitted.avgMetrics[0]
+    assert not [path for path in Path(common["storageUri"]).iterdir() if path.name.startswith("shards")]
+
+
+@pytest.mark.slow
+def test_train_validation_split_with_two_fits_at_a_time(table: Any, common: dict[str, Any]) -> None:
+    estimator = TorchClassifier(**common)
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.05]).build()
+    fitted = TrainValidationSplit(
+        estimator=estimator,
+        estimatorParamMaps=grid,
+        evaluator=BinaryClassificationEvaluator(),
+        parallelism=2,
+        seed=3,
+    ).fit(table)
+    assert fitted.validationMetrics[1] > fitted.validationMetrics[0]
+
+
+def test_a_fraction_is_held_out_by_the_seed(table: Any, common: dict[str, Any]) -> None:
+    estimator = TorchClassifier(**common, validationFraction=0.25, metrics=["accuracy", "auroc"])
+    first, second, other = (estimator.copy({estimator.seed: s}).fit(table).summary for s in (1, 1, 2))
+    rows = first.epochs[0].rows
+    assert 160 <= rows <= 200
+    assert second.epochs[0].rows == rows
+    columns = set(first.history.columns)
+    assert {"validation_loss", "train_accuracy", "validation_accuracy", "validation_auroc"} <= columns
+    assert first.history["validation_auroc"].iloc[-1] > 0.9
+    assert other.epochs[0].validation_loss != first.epochs[0].validation_loss
+
+
+def test_nulls_are_left_out_where_asked_in_fit_and_transform(table: Any, common: dict[str, Any]) -> None:
+    estimator = TorchClassifier(**common, inputCols=["holey", "broken"], handleInvalid="skip")
+    estimator.setModel(Sum())
+    model = estimator.fit(table)
+    assert model.summary.rows == 2 * 192
+    assert model.transform(table).count() == 192
+    kept = model.copy({model.handleInvalid: "keep"}).transform(table)
+    assert kept.count() == 240
+    assert kept.where("prediction is null").count() == 48
+
+
+class Sum(nn.Module):
+    """Two numbers, each an argument of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.stack([a, b], dim=1))  # type: ignore[no-any-return]
+
+
+class Heads(nn.Module):
+    """Two outputs: a class and a pair of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.size = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kind(x), self.size(x)
+
+
+@pytest.mark.modes
+def test_several_labels_give_several_predictions(table: Any, common: dict[str, Any]) -> None:
+    model = TorchEstimator(
+        **common | {"model": Heads(), "epochs": 6},
+        labelCols=["label", "target"],
+        loss=["CrossEntropyLoss", "huber"],
+        lossWeights=[1.0, 2.0],
+        predictionCols=["kind", "size"],
+    ).fit(table)
+    assert {"train_loss_label", "train_loss_target"} <= set(model.summary.history.columns)
+    rows = model.transform(table).collect()
+    inputs = torch.tensor([[row.a, row.b] for row in rows], dtype=torch.float32)
+    with torch.no_grad():
+        kind, size = model.module()(inputs)
+    np.testing.assert_allclose([row.kind for row in rows], kind, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose([row["size"] for row in rows], size[:, 0], rtol=1e-4, atol=1e-5)
+    accuracy = np.mean([np.argmax(row.kind) == row.label for row in rows])
+    assert accuracy > 0.8
+
+
+class StopsInTheSecondEpoch(Callback):
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 2:
+            state.stop("the user said so")
+
+
+class Fails(Callback):
+    def on_step_end(self, state: TrainingState) -> None:
+        raise ZeroDivisionError("a bug in the callback")
+
+
+@pytest.mark.modes
+def test_callbacks_run_on_the_workers(table: Any, common: dict[str, Any]) -> None:
+    changes = common | {"epochs": 9, "numWorkers": 2}
+    model = TorchClassifier(**changes, callbacks=[StopsInTheSecondEpoch()]).fit(table)
+    assert len(model.summary.epochs) == 2
+    assert model.summary.stop_reason == "the user said so"
+    with pytest.raises(WorkerError, match=r"'callbacks, on_step_end, epoch 1': ZeroDivisionError: a bug in"):
+        TorchClassifier(**changes, callbacks=Fails()).fit(table)
+    with pytest.raises(TypeError, match=r"callbacks must be instances of .*Callback, got Fails"):
+        TorchClassifier(**changes, callbacks=[Fails])
+
+
+@pytest.mark.modes
+def test_a_module_of_a_file_that_no_executor_can_import(
+    table: Any, common: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A class beside the job, which uses a function of a second file beside it."""
+    (tmp_path / "my_layers.py").write_text("def twice(x):\n    return 2 * x\n")
+    (tmp_path / "my_network.py").write_text(
+        textwrap.dedent(
+            """
+            import my_layers
+            from torch import nn
+
+            class MyNetwork(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.linear = nn.Linear(2, 2)
+
+                def forward(self, x):
+                    return my_layers.twice(self.linear(x))
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_network
+
+    try:
+        model = TorchClassifier(**common | {"model": my_network.MyNetwork()}, numWorkers=2).fit(table)
+        assert model.transform(table).where("prediction = label").count() > 120
+    finally:
+        del sys.modules["my_network"], sys.modules["my_layers"]
+
+
+@pytest.mark.slow
+def test_a_classifier_of_the_transformers_library(spark: Any, common: dict[str, Any]) -> None:
+    """Token ids and a mask go in as integers, and what comes out is read by its logits."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    bert = transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=8,
+            num_labels=2,
+        )
+    )
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(300):
+        length = int(rng.integers(3, 9))
+        tokens = [int(t) for t in rng.integers(2, 50, size=length)]
+        label = float(rng.integers(0, 2))
+        # The class is told by the first token.
+        tokens[0] = 1 if label else 0
+        rows.append((tokens + [0] * (8 - length), [1] * length + [0] * (8 - length), label))
+    frame = spark.createDataFrame(rows, "input_ids array<long>, attention_mask array<long>, label double")
+    model = TorchClassifier(
+        **common | {"model": bert, "epochs": 4, "learningRate": 5e-3},
+        inputCols=["input_ids", "attention_mask"],
+        numWorkers=2,
+        lrSchedule="linear",
+        warmupSteps=4,
+        parameterGroups=[{"params": ["*.bias", "*LayerNorm*"], "weightDecay": 0.0}],
+        weightDecay=0.01,
+    ).fit(frame)
+    scored = model.transform(frame)
+    assert scored.where("prediction = label").count() > 285
+    assert type(model.module()) is type(bert)
+
+
+def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "learningRate has no effect: the optimizer's"),
+        ({"monitor": "train_loss"}, "monitor has no effect: neither patience nor keep='best'"),
+        ({"minDelta": 0.1}, "minDelta has no effect: patience is not set"),
+        ({"patience": 2}, "patience has no effect: there are not more epochs than that"),
+        ({"inputCols": ["features"], "featuresCol": "features"}, "featuresCol has no effect: inputCols"),
+    ]
+    for changes, message in cases:
+        said = _said(lambda changes=changes: TorchClassifier(**common | {"epochs": 1} | changes).fit(table))
+        assert any(text.startswith(message) for text in said), said
+    uri = str(tmp_path / "shards")
+    write_shards(table.select("features", "label"), uri)
+    assert not _said(lambda: TorchClassifier(**common).fitOnShards(uri))
+    (text,) = _said(lambda: TorchClassifier(**common, validationFraction=0.5).fitOnShards(uri))
+    assert text.startswith("validationFraction has no effect on fitOnShards")
+
+
+def _said(function: Any) -> list[str]:
+    """The warnings to the user that a call gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        function()
+    return [str(warning.message) for warning in caught]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"metrics": ["acuracie"]}, "'acuracie'.*did you mean 'accuracy'"),
+    ({"metrics": ["rmse"]}, "rmse"),
+    ({"validationFraction": 1.5}, "validationFraction must lie between 0 and 1, got 1.5"),
+    ({"validationFraction": 0.5, "validationIndicatorCol": "label"}, "not both"),
+    ({"patience": 0}, "patience must be at least 1 epoch, got 0"),
+    ({"monitor": "auroc", "keep": "best"}, "monitor 'auroc' is no entry of this training's history"),
+    ({"warmupSteps": 500}, r"warmupSteps must be below the training's number of steps \(16\), got 500"),
+    ({"parameterGroups": [{"params": "tail.*"}]}, "'tail.*', which matches no trainable parameter"),
+    ({"lrSchedule": lambda: 0.5}, "got one with 0 arguments"),
+    (
+        {"optimizer": lambda parameters: None, "learningRate": None},
+        "optimizer must return a torch.optim.Optimizer, got NoneType",
+    ),
+    ({"inputCols": ["a", "b"], "validationIndicatorCol": "a"}, "must be a column of its own, not an input"),
+    ({"validationFraction": 1e-6, "keep": "best"}, "validationFraction holds out none of the 240 rows"),
+    ({"predictionCol": "features"}, "Output column features already exists"),
+    ({"predictionCol": "p", "probabilityCol": "P"}, "the output columns must differ from each other"),
+    ({"thresholds": [0.5]}, "thresholds must hold one number for each of the 2 classes, got 1"),
+    ({"loss": ["mse", "mse"]}, "loss must be one for all labels or a list with one for each"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=["-".join(changes) for changes, _ in REFUSED])
+def test_what_cannot_work_is_one_sentence_before_anything_starts(
+    table: Any, common: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        TorchClassifier(**common | changes).fit(table)
+    assert "\n" not in str(caught.value)
+    storage = Path(common["storageUri"])
+    assert not storage.exists() or not list(storage.iterdir())
+
+
+def test_a_module_that_cannot_travel_is_refused_at_once(table: Any, common: dict[str, Any]) -> None:
+    module = nn.Linear(2, 2)
+    module.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"cannot be sent to the workers: .*; define it without"):
+        TorchClassifier(**common | {"model": module}).fit(table)
+    # Can travel, as only its result of a pass is in the way of a copy.
+    module = nn.Linear(2, 2)
+    module.seen = module(torch.ones(1, 2))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"model Linear cannot be copied: .*; give a module as it is made"):
+        TorchClassifier(**common | {"model": module}).fit(table)
+
+
+def test_the_model_is_not_the_users_module(table: Any, common: dict[str, Any]) -> None:
+    module = Flipped()
+    model = TorchClassifier(**common | {"model": module}).fit(table)
+    before = [row.prediction for row in model.transform(table).orderBy("id").collect()]
+    module.sign = -1.0
+    module.linear = nn.Linear(7, 7)
+    assert [row.prediction for row in model.transform(table).orderBy("id").collect()] == before
+    assert model.module().sign == 1.0
+
+
+class Flipped(nn.Module):
+    """Has a setting in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sign = nn.Linear(2, 2), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sign * self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_a_fitted_pipeline_is_saved_over_the_folder_above_its_storage(
+    table: Any, common: dict[str, Any], tmp_path: Path
+) -> None:
+    """Spark removes the folder, and with it the run, before it asks the model for its weights."""
+    common["storageUri"] = str(tmp_path / "shared" / "ringspark")
+    fitted = Pipeline(stages=[TorchClassifier(**common)]).fit(table)
+    before = [row.prediction for row in fitted.transform(table).orderBy("id").collect()]
+    fitted.write().overwrite().save(str(tmp_path / "shared"))
+    loaded = PipelineModel.load(str(tmp_path / "shared"))
+    assert [row.prediction for row in loaded.transform(table).orderBy("id").collect()] == before
+
+
+def test_settings_of_the_model_are_checked_where_they_are_made(common: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="inferenceBatchSize must be at least 1, got 0"):
+        TorchClassifier(**common, inferenceBatchSize=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        script = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(TypeError, match=r"got a ScriptModule; give the nn.Module it was made from"):
+        TorchClassifier(**common | {"model": script})
+
+
+def test_none_clears_a_param_in_setters_as_in_constructors(common: dict[str, Any]) -> None:
+    estimator = TorchClassifier(**common, metrics=["auroc"], validationIndicatorCol="held_out", patience=3)
+    estimator.setMetrics(None).setValidationIndicatorCol(None).setPatience(None)  # type: ignore[arg-type]
+    assert estimator.getMetrics() == []
+    assert estimator.getPatience() is None
+    assert not estimator.isDefined(estimator.validationIndicatorCol)
+
+
+def test_columns_that_differ_in_case_only_are_ambiguous(table: Any, common: dict[str, Any]) -> None:
+    frame = table.select("features", "label", F.lit(1.0).alias("Label"))
+    with pytest.raises(
+        ValueError, match=r"column 'label' is ambiguous, the DataFrame has \['label', 'Label'\]"
+    ):
+        TorchClassifier(**common).fit(frame)
+
+
+def test_labels_of_one_kind_or_the_other(table: Any, common: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="set labelCol or labelCols, not both"):
+        TorchEstimator(**common, labelCol="label", labelCols=["label", "target"]).fit(table)
+    with pytest.raises(ValueError, match=r"the model has 2 outputs, .* set predictionCols"):
+        TorchEstimator(
+            **common | {"model": Heads()}, labelCols=["label", "target"], loss=["cross_entropy", "mse"]
+        ).fit(table)
+    with pytest.raises(ValueError, match=r"returns 1 tensors for the labels \['label', 'target'\]"):
+        TorchEstimator(**common, labelCols=["label", "target"], predictionCols=["a1", "b1"]).fit(table)
+    with pytest.raises(TypeError, match="TorchRegressor has no Param 'labelCols'"):
+        TorchRegressor(labelCols=["label", "target"])
+
+
+class Counts(nn.Module):
+    """Counts its training batches where no checkpoint looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_state_that_no_checkpoint_holds_is_told(table: Any, common: dict[str, Any]) -> None:
+    (text,) = _said(lambda: TorchClassifier(**common | {"model": Counts()}).fit(table))
+    assert text.startswith(
+        "training changed the buffers ['seen'], which are registered with persistent=False"
+    )
+
+
+def test_a_label_that_the_loss_ignores_is_no_class(table: Any, common: dict[str, Any]) -> None:
+    frame = table.withColumn("label", F.when(F.col("id") % 5 == 0, -100.0).otherwise(F.col("label")))
+    model = TorchClassifier(**common | {"epochs": 6}, loss=nn.CrossEntropyLoss(), metrics=["accuracy"]).fit(
+        frame
+    )
+    rows = model.transform(frame).where("label >= 0").collect()
+    assert np.mean([row.prediction == row.label for row in rows]) > 0.9
+    assert model.summary.history["train_accuracy"].iloc[-1] > 0.85
+    with pytest.raises(ValueError, match=r"labelCol 'label' must lie in 0..1 .* got -100..1"):
+        TorchClassifier(**common, loss=nn.CrossEntropyLoss(ignore_index=-1)).fit(frame)

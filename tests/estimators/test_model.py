@@ -1,0 +1,784 @@
+"""Fitted models without a fit: weights are written as a training would leave them, then used."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import TorchClassificationModel, TorchModel, TorchRegressionModel, user_code
+from ringspark.estimators.inference.device import choose_inference_device
+from ringspark.estimators.inference.results import Classes
+from ringspark.estimators.training.checkpoint import save_checkpoint
+from ringspark.models import ModelSpec
+from ringspark.pipelines import (
+    Binary,
+    HashBuckets,
+    Padded,
+    ShardManifest,
+    Vector,
+    Vocabulary,
+    open_reader,
+    write_shards,
+)
+
+pytestmark = pytest.mark.spark
+
+
+class Echo(nn.Module):
+    """Gives back the numbers that it was given, row by row, twice as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        flat = [values.reshape(len(values), -1).float() for values in inputs]
+        return torch.cat(flat, dim=1) * self.scale
+
+
+class TwoHeads(nn.Module):
+    """One number and three numbers a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.three = nn.Linear(2, 1), nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x)[:, 0], self.three(x)
+
+
+class Ids(nn.Module):
+    """Says whether an id is odd: exact only for whole numbers; counts the rows of a batch beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        assert ids.dtype == torch.int64
+        return (ids % 2).float() + 10 * x + self.zero
+
+
+def make(
+    model_class: type[Any],
+    model: nn.Module | ModelSpec,
+    folder: Path,
+    shapes: list[tuple[int, ...]],
+    manifest: ShardManifest | None = None,
+    **params: Any,
+) -> Any:
+    """A model as `fit` would return it, of weights that were never trained, times two."""
+    torch.manual_seed(3)
+    module = model.build() if isinstance(model, ModelSpec) else model
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    save_checkpoint(str(folder / "checkpoint"), module)
+    stage = model_class(model=model, **params)
+    return stage._set_trained(
+        str(folder / "checkpoint"),
+        shapes,
+        None,
+        columns=manifest.columns if manifest is not None else (),
+        input_columns=stage.inputColumns(),
+    )
+
+
+def linear(outputs: int, inputs: int = 2) -> ModelSpec:
+    return ModelSpec("linear", {"in_features": inputs, "out_features": outputs})
+
+
+def values_of(frame: Any, *columns: str) -> list[Any]:
+    """The columns of all rows, by id."""
+    rows = frame.orderBy("id").collect()
+    return [tuple(row[name] for name in columns) if len(columns) > 1 else row[columns[0]] for row in rows]
+
+
+@pytest.fixture
+def pairs(spark: Any) -> Any:
+    """Six rows of two numbers."""
+    rows = [(i, [float(i) / 3, float(-i * i) / 7]) for i in range(6)]
+    return spark.createDataFrame(rows, "id long, features array<double>")
+
+
+# --- what comes out
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize("width", [1, 2, 3, 70])
+def test_probabilities_are_the_softmax_and_the_largest_wins(pairs: Any, tmp_path: Path, width: int) -> None:
+    model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)])
+    rows = values_of(model.transform(pairs), "rawPrediction", "probability", "prediction")
+    inputs = torch.tensor(values_of(pairs, "features"), dtype=torch.float32)
+    with torch.no_grad():
+        logits = model.module()(inputs).double()
+    if width == 1:
+        logits = torch.cat([-logits, logits], dim=1)
+        probabilities = torch.sigmoid(logits)
+    else:
+        probabilities = logits.softmax(dim=1)
+    np.testing.assert_allclose([raw.toArray() for raw, _, _ in rows], logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([p.toArray() for _, p, _ in rows], probabilities, rtol=1e-5)
+    assert [prediction for _, _, prediction in rows] == logits.argmax(dim=1).tolist()
+    assert model.numClasses == max(2, width)
+
+
+def sparks_rule(probability: np.ndarray, thresholds: list[float]) -> float:
+    """As Spark's ProbabilisticClassificationModel has it: the first of the largest p / t."""
+    best, largest = 0, -np.inf
+    for i, (p, t) in enumerate(zip(probability, thresholds, strict=True)):
+        scaled = p / t if t else (np.inf if p > 0 else np.nan)
+        if scaled > largest:
+            best, largest = i, scaled
+    return float(best)
+
+
+@pytest.mark.parametrize(
+    ("width", "thresholds"),
+    [(1, [0.9, 0.1]), (1, [1.0, 0.0]), (2, [0.01, 0.5]), (3, [0.2, 1.0, 0.4]), (70, [0.0] + [1.0] * 69)],
+)
+def test_thresholds_divide_probabilities_as_in_spark(
+    pairs: Any, tmp_path: Path, width: int, thresholds: list[float]
+) -> None:
+    model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)], thresholds=thresholds)
+    rows = values_of(model.transform(pairs), "probability", "prediction")
+    assert [prediction for _, prediction in rows] == [sparks_rule(p.toArray(), thresholds) for p, _ in rows]
+
+
+def test_a_class_without_probability_does_not_win_by_a_threshold_of_zero() -> None:
+    classes = Classes(width=3, thresholds=(0.0, 1.0, 1.0))
+    assert classes.decide(np.array([[-np.inf, 0.0, 1.0], [-30.0, 0.0, 1.0]])).tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "message"),
+    [
+        ([0.5], "one number for each of the 2 classes, got 1"),
+        ([0.5, -0.1], "must not be negative and at most one may be 0"),
+        ([0.0, 0.0], "must not be negative and at most one may be 0"),
+    ],
+)
+def test_thresholds_that_decide_nothing_are_refused(
+    pairs: Any, tmp_path: Path, thresholds: list[float], message: str
+) -> None:
+    model = make(TorchClassificationModel, linear(2), tmp_path, [(2,)], thresholds=thresholds)
+    with pytest.raises(ValueError, match=message):
+        model.transform(pairs)
+
+
+def test_an_empty_name_leaves_a_column_out(pairs: Any, tmp_path: Path) -> None:
+    model = make(
+        TorchClassificationModel, linear(2), tmp_path, [(2,)], rawPredictionCol="", probabilityCol=""
+    )
+    result = model.transform(pairs)
+    assert result.columns == ["id", "features", "prediction"]
+    assert model.transformSchema(pairs.schema).names == result.columns
+
+
+@pytest.mark.modes
+def test_each_output_has_a_column(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchModel, TwoHeads(), tmp_path, [(), (3,)], predictionCols=["one", "three"])
+    result = model.transform(pairs)
+    assert [field.dataType.simpleString() for field in result.schema.fields[2:]] == [
+        "double",
+        "array<double>",
+    ]
+    with torch.no_grad():
+        one, three = model.module()(torch.tensor(values_of(pairs, "features"), dtype=torch.float32))
+    np.testing.assert_allclose(values_of(result, "one"), one, rtol=1e-6)
+    np.testing.assert_allclose(values_of(result, "three"), three, rtol=1e-6)
+
+
+def test_outputs_need_a_name_each(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchModel, TwoHeads(), tmp_path, [(), (3,)])
+    with pytest.raises(ValueError, match=r"the model has 2 outputs, .* set predictionCols"):
+        model.transform(pairs)
+    with pytest.raises(ValueError, match="one column for each of the model's 2 outputs, got"):
+        model.setPredictionCols(["one"]).transform(pairs)
+
+
+def test_wide_outputs_and_outputs_of_any_shape_are_arrays(spark: Any, tmp_path: Path) -> None:
+    frame = spark.createDataFrame([(0, [float(i) for i in range(100)])], "id long, features array<float>")
+    model = make(TorchRegressionModel, Echo(), tmp_path, [(100,)])
+    assert values_of(model.transform(frame), "prediction") == [[2.0 * i for i in range(100)]]
+
+
+def test_a_nan_that_the_network_gives_is_no_null(spark: Any, tmp_path: Path) -> None:
+    frame = spark.createDataFrame([(0, [float("inf")]), (1, [1.0])], "id long, features array<double>")
+    module = Echo()
+    nn.init.zeros_(module.scale)
+    model = make(TorchRegressionModel, module, tmp_path, [(1,)])
+    first, second = values_of(model.transform(frame), "prediction")
+    assert first is not None
+    assert np.isnan(first)
+    assert second == 0
+
+
+@pytest.mark.parametrize("width", [4, 70])
+def test_a_nan_among_others_is_no_null_in_a_narrow_and_a_wide_output(
+    spark: Any, tmp_path: Path, width: int
+) -> None:
+    numbers = [float("inf") if i == 1 else float(i) for i in range(width)]
+    frame = spark.createDataFrame([(0, numbers), (1, None)], "id long, features array<double>")
+    module = Echo()
+    nn.init.zeros_(module.scale)
+    values = make(TorchRegressionModel, module, tmp_path / "v", [(width,)], handleInvalid="keep")
+    expected = [np.nan if i == 1 else 0.0 for i in range(width)]
+    row, nothing = values_of(values.transform(frame), "prediction")
+    assert nothing is None
+    np.testing.assert_array_equal(np.array(row, dtype=float), expected)
+    classes = make(TorchClassificationModel, module, tmp_path / "c", [(width,)], handleInvalid="keep")
+    (raw, probability, _), nothing = values_of(
+        classes.transform(frame), "rawPrediction", "probability", "prediction"
+    )
+    assert nothing == (None, None, None)
+    np.testing.assert_array_equal(raw.toArray(), expected)
+    assert np.isnan(probability.toArray()).all()
+    assert classes.transform(frame).schema == classes.transformSchema(frame.schema)
+    assert values.transform(frame).schema == values.transformSchema(frame.schema)
+
+
+class Exact(nn.Module):
+    """A whole number that fp32 lacks, and a fraction that is another one in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.full((len(x),), 2**24 + 1, dtype=torch.int64)
+        return whole, torch.full((len(x),), 1 / 3, dtype=torch.float64) + self.zero
+
+
+def test_whole_numbers_and_doubles_are_not_rounded_to_fp32(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchModel, Exact(), tmp_path, [(), ()], predictionCols=["whole", "third"])
+    assert set(values_of(model.transform(pairs), "whole", "third")) == {(2**24 + 1, 1 / 3)}
+
+
+class Counted(nn.Module):
+    """Notes each forward pass in a file."""
+
+    def __init__(self, file: str, outputs: int) -> None:
+        super().__init__()
+        self.file, self.line = file, nn.Linear(2, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with open(self.file, "a") as file:
+            file.write(f"{len(x)}\n")
+        return self.line(x)
+
+
+@pytest.mark.parametrize("handling", ["error", "skip", "keep"])
+@pytest.mark.parametrize("width", [1, 2, 70])
+def test_a_filter_on_the_prediction_runs_the_network_once(
+    pairs: Any, tmp_path: Path, width: int, handling: str
+) -> None:
+    log = tmp_path / "rows"
+    model_class = TorchRegressionModel if width == 1 else TorchClassificationModel
+    module = Counted(str(log), width)
+    model = make(model_class, module, tmp_path, [(width,)], handleInvalid=handling)
+    log.write_text("")
+    assert model.transform(pairs).where("prediction > -1000").select("id").count() == 6
+    assert sum(map(int, log.read_text().split())) == 6
+    log.write_text("")
+    # A filter on another column goes below the network.
+    assert model.transform(pairs).where("id < 2").select("prediction").count() == 2
+    assert sum(map(int, log.read_text().split())) == 2
+
+
+# --- nulls
+
+
+INVALID = {
+    "array<double>": [[1.0, 2.0], None, [1.0, None], [float("nan"), 1.0]],
+    "array<float>": [[1.0, 2.0], None, [1.0, None], [float("nan"), 1.0]],
+    "array<array<double>>": [[[1.0, 2.0]], None, [None], [[1.0, float("nan")]], [[None, 2.0]]],
+    "array<bigint>": [[1, 2], None, [None, 1]],
+    "double": [1.0, None, float("nan")],
+    "bigint": [1, None],
+    "boolean": [True, None],
+    "date": ["1970-01-02", None],
+}
+
+
+@pytest.mark.parametrize("data_type", INVALID)
+def test_invalid_rows_are_left_out_or_kept_without_a_prediction(
+    spark: Any, tmp_path: Path, data_type: str
+) -> None:
+    text = data_type == "date"
+    frame = spark.createDataFrame(
+        list(enumerate(INVALID[data_type])), f"id long, features {'string' if text else data_type}"
+    )
+    if text:
+        frame = frame.selectExpr("id", "to_date(features) as features")
+    width = np.ravel(1 if text else INVALID[data_type][0]).size
+    model = make(TorchModel, Echo(), tmp_path, [(width,)])
+    expected = 2.0 if width == 1 else [2.0, 4.0]
+    skipped = model.copy({model.handleInvalid: "skip"}).transform(frame)
+    assert values_of(skipped, "id", "prediction") == [(0, expected)]
+    kept = model.copy({model.handleInvalid: "keep"}).transform(frame)
+    assert values_of(kept, "prediction") == [expected] + [None] * (len(INVALID[data_type]) - 1)
+    with pytest.raises(Exception, match=r"column 'features' has a null or NaN in transform"):
+        model.transform(frame).collect()
+
+
+@pytest.mark.modes
+def test_invalid_vectors_are_found_dense_and_sparse(spark: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors, VectorUDT
+    from pyspark.sql.types import LongType, StructField, StructType
+
+    nan = float("nan")
+    vectors = [
+        Vectors.dense([1.0, 0.0]),
+        Vectors.sparse(2, [1], [3.0]),
+        None,
+        Vectors.dense([nan, 1.0]),
+        Vectors.sparse(2, [0], [nan]),
+    ]
+    schema = StructType([StructField("id", LongType()), StructField("features", VectorUDT())])
+    frame = spark.createDataFrame(list(enumerate(vectors)), schema)
+    model = make(TorchClassificationModel, linear(2), tmp_path, [(2,)], handleInvalid="skip")
+    assert values_of(model.transform(frame), "id") == [0, 1]
+    kept = values_of(
+        model.setHandleInvalid("keep").transform(frame), "rawPrediction", "probability", "prediction"
+    )
+    assert [row == (None, None, None) for row in kept] == [False, False, True, True, True]
+
+
+def test_ids_beside_a_null_stay_exact(spark: Any, tmp_path: Path) -> None:
+    """A column with a null becomes floating values in pandas, and 2**60 + 1 an even number."""
+    rows = [(0, 2**60 + 1, 1.0), (1, None, 1.0), (2, 2**60, None), (3, 2**60 + 1, float("nan"))]
+    frame = spark.createDataFrame(rows, "id long, key long, x double").coalesce(1)
+    model = make(TorchModel, Ids(), tmp_path, [()], inputCols=["key", "x"], handleInvalid="keep")
+    assert values_of(model.transform(frame), "prediction") == [11.0, None, None, None]
+
+
+def test_skipping_runs_the_network_once_and_no_job_beforehand(spark: Any, tmp_path: Path) -> None:
+    frame = spark.createDataFrame([(0, None)], "id long, features array<double>")
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], handleInvalid="skip")
+    with redirect_stdout(io.StringIO()) as printed:
+        model.transform(frame).explain()
+    text = printed.getvalue()
+    assert text.count("ArrowEvalPython") == 1
+    assert text.index("ArrowEvalPython") < text.index("Filter")
+
+
+# --- the columns that go in
+
+
+@pytest.fixture
+def raw(spark: Any) -> Any:
+    """Columns that only a choice makes trainable, and those that need none."""
+    import datetime
+
+    rows = [
+        (
+            i,
+            f"word {i % 3}",
+            f"key {i}",
+            [float(j) for j in range(i % 4 + 1)],
+            np.arange(i, i + 6, dtype=np.int16).tobytes(),
+            datetime.date(2024, 1, 1) + datetime.timedelta(i),
+            i / 7,
+            None if i % 5 == 0 else i / 2,
+        )
+        for i in range(12)
+    ]
+    return spark.createDataFrame(
+        rows,
+        "id long, word string, key string, tokens array<float>, blob binary, day date, number double, "
+        "gap double",
+    )
+
+
+def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> None:
+    from pyspark.ml.functions import array_to_vector
+    from pyspark.sql import functions as F
+
+    frame = raw.withColumn("vector", array_to_vector(F.array("number", "id")))
+    choices = {
+        "word": Vocabulary(),
+        "key": HashBuckets(5, seed=3),
+        "tokens": Padded(length=6, value=-1),
+        "blob": Binary("raw", shape=(2, 3), dtype="int16"),
+        "vector": Vector("float64"),
+    }
+    manifest = write_shards(
+        frame.coalesce(1), str(tmp_path / "s"), columns=choices, handle_invalid={"gap": "keep"}
+    )
+    inputs = [
+        *("word", "key", "tokens", "tokens.length", "blob"),
+        *("day", "number", "gap", "gap.isnull", "vector"),
+    ]
+    model = make(TorchModel, Echo(), tmp_path, [(21,)], manifest, inputCols=inputs)
+    unseen = frame.unionByName(frame.limit(1).selectExpr("99 as id", "'new' as word", *frame.columns[2:]))
+    predictions = np.array(values_of(model.transform(unseen), "prediction"))
+    (batch,) = open_reader(manifest, batch_size=100, engine="arrow", shuffle=False).batches(0)
+    order = np.argsort(batch["id"])
+    expected = np.concatenate(
+        [batch[name][order].reshape(12, -1).astype(np.float32) for name in inputs], axis=1
+    )
+    np.testing.assert_array_equal(predictions[:12], 2 * expected)
+    # A word that no shard held has the id after the last one.
+    assert predictions[12, 0] == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("cast(x as string)", "'x' has type string, .* index it with StringIndexer"),
+        ("array(x, x)", r"'x' has type array<double>, the model was trained on double"),
+        ("date'2024-01-01'", "'x' has type date, the model was trained on double"),
+    ],
+)
+def test_another_type_is_refused_on_the_driver(
+    spark: Any, make_shards: Any, tmp_path: Path, expression: str, message: str
+) -> None:
+    frame = spark.createDataFrame([(0, 1.0)], "id long, x double")
+    manifest = write_shards(frame, str(tmp_path / "s"))
+    model = make(TorchModel, Echo(), tmp_path, [(1,)], manifest, featuresCol="x")
+    assert values_of(model.transform(frame.selectExpr("id", "int(x) as x")), "prediction") == [2.0]
+    with pytest.raises(ValueError, match=message):
+        model.transform(frame.selectExpr("id", f"{expression} as x"))
+
+
+def test_fractions_are_refused_where_ids_were(spark: Any, tmp_path: Path) -> None:
+    frame = spark.createDataFrame([(0, 1)], "id long, x int")
+    manifest = write_shards(frame, str(tmp_path / "s"))
+    model = make(TorchModel, Echo(), tmp_path, [(1,)], manifest, featuresCol="x")
+    assert values_of(model.transform(frame.selectExpr("id", "bigint(x) as x")), "prediction") == [2.0]
+    with pytest.raises(ValueError, match="'x' has type double, the model was trained on int"):
+        model.transform(frame.selectExpr("id", "double(x) as x"))
+
+
+def test_another_length_is_refused_in_one_sentence(spark: Any, pairs: Any, tmp_path: Path) -> None:
+    from pyspark.ml.functions import array_to_vector
+
+    manifest = write_shards(pairs, str(tmp_path / "s"))
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], manifest)
+    longer = pairs.selectExpr("id", "concat(features, features) as features")
+    for frame in (longer, longer.select("id", array_to_vector("features").alias("features"))):
+        with pytest.raises(Exception, match="'features' has 4 numbers a row, the model was trained on 2"):
+            model.transform(frame).collect()
+
+
+def test_too_long_a_row_to_pad_is_refused(raw: Any, tmp_path: Path) -> None:
+    manifest = write_shards(raw.select("id", "tokens"), str(tmp_path / "s"), columns={"tokens": Padded()})
+    model = make(TorchModel, Echo(), tmp_path, [(4,)], manifest, inputCols=["tokens"])
+    longer = raw.selectExpr("id", "concat(tokens, tokens) as tokens")
+    with pytest.raises(Exception, match=r"'tokens' has an array of [68] elements, .* cut them first"):
+        model.transform(longer).collect()
+
+
+def test_a_vector_of_mllib_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> None:
+    from pyspark.mllib.linalg import Vectors
+    from pyspark.mllib.util import MLUtils
+
+    frame = spark.createDataFrame([(0, Vectors.dense([1.0, 2.0]))], ["id", "features"])
+    model = make(TorchModel, linear(1), tmp_path, [(1,)])
+    with pytest.raises(ValueError, match=r"'features' has a type of the old pyspark.mllib") as failure:
+        model.transform(frame)
+    assert len(str(failure.value).splitlines()) == 1
+    assert model.transform(MLUtils.convertVectorColumnsToML(frame, "features")).count() == 1
+
+
+def test_a_model_without_inputs_takes_as_many_columns_as_its_forward(pairs: Any, tmp_path: Path) -> None:
+    for name, model in (("spec", linear(1)), ("module", TwoHeads())):
+        stage = make(TorchModel, model, tmp_path / name, [(1,)], inputCols=["features", "id"])
+        # As a model of format 1 is loaded.
+        stage._inputs = ()
+        with pytest.raises(ValueError, match=r"does not take 2 inputs .* name one column for each argument"):
+            stage.transform(pairs)
+    several = make(TorchModel, Echo(), tmp_path, [(3,)], inputCols=["features", "id"])
+    several._inputs = ()
+    assert len(values_of(several.transform(pairs), "prediction")[0]) == 3
+
+
+# --- manners
+
+
+@pytest.mark.modes
+def test_a_column_of_the_outputs_name_is_not_written_over(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])
+    taken = pairs.selectExpr("*", "'mine' as Prediction")
+    with pytest.raises(ValueError, match="Output column prediction already exists"):
+        model.transform(taken)
+    with pytest.raises(ValueError, match="Output column prediction already exists"):
+        model.transform(model.transform(pairs))
+    result = model.setPredictionCol("guess").transform(taken)
+    assert values_of(result, "Prediction") == ["mine"] * 6
+
+
+@pytest.mark.modes
+def test_names_with_dots_and_in_another_case_are_found(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], featuresCol="my.features")
+    expected = values_of(model.transform(pairs.withColumnRenamed("features", "my.features")), "prediction")
+    other = model.transform(pairs.withColumnRenamed("features", "My.Features"))
+    assert values_of(other, "prediction") == expected
+    with pytest.raises(ValueError, match=r"'my\.features' is not a column"):
+        model.transform(pairs)
+
+
+def test_columns_that_share_a_name_pass_through(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])
+    twice = pairs.selectExpr("id", "features", "id + 1 as note", "id + 2 as note")
+    assert model.transform(twice).columns == ["id", "features", "note", "note", "prediction"]
+    assert [tuple(row)[2:4] for row in model.transform(twice).orderBy("id").take(2)] == [(1, 2), (2, 3)]
+
+
+# --- weights
+
+
+class Heavy(nn.Module):
+    """A megabyte of weights, tied; a buffer that no checkpoint holds; running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 512, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(512)
+        self.register_buffer("offset", torch.arange(512.0), persistent=False)
+        self.register_parameter("extra", nn.Parameter(torch.full((3,), 0.5, dtype=torch.bfloat16)))
+        self.also = [self.first.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.second(self.first(x))) + self.offset
+        return hidden.sum(1) + (x @ self.also[0]).sum(1) + self.extra.float().sum()
+
+
+def test_a_users_module_travels_without_its_weights_and_gets_them_all_back(
+    spark: Any, tmp_path: Path
+) -> None:
+    module = Heavy()
+    module.norm.running_mean.normal_()  # type: ignore[union-attr]
+    model = make(TorchModel, module, tmp_path, [()])
+    assert len(user_code.dumps(model._predictor())) < 50_000
+    loaded = model._predictor().load()
+    assert loaded.second.weight is loaded.first.weight
+    assert loaded.also[0] is loaded.first.weight
+    assert loaded.extra.dtype == torch.bfloat16
+    x = torch.randn(7, 512)
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(x), module.eval()(x), rtol=0, atol=0)
+    frame = spark.createDataFrame([(i, x[i].tolist()) for i in range(7)], "id long, features array<float>")
+    with torch.inference_mode():
+        expected = module(x).double().tolist()
+    assert values_of(model.transform(frame.coalesce(1)), "prediction") == expected
+
+
+def test_a_spec_is_built_without_memory_for_its_weights() -> None:
+    from ringspark.estimators.training.skeleton import build_skeleton
+
+    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
+    before = torch.random.get_rng_state()
+    assert all(parameter.is_meta for parameter in build_skeleton(spec).parameters())
+    assert torch.random.get_rng_state().equal(before)
+    assert not any(parameter.is_meta for parameter in spec.build().parameters())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_local_weights_are_mapped_not_copied(tmp_path: Path) -> None:
+    model = make(TorchModel, linear(8, 8), tmp_path, [(8,)])
+    module = model.module()
+    (place,) = {
+        (int(start, 16), int(end, 16))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(tmp_path / "checkpoint" / "model.safetensors"))
+        for start, end in [line.split()[0].split("-")]
+    }
+    assert all(place[0] <= parameter.data_ptr() < place[1] for parameter in module.parameters())
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    assert any(parameter.abs().sum() > 0 for parameter in model.module().parameters())
+    assert next(model.module().parameters()).abs().sum() > 0, "a change went into the file"
+
+
+def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp_path: Path) -> None:
+    from ringspark.estimators.training.checkpoint import load_checkpoint, map_checkpoint
+    from ringspark.pipelines import storage
+
+    module, uri, cache = nn.Linear(2, 2), "memory://ringspark-test/checkpoint", tmp_path / "cache"
+    cache.mkdir()
+    try:
+        info = save_checkpoint(uri, module)
+        for _ in range(2):
+            other = nn.Linear(2, 2)
+            assert map_checkpoint(uri, other, cache=str(cache)) == info
+            assert other.weight.equal(module.weight)
+        assert [p.name for p in cache.glob("*.safetensors")] == [
+            f"ringspark-{info.checkpoint_id}.safetensors"
+        ]
+        other = nn.Linear(2, 2)
+        load_checkpoint(uri, other)
+        assert other.weight.equal(module.weight)
+    finally:
+        storage.remove(uri, recursive=True)
+
+
+class Signed(nn.Module):
+    """One weight, and a sign that is no weight."""
+
+    def __init__(self, sign: int) -> None:
+        super().__init__()
+        self.sign, self.line = sign, nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sign * self.line(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "spec"])
+def test_the_same_weights_in_another_network_are_another_model(pairs: Any, tmp_path: Path, kind: str) -> None:
+    networks: list[Any] = [Signed(1), Signed(-1)]
+    if kind == "spec":
+        kwargs = {"in_features": 2, "hidden": [4], "out_features": 1}
+        networks = [ModelSpec("mlp", kwargs | {"activation": name}) for name in ("relu", "tanh")]
+    model = make(TorchModel, networks[0], tmp_path, [(1,)])
+    other = model.copy({model.model: networks[1]})
+    inputs = torch.tensor(values_of(pairs, "features"), dtype=torch.float32)
+    found = [values_of(stage.transform(pairs.coalesce(1)), "prediction") for stage in (model, other)]
+    assert found[0] != found[1]
+    with torch.no_grad():
+        for stage, predictions in zip((model, other), found, strict=True):
+            np.testing.assert_allclose(predictions, stage.module()(inputs)[:, 0], rtol=1e-6)
+
+
+def test_a_network_is_the_same_to_the_cache_in_each_transform(tmp_path: Path) -> None:
+    model = make(TorchModel, Signed(1), tmp_path, [(1,)])
+    assert model._predictor().model == model._predictor().model
+
+
+# --- devices
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "addresses", "partition", "devices", "expected"),
+    [
+        (False, ["1"], 5, 4, "cpu"),
+        (True, ["1"], 5, 4, "cuda:1"),
+        (True, [], 5, 4, "cuda:1"),
+        (True, [], 4, 1, "cuda:0"),
+        (True, ["GPU-7f3c"], 2, 1, "cuda:0"),
+        (True, ["6"], 3, 2, "cuda:1"),
+    ],
+)
+def test_a_task_computes_where_spark_says_else_by_its_partition(
+    use_gpu: bool, addresses: list[str], partition: int, devices: int, expected: str
+) -> None:
+    assert choose_inference_device(use_gpu, addresses, partition, devices) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_is_one_sentence(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], inferenceUseGpu=True)
+    with pytest.raises(Exception, match="inferenceUseGpu=True needs a GPU on every host"):
+        model.transform(pairs).collect()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_predictions_of_the_cpu(pairs: Any, tmp_path: Path) -> None:
+    model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])
+    expected = values_of(model.transform(pairs), "prediction")
+    found = values_of(model.setInferenceUseGpu(True).transform(pairs), "prediction")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+# --- export
+
+
+class Looked(nn.Module):
+    """Two inputs: an id that is looked up, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.line = nn.Embedding(5, 3), nn.Linear(2, 3)
+
+    def forward(self, key: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return self.table(key) + torch.relu(self.line(numbers))
+
+
+def exported(make_shards: Any, tmp_path: Path) -> Any:
+    manifest = make_shards({"key": np.arange(8) % 5, "numbers": np.zeros((8, 2), np.float32)})
+    return make(TorchModel, Looked(), tmp_path, [(3,)], manifest, inputCols=["key", "numbers"])
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(
+    make_shards: Any, tmp_path: Path, rows: int
+) -> None:
+    model = exported(make_shards, tmp_path)
+    model.export(str(tmp_path / "out" / "model.pt2"))
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    inputs = (torch.arange(rows) % 5, torch.randn(rows, 2))
+    with torch.no_grad():
+        torch.testing.assert_close(program(*inputs), model.module()(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_onnx_file_gives_the_modules_numbers_for_any_number_of_rows(
+    make_shards: Any, tmp_path: Path
+) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = exported(make_shards, tmp_path)
+    model.export(str(tmp_path / "model.onnx"), format="onnx")
+    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
+    for rows in (1, 7):
+        inputs = (torch.arange(rows) % 5, torch.randn(rows, 2))
+        (found,) = session.run(None, {"key": inputs[0].numpy(), "numbers": inputs[1].numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(found, model.module()(*inputs), rtol=1e-5, atol=1e-6)
+
+
+class Branching(nn.Module):
+    """Decides by its values, which no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) if x.sum() > 0 else -self.line(x)
+
+
+def test_what_cannot_be_traced_is_one_sentence(make_shards: Any, tmp_path: Path) -> None:
+    manifest = make_shards({"numbers": np.zeros((8, 2), np.float32)})
+    model = make(TorchModel, Branching(), tmp_path, [(1,)], manifest, inputCols=["numbers"])
+    with pytest.raises(ValueError, match=r"Branching cannot be exported .* without branches") as failure:
+        model.export(str(tmp_path / "x.pt2"))
+    assert len(str(failure.value).splitlines()) == 1
+    assert not (tmp_path / "x.pt2").exists()
+
+
+def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None:
+    model = exported(make_shards, tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    for path, message in (
+        (tmp_path / "mine", "mine is a folder"),
+        (f"{tmp_path}/new/", "new/ is a folder"),
+        (tmp_path / "mine" / "file", "file exists already"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}, .* give a path that is free"):
+            model.export(str(path))
+    assert (tmp_path / "mine" / "file").read_text() == "x"
+
+
+def test_an_unknown_format_and_an_old_model_are_refused(make_shards: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"format must be one of \['torch.export', 'onnx'\], got 'tflite'"):
+        exported(make_shards, tmp_path).export(str(tmp_path / "x"), format="tflite")
+    save_checkpoint(str(tmp_path / "old"), linear(1).build())
+    old = TorchModel(model=linear(1))._set_trained(str(tmp_path / "old"), 1, None)
+    with pytest.raises(ValueError, match="did not keep the shapes of its inputs"):
+        old.export(str(tmp_path / "x"))
+    assert not os.path.exists(tmp_path / "x")

@@ -1,0 +1,380 @@
+"""Stages on disk: what is written, what is read, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.feature import VectorAssembler
+from torch import nn
+
+from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchModel, TorchRegressionModel
+from ringspark.estimators.held_weights import HeldWeights
+from ringspark.estimators.persistence import DESCRIPTION, FORMAT_VERSION, StageWriter
+from ringspark.estimators.training import safetensors_file
+from ringspark.estimators.training.checkpoint import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
+from ringspark.estimators.training.skeleton import changed_state, skeleton
+from ringspark.models import ModelSpec
+
+pytestmark = pytest.mark.spark
+
+LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+
+
+@pytest.fixture
+def pairs(spark: Any) -> Any:
+    rows = [(i, float(i), float(-i)) for i in range(4)]
+    frame = spark.createDataFrame(rows, "id long, a double, b double")
+    return VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame)
+
+
+def make(folder: Path, model: ModelSpec | nn.Module = LINE, seed: int = 0) -> TorchRegressionModel:
+    """A model of weights that were never trained."""
+    torch.manual_seed(seed)
+    module = model.build() if isinstance(model, ModelSpec) else model
+    save_checkpoint(str(folder), module)
+    return TorchRegressionModel(model=model)._set_trained(str(folder), [(1,)], None)
+
+
+def predictions(model: Any, frame: Any) -> list[float]:
+    return [row.prediction for row in model.transform(frame).orderBy("id").collect()]
+
+
+@pytest.mark.modes
+def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs: Any, tmp_path: Path) -> None:
+    """Spark removes the folder before it asks the model for its weights."""
+    path = str(tmp_path / "pipeline")
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
+    model = make(tmp_path / "c")
+    expected = predictions(model, pairs)
+    PipelineModel([assembler, model]).save(path)
+    loaded = PipelineModel.load(path)
+    loaded.write().overwrite().save(path)
+    for pipeline in (loaded, PipelineModel.load(path)):
+        assert predictions(pipeline, pairs.drop("features")) == expected
+
+
+def test_a_model_may_be_saved_over_its_own_folder(pairs: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    model = make(tmp_path / "c")
+    expected = predictions(model, pairs)
+    model.save(path)
+    loaded = TorchRegressionModel.load(path)
+    loaded.setPredictionCol("guess").write().overwrite().save(path)
+    again = TorchRegressionModel.load(path)
+    assert again.getPredictionCol() == "guess"
+    assert predictions(again.setPredictionCol("prediction"), pairs) == expected
+    assert sorted(os.listdir(tmp_path)) == ["c", "model"]
+
+
+def test_a_failed_overwrite_leaves_the_old_stage(pairs: Any, tmp_path: Path, spark: Any) -> None:
+    path = str(tmp_path / "model")
+    make(tmp_path / "old", seed=1).save(path)
+    expected = predictions(TorchRegressionModel.load(path), pairs)
+    broken = make(tmp_path / "new", seed=2)
+    # As on a store where a file cannot be held open.
+    broken._weights = HeldWeights(str(tmp_path / "new"))
+    os.remove(tmp_path / "new" / WEIGHTS)
+    with pytest.raises(FileNotFoundError):
+        broken.write().overwrite().save(path)
+    assert predictions(TorchRegressionModel.load(path), pairs) == expected
+    assert sorted(os.listdir(tmp_path)) == ["model", "new", "old"]
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, spark: Any) -> None:
+    broken = make(tmp_path / "c")
+    broken._weights = HeldWeights(str(tmp_path / "c"))
+    os.remove(tmp_path / "c" / WEIGHTS)
+    with pytest.raises(FileNotFoundError):
+        broken.save(str(tmp_path / "model"))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path: Path, spark: Any) -> None:
+    model = make(tmp_path / "c")
+    model._weights = HeldWeights(str(tmp_path / "c"))
+    os.remove(tmp_path / "c" / COMMIT)
+    with pytest.raises(ValueError, match=r"which is gone; .* to another folder"):
+        model.save(str(tmp_path / "model"))
+    assert not (tmp_path / "model").exists()
+
+
+def test_overwrite_takes_no_folder_of_something_else(tmp_path: Path, spark: Any) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match=r"holds something else than a saved stage \(thesis.tex\)"):
+        make(tmp_path / "c").write().overwrite().save(str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
+
+
+def test_overwrite_takes_no_folder_that_has_metadata_of_something_else(tmp_path: Path, spark: Any) -> None:
+    for name in ("data/x.parquet", "metadata/v1.metadata.json", "other/metadata/part-00000"):
+        file = tmp_path / "table" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("[]")
+    model = make(tmp_path / "c")
+    for folder in ("table", "table/other"):
+        with pytest.raises(ValueError, match="holds something else than a saved stage"):
+            model.write().overwrite().save(str(tmp_path / folder))
+    assert (tmp_path / "table" / "data" / "x.parquet").exists()
+    # Spark's own stages are stages.
+    VectorAssembler(inputCols=["a"], outputCol="b").save(str(tmp_path / "assembler"))
+    model.write().overwrite().save(str(tmp_path / "assembler"))
+    assert TorchRegressionModel.load(str(tmp_path / "assembler")).uid == model.uid
+
+
+def test_a_frame_made_before_the_folder_was_replaced_is_not_computed_with_other_weights(
+    pairs: Any, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model")
+    make(tmp_path / "one", seed=1).save(path)
+    lazy = TorchRegressionModel.load(path).transform(pairs)
+    make(tmp_path / "two", seed=2).write().overwrite().save(path)
+    with pytest.raises(Exception, match="holds the weights of another model by now; load the model again"):
+        lazy.collect()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is read, then another checkpoint takes the folder, then the tensors are mapped."""
+    uri, module = str(tmp_path / "c"), nn.Linear(2, 1)
+    info = save_checkpoint(uri, module)
+    read = safetensors_file.read
+
+    def replace_first(path: str, device: str) -> Any:
+        save_checkpoint(uri, nn.Linear(2, 1))
+        return read(path, device)
+
+    before = module.weight.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file, "read", replace_first)
+        with pytest.raises(ValueError, match="holds the weights of another model by now"):
+            map_checkpoint(uri, module, expected_id=info.checkpoint_id)
+    assert module.weight.equal(before)
+    with pytest.raises(ValueError, match="holds the weights of another model by now"):
+        map_checkpoint(uri, module, expected_id=info.checkpoint_id)
+
+
+def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    make(tmp_path / "one", seed=1).save(path)
+    first = TorchRegressionModel.load(path)
+    make(tmp_path / "two", seed=2).write().overwrite().save(path)
+    with pytest.raises(ValueError, match="holds the weights of another model by now; load the model again"):
+        first.transform(pairs)
+    # What was loaded is still open, and can be saved elsewhere.
+    first.save(str(tmp_path / "kept"))
+    kept = (tmp_path / "kept" / "weights" / WEIGHTS).read_bytes()
+    assert kept == (tmp_path / "one" / WEIGHTS).read_bytes()
+
+
+class Big(nn.Module):
+    """Half a megabyte that must not be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+        self.ballast = nn.Parameter(torch.zeros(1 << 17))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x)
+
+
+def test_a_users_module_is_saved_with_its_weights_once(
+    pairs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(tmp_path / "c", Big())
+    path = tmp_path / "model"
+    model.save(str(path))
+    assert (path / "objects.pkl").stat().st_size < 20_000
+    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+    loaded = TorchRegressionModel.load(str(path))
+    assert predictions(loaded, pairs) == predictions(model, pairs)
+    again = tmp_path / "again"
+    loaded.save(str(again))
+    assert predictions(TorchRegressionModel.load(str(again)), pairs) == predictions(model, pairs)
+
+
+def test_an_estimator_pickles_only_what_is_python(
+    tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def schedule(step: int, num_steps: int) -> float:
+        return 1 - step / num_steps
+
+    estimator = TorchEstimator(model=LINE, lrSchedule=schedule, epochs=3)
+    path = tmp_path / "estimator"
+    estimator.save(str(path))
+    assert list(cloudpickle.loads((path / "objects.pkl").read_bytes())) == ["lrSchedule"]
+    with pytest.raises(
+        ValueError, match=r"pickled Python code for \['lrSchedule'\].*RINGSPARK_ALLOW_PICKLE=1"
+    ):
+        TorchEstimator.load(str(path))
+    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+    loaded = Pipeline.load(_in_pipeline(estimator, tmp_path)).getStages()[0]
+    assert loaded.getLrSchedule()(1, 4) == 0.75
+    assert loaded.getEpochs() == 3
+    assert loaded.getModel() == LINE
+
+
+def _in_pipeline(stage: Any, tmp_path: Path) -> str:
+    path = str(tmp_path / "pipeline")
+    Pipeline(stages=[stage]).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, spark: Any) -> Path:
+    """A model on disk, to be copied and damaged."""
+    folder = tmp_path_factory.mktemp("saved")
+    make(folder / "c").save(str(folder / "model"))
+    return folder / "model"
+
+
+def _describe(folder: Path, **changes: Any) -> None:
+    description = json.loads((folder / DESCRIPTION).read_text())
+    (folder / DESCRIPTION).write_text(json.dumps(description | changes))
+
+
+DAMAGES = {
+    "a newer version": (
+        lambda folder: _describe(folder, format_version=FORMAT_VERSION + 1),
+        rf"has stage format {FORMAT_VERSION + 1}, this ringspark reads up to {FORMAT_VERSION}; upgrade",
+    ),
+    "no JSON": (
+        lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),
+        r"model is damaged \(",
+    ),
+    "another JSON": (lambda folder: (folder / DESCRIPTION).write_text("[1]"), r"model is damaged \("),
+    "a missing key": (
+        lambda folder: (folder / DESCRIPTION).write_text('{"format_version": 2}'),
+        r"model is damaged \(",
+    ),
+    "no description": (lambda folder: (folder / DESCRIPTION).unlink(), "holds no saved TorchRegressionModel"),
+    "no metadata": (
+        lambda folder: (folder / "metadata").rename(folder / "elsewhere"),
+        "is incomplete .metadata/ is missing",
+    ),
+    "no weights": (lambda folder: (folder / "weights" / WEIGHTS).unlink(), "holds no model.safetensors"),
+    "no checkpoint": (lambda folder: (folder / "weights" / COMMIT).unlink(), "holds no checkpoint"),
+    "a damaged checkpoint": (
+        lambda folder: (folder / "weights" / COMMIT).write_text("{}"),
+        "checkpoint.json is damaged",
+    ),
+    "short weights": (
+        lambda folder: os.truncate(folder / "weights" / WEIGHTS, 10),
+        "has 10 bytes, .* were written",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Path, damage: str) -> None:
+    import shutil
+
+    shutil.copytree(saved, tmp_path / "model")
+    apply, message = DAMAGES[damage]
+    apply(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        TorchRegressionModel.load(str(tmp_path / "model"))
+
+
+def test_another_class_is_named(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds a .*TorchRegressionModel, not a TorchClassificationModel"):
+        TorchClassificationModel.load(str(saved))
+
+
+def test_a_model_of_format_1_is_read(pairs: Any, saved: Path, tmp_path: Path) -> None:
+    """As the first version wrote it: `output_width` in place of shapes, no inputs."""
+    import shutil
+
+    shutil.copytree(saved, tmp_path / "model")
+    old = {"format_version": 1, "model": LINE.to_json(), "objects": [], "output_width": 1, "summary": None}
+    (tmp_path / "model" / DESCRIPTION).write_text(json.dumps(old))
+    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
+    expected = predictions(TorchRegressionModel.load(str(saved)), pairs)
+    assert predictions(loaded, pairs) == expected
+    loaded.save(str(tmp_path / "new"))
+    assert predictions(TorchRegressionModel.load(str(tmp_path / "new")), pairs) == expected
+
+
+def test_a_model_survives_a_store_that_is_no_disk(tmp_path: Path, spark: Any) -> None:
+    """The weights and the description go through fsspec; Spark's metadata goes where Spark can write."""
+    weights = make(tmp_path / "c")._trained()
+    from ringspark.pipelines import storage
+
+    try:
+        weights.copy_to("memory://ringspark-test/weights")
+        moved = TorchModel(model=LINE)._set_trained("memory://ringspark-test/weights", [(1,)], None)
+        for a, b in zip(moved.module().parameters(), make(tmp_path / "d").module().parameters(), strict=True):
+            assert a.equal(b)
+        storage.remove("memory://ringspark-test/weights", recursive=True)
+        with pytest.raises(ValueError, match="which is gone"):
+            StageWriter(moved, moved._trained()).save(str(tmp_path / "model"))
+    finally:
+        storage.remove("memory://ringspark-test", recursive=True)
+
+
+def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = {
+        "odd": torch.arange(3, dtype=torch.int8),
+        "wide": torch.randn(2, 3, dtype=torch.float64).t(),
+        "half": torch.randn(5).bfloat16(),
+        "flag": torch.tensor([True, False]),
+        "scalar": torch.tensor(7),
+        "none": torch.zeros(0, 4),
+        "complex": torch.randn(2, dtype=torch.complex64),
+    }
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        num_bytes = safetensors_file.write(state, file)
+    assert (tmp_path / "x.safetensors").stat().st_size == num_bytes
+    for found in (load_file(tmp_path / "x.safetensors"), safetensors_file.read(tmp_path / "x.safetensors")):
+        assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in state.items()}
+        assert all(found[name].equal(state[name]) for name in state)
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "wb") as file:
+        with pytest.raises(ValueError, match="'sparse' is no dense tensor"):
+            safetensors_file.write({"sparse": torch.eye(2).to_sparse()}, file)
+        with pytest.raises(ValueError, match=r"'z' has dtype torch\.complex128"):
+            safetensors_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
+    with pytest.raises(
+        ValueError, match=r"'_extra_state' is of type dict, .* rather than in get_extra_state"
+    ):
+        safetensors_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
+    with pytest.raises(ValueError, match="no readable safetensors file"):
+        safetensors_file.read(tmp_path / "x")
+
+
+class Norm(nn.Module):
+    """Buffers that no checkpoint holds: of numbers, with a NaN, empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+        self.register_buffer("gap", torch.tensor([float("nan"), 1.0]), persistent=False)
+        self.register_buffer("later", None, persistent=False)
+        self.register_buffer("kept", torch.zeros(1))
+
+
+def test_state_that_no_checkpoint_holds_is_named_when_it_has_changed() -> None:
+    module = nn.Sequential(Norm(), Norm())
+    start = skeleton(module)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), module[0].kept]:
+            tensor.add_(1)
+    assert changed_state(start, module) == []
+    module[0].mean.add_(1)
+    module[1].later = torch.zeros(1)
+    module[1].gap = torch.zeros(3)
+    assert changed_state(start, module) == ["0.mean", "1.gap", "1.later"]

@@ -1,0 +1,64 @@
+"""The user's own code travels: what one process pickles, another without the files unpickles."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.estimators import user_code
+
+LOAD = """
+import sys
+from ringspark.estimators import user_code
+try:
+    print(user_code.loads(open(sys.argv[1], "rb").read())())
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: Any) -> Any:
+    """A folder of modules that this process can import; what they leave in `sys.modules` is removed."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def _elsewhere(value: Any, tmp_path: Path) -> str:
+    """What a process without the folder prints of it."""
+    (tmp_path / "value.pkl").write_bytes(user_code.dumps(value))
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "value.pkl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    return done.stdout.strip()
+
+
+def test_a_function_travels_with_the_files_it_uses(folder: Path) -> None:
+    (folder / "rs_helper.py").write_text("FACTOR = 6\ndef times(x):\n    return FACTOR * x\n")
+    (folder / "rs_main.py").write_text("import rs_helper\ndef answer():\n    return rs_helper.times(7)\n")
+    import rs_main  # type: ignore[import-not-found]
+
+    assert _elsewhere(rs_main.answer, folder) == "42"
+
+
+def test_modules_that_cannot_travel_say_why(folder: Path) -> None:
+    (folder / "rs_g.py").write_text("import rs_h\ndef answer():\n    return rs_h.value()\n")
+    (folder / "rs_h.py").write_text("import rs_g\ndef value():\n    return 1\n")
+    import rs_g  # type: ignore[import-not-found]
+
+    told = _elsewhere(rs_g.answer, folder)
+    assert told.startswith("module 'rs_g' is not installed here and could not travel with the network (")
+    assert "import functions and classes from it rather than the module" in told
+    assert len(told.splitlines()) == 1
+
+
+def test_libraries_travel_by_name(tmp_path: Path) -> None:
+    from json import dumps
+
+    assert len(user_code.dumps(dumps)) < 200

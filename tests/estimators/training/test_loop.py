@@ -1,0 +1,417 @@
+"""What the loop does beside stepping: several labels, metrics, callbacks, early stopping, the best epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as reference
+from torch import nn
+from torch.nn import functional
+
+from ringspark.estimators import Callback, TrainingState, user_code
+from ringspark.estimators.collectives import COLLECTIVES
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.training.best import Best
+from ringspark.estimators.training.check import check_training, monitored
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+GANGS = [name for name in COLLECTIVES if name != "local"]
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})
+MakeShards = Callable[..., ShardManifest]
+
+
+@pytest.fixture
+def columns() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(301, 4)).astype(np.float32)
+    noise = rng.normal(size=301)
+    return {
+        "x": x,
+        "kind": (x[:, 0] + noise > 0).astype(np.int64),
+        "size": (x[:, 1] - x[:, 2]).astype(np.float32),
+        "w": rng.integers(0, 3, size=301).astype(np.float64),
+    }
+
+
+def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=str(run_uri),
+        task="classification",
+        model=SPEC.to_json(),
+        input_columns=("x",),
+        label_columns=("kind",),
+        batch_size=32,
+        learning_rate=0.01,
+        epochs=2,
+        reader="arrow",
+    )
+    return replace(config, **changes)
+
+
+def _gang(config: TrainConfig, objects: UserObjects | None = None, workers: int = 2) -> list[TrainResult]:
+    """The results of all ranks."""
+    config = replace(config, num_workers=workers)
+    config, _ = check_training(config, objects or UserObjects(), ShardManifest.load(config.shards_uri))
+    task = TrainTask(config=config, objects=user_code.dumps(objects or UserObjects()))
+    return [TrainResult.from_json(text) for text in run_spawned(workers, config.collective, task)]
+
+
+def _module(result: TrainResult, module: nn.Module | None = None) -> nn.Module:
+    module = module or SPEC.build()
+    load_checkpoint(result.checkpoint_uri, module)
+    return module.eval()
+
+
+class TwoHeads(nn.Module):
+    """A class and a number from one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.kind, self.size = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(x).relu()
+        return self.kind(hidden), self.size(hidden)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_several_labels_train_like_the_loop_one_would_write(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    manifest = make_shards(columns, num_files=1)
+    torch.manual_seed(0)
+    module = TwoHeads()
+    config = _config(
+        manifest,
+        tmp_path / "run",
+        task="any",
+        model=None,
+        label_columns=("kind", "size"),
+        losses=("cross_entropy", "mse"),
+        loss_weights=(1.0, 0.25),
+        metrics=("mae", "accuracy"),
+        optimizer="sgd",
+        shuffle=False,
+        collective=collective,
+    )
+    with pytest.raises(ValueError, match="loss must be one for all labels or a list"):
+        replace(config, losses=("mse",))
+    result = _gang(config, UserObjects(module=module))[0]
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    x, kind, size = (torch.from_numpy(columns[name]) for name in ("x", "kind", "size"))
+    sums = torch.zeros(2)
+    for epoch in range(2):
+        for rows in torch.arange(301).split(32):
+            kinds, sizes = module(x[rows])
+            first = functional.cross_entropy(kinds, kind[rows])
+            second = functional.mse_loss(sizes[:, 0], size[rows])
+            optimizer.zero_grad()
+            (first + 0.25 * second).backward()
+            optimizer.step()
+            if epoch:
+                sums += torch.stack([first, second]).detach() * len(rows)
+    trained = _module(result, TwoHeads())
+    for ours, theirs in zip(trained.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    record = result.history[-1]
+    assert record.metrics["train_loss_kind"] == pytest.approx(sums[0].item() / 301, rel=1e-5)
+    assert record.metrics["train_loss_size"] == pytest.approx(sums[1].item() / 301, rel=1e-5)
+    assert record.train_loss == pytest.approx((sums[0] + 0.25 * sums[1]).item() / 301, rel=1e-5)
+    # Each label has the metrics of its kind.
+    names = {"train_loss_kind", "train_loss_size", "train_accuracy_kind", "train_mae_size"}
+    assert set(record.metrics) == names
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_class_weights_and_row_weights_train_like_torchs_own_mean(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    """`CrossEntropyLoss(weight=w)` divides by the weights of the batch's labels, which lie on all ranks."""
+    weight = torch.tensor([1.0, 5.0])
+    torch.manual_seed(0)
+    module = SPEC.build()
+    changes: dict[str, Any] = {"model": None, "optimizer": "sgd", "learning_rate": 0.1, "shuffle": False}
+    config = _config(make_shards(columns, num_files=1), tmp_path / "run", collective=collective, **changes)
+    objects = UserObjects(module=module, losses=(nn.CrossEntropyLoss(weight=weight),))
+    result = _gang(config, objects)[0]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, kind = torch.from_numpy(columns["x"]), torch.from_numpy(columns["kind"])
+    for _ in range(2):
+        for rows in torch.arange(301).split(32):
+            loss = functional.cross_entropy(module(x[rows]), kind[rows], weight=weight)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    for ours, theirs in zip(_module(result).parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_metrics_are_those_of_all_rows_of_all_workers(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    """66 held-out rows in batches of 32: in the last step one of three ranks has no row."""
+    held_out = np.arange(301) >= 235
+    manifest = make_shards(columns, validation=held_out)
+    config = _config(
+        manifest, tmp_path / "run", metrics=("accuracy", "auroc", "f1"), collective=collective, epochs=1
+    )
+    results = _gang(config, workers=3)
+    assert results[0].history[0].metrics == results[1].history[0].metrics == results[2].history[0].metrics
+    metrics = results[0].history[0].metrics
+    with torch.no_grad():
+        logits = _module(results[0])(torch.from_numpy(columns["x"][held_out]))
+    labels, scores = columns["kind"][held_out], logits.softmax(1)[:, 1].numpy()
+    assert metrics["validation_accuracy"] == pytest.approx(reference.accuracy_score(labels, scores > 0.5))
+    assert metrics["validation_auroc"] == pytest.approx(reference.roc_auc_score(labels, scores))
+    assert metrics["validation_f1"] == pytest.approx(reference.f1_score(labels, scores > 0.5))
+    assert 0 < metrics["train_auroc"] < 1
+
+
+class Diary(Callback):
+    """Writes down what it is told; asks to stop where told to."""
+
+    def __init__(self, path: str, stop_rank: int = -1, stop_epoch: int = 0) -> None:
+        self._path, self._stop_rank, self._stop_epoch = path, stop_rank, stop_epoch
+
+    def _write(self, state: TrainingState, text: str) -> None:
+        with open(f"{self._path}-{state.rank}", "a") as file:
+            file.write(text + "\n")
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._write(state, f"start, {state.num_steps} steps, {state.size} ranks")
+
+    def on_step_end(self, state: TrainingState) -> None:
+        self._write(state, f"step {state.step} of epoch {state.epoch}")
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        assert state.history[-1].epoch == state.epoch
+        self._write(state, f"epoch {state.epoch}")
+        if state.rank == self._stop_rank and state.epoch == self._stop_epoch:
+            state.stop("enough")
+
+    def on_train_end(self, state: TrainingState) -> None:
+        self._write(state, f"end, {state.stop_reason}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    config = _config(make_shards(columns), tmp_path / "run", epochs=9, batch_size=200, collective=collective)
+    diary = Diary(str(tmp_path / "diary"), stop_rank=1, stop_epoch=2)
+    results = _gang(config, UserObjects(callbacks=(diary,)))
+    common = ["start, 18 steps, 2 ranks"]
+    common += ["step 1 of epoch 1", "step 2 of epoch 1", "epoch 1"]
+    common += ["step 3 of epoch 2", "step 4 of epoch 2", "epoch 2"]
+    assert (tmp_path / "diary-0").read_text().splitlines() == [*common, "end, enough"]
+    assert (tmp_path / "diary-1").read_text().splitlines() == [*common, "end, enough"]
+    assert [len(result.history) for result in results] == [2, 2]
+    assert results[0].steps == 4
+    assert results[0].rows == 602
+
+
+def _zigzag(step: int, num_steps: int) -> float:
+    """Good in the first three epochs of ten steps, then far too large."""
+    return 1.0 if step < 30 else 300.0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["local", *GANGS])
+def test_the_best_checkpoint_is_the_best(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
+    config = _config(
+        manifest,
+        tmp_path / "run",
+        epochs=8,
+        batch_size=23,
+        keep="best",
+        patience=2,
+        optimizer="sgd",
+        learning_rate=0.05,
+        collective=collective,
+    )
+    objects = UserObjects(lr_schedule=_zigzag)
+    best = train_here(config, objects) if collective == "local" else _gang(config, objects)[0]
+    losses = [record.validation_loss for record in best.history]
+    assert best.checkpoint_epoch == 1 + int(np.argmin(losses)) == 3
+    assert len(losses) == 5, "two epochs without a better one"
+    assert best.stop_reason is not None
+    assert best.stop_reason.startswith("validation_loss did not improve on 0.")
+    assert best.stop_reason.endswith("of epoch 3 for 2 epochs")
+    # The weights are those of that epoch: the held-out loss says so.
+    held_out = np.arange(301) % 4 == 0
+    with torch.no_grad():
+        logits = _module(best)(torch.from_numpy(columns["x"][held_out]))
+    loss = functional.cross_entropy(logits, torch.from_numpy(columns["kind"][held_out])).item()
+    assert loss == pytest.approx(losses[2], rel=1e-5)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["best-3"]
+
+
+def test_without_being_asked_for_the_best_the_last_is_kept(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
+) -> None:
+    manifest = make_shards(columns)
+    last = train_here(_config(manifest, tmp_path / "a", epochs=3))
+    assert last.checkpoint_epoch == 3
+    assert last.stop_reason is None
+    assert [path.name for path in (tmp_path / "a").iterdir() if path.is_dir()] == ["checkpoint"]
+
+
+def _record(epoch: int, **metrics: float) -> EpochRecord:
+    values: dict[str, Any] = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 0.1}
+    return EpochRecord(epoch=epoch, train_loss=1.0, validation_loss=None, metrics=metrics, **values)
+
+
+def test_the_best_of_a_metric_goes_its_way_and_never_to_not_a_number() -> None:
+    best = Best("validation_auroc", higher_is_better=True, min_delta=0.1)
+    values = [float("nan"), 0.5, 0.55, 0.7, 0.1, float("nan")]
+    improved = [best.improves(_record(i + 1, validation_auroc=v)) for i, v in enumerate(values)]
+    assert improved == [False, True, False, True, False, False]
+    assert (best.epoch, best.value) == (4, 0.7)
+    lowest = Best("train_loss", higher_is_better=False)
+    assert lowest.improves(_record(1))
+    assert not lowest.improves(_record(2)), "equal is not better"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("", "validation_loss"),
+        ("auroc", "validation_auroc"),
+        ("train_auroc", "train_auroc"),
+        ("train_loss", "train_loss"),
+    ],
+)
+def test_monitor_means_the_held_out_rows_where_there_are_any(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], given: str, meant: str
+) -> None:
+    manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
+    config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given)
+    assert monitored(config, UserObjects(), manifest) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("aurok", "monitor 'aurok' is no entry of this training's history; did you mean 'auroc'"),
+        ("validation_auroc", "no row is held out: set validationFraction or validationIndicatorCol"),
+        ("zzz", "give one of"),
+    ],
+)
+def test_a_monitor_that_the_history_will_not_have_is_refused(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], given: str, message: str
+) -> None:
+    manifest = make_shards(columns)
+    config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given, keep="best")
+    with pytest.raises(ValueError, match=message):
+        train_here(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_bytes_sent_are_those_of_the_ring(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    config = _config(make_shards(columns), tmp_path / "run", collective=collective)
+    two, three = (_gang(replace(config, run_uri=f"{config.run_uri}-{n}"), workers=n)[0] for n in (2, 3))
+    gradients = 4 * sum(p.numel() for p in SPEC.build().parameters())
+    for result, share in ((two, 1.0), (three, 4 / 3)):
+        assert result.steps == 20
+        # Beyond the gradients of every step: the first weights, and a few sums at the ends of epochs.
+        extra = result.bytes_sent - 20 * share * gradients
+        assert 0 < extra < 4 * gradients + 2_000
+    assert train_here(config).bytes_sent == 0
+
+
+class Normed(nn.Module):
+    """A lazy first layer, and batch normalisation behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.LazyLinear(8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["local", *GANGS])
+def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    """301 rows in batches of 60: the last batch is one row, which one rank has and the others lack."""
+    torch.manual_seed(0)
+    config = _config(make_shards(columns), tmp_path / "run", model=None, batch_size=60, collective=collective)
+    objects = UserObjects(module=Normed())
+    result = train_here(config, objects) if collective == "local" else _gang(config, objects)[0]
+    assert result.steps == 12
+    trained = Normed()
+    trained(torch.zeros(2, 4))
+    module = _module(result, trained)
+    assert module.norm.num_batches_tracked > 5  # type: ignore[union-attr, operator]
+    assert module(torch.zeros(1, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_weights_that_leave_nothing_to_average_are_refused(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], split: str
+) -> None:
+    held_out = np.arange(301) % 4 == 0
+    weights = np.where(held_out == (split == "validation"), 0.0, 1.0)
+    manifest = make_shards(columns | {"w": weights}, validation=held_out)
+    with pytest.raises(ValueError, match=f"weightCol 'w' is 0 in all {split} rows"):
+        train_here(_config(manifest, tmp_path / "run", weight_column="w"))
+
+
+def test_a_metric_without_a_value_is_no_best(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
+) -> None:
+    """All held-out rows are of one class: they have no AUROC."""
+    held_out = (np.arange(301) % 4 == 0) & (columns["kind"] == 1)
+    manifest = make_shards(columns, validation=held_out)
+    config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor="auroc", keep="best", patience=2)
+    result = train_here(replace(config, epochs=5))
+    assert result.stop_reason == "validation_auroc was not a number in 2 epochs"
+    assert result.checkpoint_epoch == 2
+
+
+class Auxiliary(nn.Module):
+    """A second output in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = self.linear(x)
+        return (output, output) if self.training else output
+
+
+def test_other_outputs_in_training_than_in_evaluation_are_named(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
+) -> None:
+    config = _config(make_shards(columns), tmp_path / "run", model=None)
+    with pytest.raises(ValueError, match="model Auxiliary returns 2 tensors in train mode for 1 labels"):
+        train_here(config, UserObjects(module=Auxiliary()))

@@ -1,0 +1,375 @@
+"""Every loss per row against torch's own mean, also where rows do not count alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.training.criterion import Criterion, ignored_label, row_weights
+from ringspark.estimators.training.losses import (
+    LOSSES,
+    NOT_OF_OUTPUT_AND_LABEL,
+    ClassLoss,
+    default_loss,
+    loss_names,
+    resolve_loss,
+)
+
+ROWS = 7
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, nn.Module]
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(map(ord, name)))
+
+
+def _same(output: torch.Tensor, label: torch.Tensor, loss: nn.Module) -> Case:
+    """What we get and what torch gets are the same tensors."""
+    return output, label, output, label, loss
+
+
+def _cases(name: str) -> list[Case]:
+    """(our output, our label, torch's output, torch's label, torch's loss) of a loss by name."""
+    g = _generator(name)
+    numbers, tokens = torch.randint(0, 4, (ROWS,), generator=g), torch.randint(0, 4, (ROWS, 5), generator=g)
+    tokens[1, 2:] = tokens[4] = -100
+    logits, per_token = torch.randn(ROWS, 4, generator=g), torch.randn(ROWS, 4, 5, generator=g)
+    if name in ("cross_entropy", "cross_entropy_per_member", "CrossEntropyLoss", "NLLLoss"):
+        loss: nn.Module = nn.NLLLoss() if name == "NLLLoss" else nn.CrossEntropyLoss()
+        classes = [_same(logits.log_softmax(1), numbers, loss)]
+        # Spark's labels are doubles, and may stand in an array of one.
+        classes += [(logits, numbers.double(), logits, numbers, loss)]
+        classes += [(logits, numbers[:, None].double(), logits, numbers, loss)]
+        return classes if "member" in name else [*classes, _same(per_token.log_softmax(1), tokens, loss)]
+    if name == "MultiMarginLoss":
+        return [(logits, numbers.double(), logits, numbers, nn.MultiMarginLoss())]
+    if name == "MultiLabelMarginLoss":
+        sets = torch.tensor([[3, 0, -1, 1]] * ROWS)
+        return [(logits, sets.double(), logits, sets, nn.MultiLabelMarginLoss())]
+    loss = {
+        "mse": nn.MSELoss(),
+        "l1": nn.L1Loss(),
+        "huber": nn.HuberLoss(),
+        "bce_with_logits": nn.BCEWithLogitsLoss(),
+    }.get(name.removesuffix("_per_member")) or getattr(nn, name)()
+    shapes = (
+        [(ROWS,), (ROWS, 1), (ROWS, 3)] if "member" in name else [(ROWS,), (ROWS, 1), (ROWS, 3), (ROWS, 2, 3)]
+    )
+    if name == "MultiLabelSoftMarginLoss":
+        shapes = [(ROWS, 1), (ROWS, 3)]
+    cases: list[Case] = []
+    for shape in shapes:
+        output = torch.rand(shape, generator=g) if name == "BCELoss" else torch.randn(shape, generator=g) * 2
+        label = torch.rand(shape, generator=g)
+        if name in ("HingeEmbeddingLoss", "SoftMarginLoss"):
+            label = label.round() * 2 - 1
+        cases.append((output, label.double(), output, label, loss))
+        if shape == (ROWS, 1):
+            cases.append((output, label[:, 0].double(), output, label, loss))
+    return cases
+
+
+def _mean(name: str | nn.Module, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The loss as the trainer forms it: sums over rows, then one division."""
+    loss = resolve_loss(name)
+    rows = loss(output, label)
+    assert rows.shape == (ROWS,)
+    weigh = row_weights(loss)
+    return rows.sum() / (weigh(label).sum() if weigh is not None else ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
+@pytest.mark.parametrize("name", loss_names())
+def test_every_loss_by_name_is_torchs_mean(name: str) -> None:
+    for output, label, torch_output, torch_label, reference in _cases(name):
+        torch.testing.assert_close(_mean(name, output, label), reference(torch_output, torch_label))
+
+
+def test_every_loss_of_torch_is_offered_or_refused_with_a_reason() -> None:
+    classes = [n for n, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.modules.loss._Loss)]
+    assert set(classes) - {"NLLLoss2d"} <= {*loss_names(), *NOT_OF_OUTPUT_AND_LABEL}
+    assert len(loss_names()) == len(set(loss_names())) > len(LOSSES) + 10
+
+
+W4 = torch.tensor([0.5, 2.0, 0.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=W4),
+        nn.CrossEntropyLoss(weight=W4, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=W4, ignore_index=1),
+        nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.2),
+        nn.CrossEntropyLoss(weight=W4, ignore_index=-100),
+        nn.NLLLoss(weight=W4, ignore_index=-100),
+        nn.NLLLoss(ignore_index=0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 5), (ROWS, 2, 3)])
+def test_weighted_classes_and_ignored_positions_divide_as_in_torch(
+    loss: nn.Module, shape: tuple[int, ...]
+) -> None:
+    g = _generator(str(loss))
+    output = torch.randn((ROWS, 4, *shape[1:]), generator=g).log_softmax(1)
+    label = torch.randint(0, 4, shape, generator=g)
+    if loss.ignore_index == -100:
+        label.view(ROWS, -1)[2] = -100
+    torch.testing.assert_close(_mean(loss, output, label), loss(output, label))
+
+
+def test_probabilities_as_labels_count_rows_also_with_class_weights() -> None:
+    g = _generator("probabilities")
+    loss = nn.CrossEntropyLoss(weight=W4)
+    output, label = torch.randn(ROWS, 4, generator=g), torch.randn(ROWS, 4, generator=g).softmax(1)
+    torch.testing.assert_close(_mean(loss, output, label.double()), loss(output, label))
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"),
+    [
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([4.0])), (ROWS,)),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([4.0])), (ROWS, 1)),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([4.0, 1.0, 2.0]), weight=torch.ones(3) / 3), (ROWS, 3)),
+        (nn.BCELoss(weight=torch.tensor([0.0, 1.0, 2.0])), (ROWS, 3)),
+        (nn.MultiLabelSoftMarginLoss(weight=torch.tensor([0.0, 1.0, 2.0])), (ROWS, 3)),
+        (nn.HuberLoss(delta=0.1), (ROWS, 3)),
+        (nn.KLDivLoss(reduction="batchmean"), (ROWS, 3)),
+        (nn.PoissonNLLLoss(log_input=False, full=True), (ROWS,)),
+    ],
+    ids=str,
+)
+def test_an_instance_keeps_its_settings(loss: nn.Module, shape: tuple[int, ...]) -> None:
+    g = _generator(str(loss))
+    output, label = torch.rand(shape, generator=g), torch.rand(shape, generator=g)
+    before = loss.reduction
+    torch.testing.assert_close(_mean(loss, output, label.double()), loss(output, label))
+    assert loss.reduction == before
+
+
+def test_class_weights_of_a_margin_loss_do_not_enter_the_divisor() -> None:
+    g = _generator("margin")
+    loss = nn.MultiMarginLoss(weight=W4)
+    output, label = torch.randn(ROWS, 4, generator=g), torch.randint(0, 4, (ROWS,), generator=g)
+    torch.testing.assert_close(_mean(loss, output, label), loss(output, label))
+
+
+def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
+    """Ranks and micro-batches hold different classes, so their own means would not do."""
+    g = _generator("split")
+    loss = resolve_loss(nn.CrossEntropyLoss(weight=W4, ignore_index=1))
+    label = torch.randint(0, 4, (ROWS, 3), generator=g)
+    output = torch.randn(ROWS, 4, 3, generator=g, requires_grad=True)
+    (expected,) = torch.autograd.grad(
+        nn.CrossEntropyLoss(weight=W4, ignore_index=1)(output, label), output, retain_graph=True
+    )
+    criterion = Criterion([loss])
+    weights = criterion.row_weights([label])
+    assert weights is not None
+    divisor = weights.sum(0)
+    gradient = torch.zeros_like(output)
+    for part in (slice(0, 2), slice(2, 2), slice(2, 7)):
+        share = criterion.rows([output[part]], [label[part]]).sum(0) / divisor
+        gradient += torch.autograd.grad(criterion.total(share), output, retain_graph=True)[0]
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_known_range_of_labels_spares_the_weights() -> None:
+    plain, ignoring = LOSSES["cross_entropy"], resolve_loss(nn.CrossEntropyLoss(ignore_index=2))
+    assert row_weights(plain) is not None
+    assert row_weights(plain, (0, 9)) is None
+    assert row_weights(LOSSES["cross_entropy_per_member"], (0, 9)) is None
+    assert row_weights(plain, (-100, 9)) is not None
+    assert row_weights(ignoring, (0, 9)) is not None
+    assert row_weights(ignoring, (3, 9)) is None
+    assert row_weights(resolve_loss(nn.CrossEntropyLoss(weight=W4)), (0, 3)) is not None
+    assert row_weights(LOSSES["mse"]) is None
+
+
+def test_the_ignored_label_is_known_where_a_label_may_be_it() -> None:
+    minus_one = resolve_loss(nn.CrossEntropyLoss(ignore_index=-1))
+    assert isinstance(minus_one, ClassLoss)
+    assert minus_one.ignored == ignored_label(minus_one) == ignored_label(minus_one, (-1, 3)) == -1
+    assert ignored_label(minus_one, (0, 3)) is None
+    assert ignored_label(resolve_loss(nn.NLLLoss(ignore_index=0)), (0, 3)) == 0
+    assert ignored_label(LOSSES["cross_entropy_per_member"], (-100, 3)) == -100
+    assert ignored_label(LOSSES["mse"]) is ignored_label(resolve_loss("MultiMarginLoss")) is None
+
+
+def test_losses_are_computed_in_fp32() -> None:
+    output, label = torch.tensor([1000.0, 1.0]), torch.tensor([0.0, 1.001])
+    for dtype in (torch.float16, torch.bfloat16):
+        rows = LOSSES["mse"](output.to(dtype), label)
+        assert rows.dtype == torch.float32
+        # In fp16 the square is infinite, in bf16 the second difference is lost.
+        torch.testing.assert_close(rows, (output - label) ** 2)
+    criterion = Criterion([LOSSES["cross_entropy"]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert criterion.rows([torch.randn(2, 3).bfloat16()], [torch.tensor([0, 1])]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["cross_entropy_per_member", "bce_with_logits_per_member", "mse_per_member"])
+def test_members_are_held_against_the_label_one_by_one(name: str) -> None:
+    g = _generator(name)
+    width = 3 if name.startswith("cross") else 1
+    label = torch.randint(0, 2, (ROWS,), generator=g).double()
+    members = [torch.randn(ROWS, width, generator=g) for _ in range(4)]
+    together = LOSSES[name](torch.stack(members, dim=1), label)
+    apart = torch.stack([LOSSES[name](member, label) for member in members]).mean(0)
+    torch.testing.assert_close(together, apart)
+
+
+def test_labels_of_a_row_loss_keep_their_row() -> None:
+    """(batch, 1) outputs against (batch,) labels must not broadcast to (batch, batch)."""
+    output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 4.0])
+    for loss in ("mse", nn.MSELoss(), *ONE_A_ROW):
+        assert resolve_loss(loss)(output, label).tolist() == [0.0, 4.0]
+
+
+# As one writes them in torch, for a network of one output.
+ONE_A_ROW: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda output, label: (output.squeeze(1) - label) ** 2,
+    lambda output, label: (output[:, 0] - label) ** 2,
+    lambda output, label: (output - label.view(-1, 1)) ** 2,
+    lambda output, label: (output - label.unsqueeze(1)).square(),
+]
+
+
+def test_a_callable_gets_output_and_label_as_they_are() -> None:
+    shapes = []
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        shapes.append((output.shape, label.shape))
+        return output.flatten(1).sum(1)
+
+    for output, label in (((4, 1), (4,)), ((4, 1), (4, 1)), ((4, 3), (4,)), ((4, 2, 3), (4, 3))):
+        resolve_loss(loss)(torch.zeros(output), torch.zeros(label))
+        assert shapes[-1] == (output, label)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("output", "label", "remedy"),
+    [
+        ((1,), (), r"compare output.squeeze\(-1\) with label, or output with label.unsqueeze\(-1\)"),
+        ((), (1,), r"compare output with label.squeeze\(-1\), or output.unsqueeze\(-1\) with label"),
+    ],
+)
+def test_a_callable_that_holds_rows_against_each_other_is_refused(
+    rows: int, output: tuple[int, ...], label: tuple[int, ...], remedy: str
+) -> None:
+    rule = rf"one value per row, shape \({rows},\), got \({rows}, {rows}\) from output .* and label .*; "
+    with pytest.raises(ValueError, match=rule + remedy):
+        resolve_loss(lambda o, y: (o - y) ** 2)(torch.zeros(rows, *output), torch.zeros(rows, *label))
+
+
+def test_as_many_columns_as_rows_do_not_hide_a_broadcast() -> None:
+    three_by_three = torch.arange(9.0).view(3, 3)
+    with pytest.raises(ValueError, match="one value per row"):
+        resolve_loss(lambda o, y: (o - y) ** 2)(torch.zeros(3), three_by_three)
+    # Of the output's own shape they are its elements.
+    per_row = resolve_loss(lambda o, y: (o - y.unsqueeze(1)) ** 2)(three_by_three, torch.zeros(3))
+    torch.testing.assert_close(per_row, (three_by_three**2).mean(1))
+
+
+def test_a_callable_may_give_a_value_per_position() -> None:
+    logits, tokens = torch.randn(4, 3, 5), torch.randint(0, 3, (4, 5))
+    loss = resolve_loss(lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"))
+    expected = nn.functional.cross_entropy(logits, tokens, reduction="none").mean(1)
+    torch.testing.assert_close(loss(logits, tokens), expected)
+    with pytest.raises(ValueError, match=r"got \(4, 3\) .*; average over everything but the rows"):
+        resolve_loss(lambda o, y: o.sum(2))(logits, tokens)
+
+
+@pytest.mark.parametrize("name", ["mse", "SmoothL1Loss", "PoissonNLLLoss", "MultiLabelSoftMarginLoss"])
+def test_outputs_that_would_broadcast_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"output and label of one shape, got \(4, 3\) and \(4,\)"):
+        resolve_loss(name)(torch.zeros(4, 3), torch.zeros(4))
+    with pytest.raises(ValueError, match="output and label of one shape"):
+        resolve_loss(name)(torch.zeros(4, 1), torch.zeros(4, 2))
+
+
+def test_floating_class_numbers_per_position_are_refused() -> None:
+    with pytest.raises(ValueError, match="cast the label column to an integer type"):
+        LOSSES["cross_entropy"](torch.zeros(2, 3, 4), torch.zeros(2, 4))
+
+
+def test_a_callable_with_one_number_for_all_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss must return one value per row, shape \(3,\), got \(\)"):
+        resolve_loss(lambda output, label: (output - label).mean())(torch.zeros(3), torch.zeros(3))
+
+
+def test_a_module_of_the_users_loses_its_reduction() -> None:
+    class Scaled(nn.SmoothL1Loss):
+        def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input, target)
+
+    loss = Scaled()
+    assert resolve_loss(loss)(torch.zeros(3), torch.tensor([0.0, 1.0, 2.0])).tolist() == [0.0, 1.0, 3.0]
+    assert loss.reduction == "mean"
+
+
+def test_a_sum_over_the_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MSELoss has reduction='sum'.* take reduction='mean'"):
+        resolve_loss(nn.MSELoss(reduction="sum"))
+
+
+@pytest.mark.parametrize("name", NOT_OF_OUTPUT_AND_LABEL)
+def test_losses_with_other_arguments_say_why_not(name: str) -> None:
+    with pytest.raises(ValueError, match=f"loss '{name}' does not fit .*: it .*; compute it in a callable"):
+        resolve_loss(name)
+    if name not in ("LinearCrossEntropyLoss",):
+        with pytest.raises(ValueError, match="does not fit"):
+            resolve_loss(getattr(nn, name)())
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("mseloss", "MSELoss"), ("crossentropy", "cross_entropy"), ("SmoothL1", "SmoothL1Loss")],
+)
+def test_an_unknown_loss_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"loss must be one of .*got '{name}'; did you mean '{near}'"):
+        resolve_loss(name)
+
+
+def test_default_losses() -> None:
+    assert default_loss("classification", 1) == "bce_with_logits"
+    assert default_loss("classification", 3) == "cross_entropy"
+    assert default_loss("regression", 1) == default_loss("any", 4) == "mse"
+
+
+def test_several_losses_add_up_by_their_own_means() -> None:
+    g = _generator("several")
+    w = torch.rand(ROWS, generator=g)
+    outputs = (torch.randn(ROWS, 4, generator=g), torch.randn(ROWS, 1, generator=g))
+    labels = (torch.tensor([0, 1, 2, 3, 3, 1, 0]), torch.randn(ROWS, generator=g))
+    criterion = Criterion([resolve_loss(nn.CrossEntropyLoss(weight=W4)), resolve_loss("mse")], [0.25, 2.0])
+    rows, weights = criterion.rows(outputs, labels), criterion.row_weights(labels)
+    assert weights is not None
+    assert rows.shape == weights.shape == (ROWS, 2)
+    means = (rows * w[:, None]).sum(0) / (weights * w[:, None]).sum(0)
+    each = nn.functional.cross_entropy(outputs[0], labels[0], W4, reduction="none")
+    expected = [
+        (each * w).sum() / (W4[labels[0]] * w).sum(),
+        ((outputs[1][:, 0] - labels[1]) ** 2 * w).sum() / w.sum(),
+    ]
+    torch.testing.assert_close(means, torch.stack(expected))
+    assert math.isclose(criterion.total(means), 0.25 * expected[0] + 2.0 * expected[1], rel_tol=1e-6)
+
+
+def test_losses_without_row_weights_have_none_together() -> None:
+    criterion = Criterion([LOSSES["cross_entropy"], LOSSES["mse"]], label_ranges=[(0, 3), None])
+    assert criterion.row_weights([torch.zeros(2), torch.zeros(2)]) is None
+
+
+def test_outputs_labels_and_losses_must_be_as_many() -> None:
+    criterion = Criterion([LOSSES["mse"]] * 2)
+    with pytest.raises(ValueError, match="got 1 outputs, 2 labels and 2 losses"):
+        criterion.rows([torch.zeros(3)], [torch.zeros(3)] * 2)
+    with pytest.raises(ValueError, match="a criterion of 2 losses needs as many loss weights, got 3"):
+        Criterion([LOSSES["mse"]] * 2, [1.0, 1.0, 1.0])

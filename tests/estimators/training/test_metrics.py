@@ -1,0 +1,263 @@
+"""Metrics against scikit-learn's on the joined rows, for one rank and for several, one of them empty."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.metric_set import make_metrics
+from ringspark.estimators.training.metrics import METRICS, check_metrics, higher_is_better
+from ringspark.estimators.training.status import Status
+
+sk = pytest.importorskip("sklearn.metrics")
+pytest.importorskip("torchmetrics")
+
+CPU = torch.device("cpu")
+ROWS, BATCH = 240, 32
+GANGS = [name for name in COLLECTIVES if name != "local"]
+
+# Task, shape of the output, number of classes that occur.
+DATA = {
+    "one logit": ("classification", (ROWS,), 2),
+    "one logit column": ("classification", (ROWS, 1), 2),
+    "two logits": ("classification", (ROWS, 2), 2),
+    "five logits": ("classification", (ROWS, 5), 5),
+    "an absent class": ("classification", (ROWS, 5), 4),
+    "values": ("regression", (ROWS,), 0),
+    "value column": ("regression", (ROWS, 1), 0),
+    "three values": ("regression", (ROWS, 3), 0),
+    "far from zero": ("regression", (ROWS,), 0),
+    "small": ("regression", (ROWS,), 0),
+}
+
+
+def _data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and label; the scores have ties, and labels are doubles as Spark's are."""
+    task, shape, classes = DATA[name]
+    g = torch.Generator().manual_seed(sum(map(ord, name)))
+    if task == "classification":
+        logits = (torch.randn(shape, generator=g) * 3).round() / 2
+        return logits, torch.randint(0, classes, (ROWS,), generator=g).double()
+    label = torch.randn(shape if shape[-1] == 3 else (ROWS,), generator=g, dtype=torch.float64) + 2
+    output = label.view(shape) + 0.3 * torch.randn(shape, generator=g)
+    scale, shift = {"far from zero": (1.0, 1e6), "small": (1e-5, 0.0)}.get(name, (1.0, 0.0))
+    return output * scale + shift, label * scale + shift
+
+
+def _names(data: str) -> list[str]:
+    return [name for name, info in METRICS.items() if info.task == DATA[data][0]]
+
+
+def _reference(data: str) -> dict[str, float]:
+    output, label = (t.numpy() for t in _data(data))
+    if DATA[data][0] == "regression":
+        output = output.reshape(label.shape)
+        return {
+            "mse": sk.mean_squared_error(label, output),
+            "rmse": math.sqrt(sk.mean_squared_error(label, output)),
+            "mae": sk.mean_absolute_error(label, output),
+            "mape": sk.mean_absolute_percentage_error(label, output),
+            "r2": sk.r2_score(label, output),
+        }
+    logits = output.reshape(ROWS, -1).astype(np.float64)
+    logits = np.hstack([np.zeros_like(logits), logits]) if logits.shape[1] == 1 else logits
+    width = logits.shape[1]
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    predicted = logits.argmax(1)
+    present = np.unique(label).astype(int)
+    binary = width == 2
+    average: dict[str, Any] = {"average": "binary" if binary else "macro", "zero_division": 0}
+    curves = [1] if binary else present
+    # For ties: of two classes the log odds, of more the probabilities as torch rounds them.
+    scores = logits - logits[:, :1] if binary else torch.from_numpy(logits).softmax(1).numpy()
+    return {
+        "accuracy": sk.accuracy_score(label, predicted),
+        # Its own function warns where a class is predicted that has no rows.
+        "balanced_accuracy": float(np.mean([(predicted[label == c] == c).mean() for c in present])),
+        "precision": sk.precision_score(label, predicted, **average),
+        "recall": sk.recall_score(label, predicted, **average),
+        "f1": sk.f1_score(label, predicted, **average),
+        "f1_weighted": sk.f1_score(label, predicted, average="weighted", zero_division=0),
+        "auroc": float(np.mean([sk.roc_auc_score(label == c, scores[:, c]) for c in curves])),
+        "average_precision": float(
+            np.mean([sk.average_precision_score(label == c, scores[:, c]) for c in curves])
+        ),
+        "log_loss": sk.log_loss(label, chances, labels=range(width)),
+    }
+
+
+def _all_values(collective: Collective, device: str, status: Status) -> str:
+    """Every metric over every data set: the second rank of three sees no rows at all."""
+    result: dict[str, Any] = {}
+    for data in DATA:
+        status.phase = data
+        task, shape, _ = DATA[data]
+        output, label = _data(data)
+        metrics = make_metrics(_names(data), task, shape[-1] if len(shape) > 1 else 1, CPU)
+        no_rows = metrics.compute(collective)
+        assert all(math.isnan(value) for value in no_rows.values())
+        dealt = [slice(0, ROWS)] if collective.size == 1 else [slice(0, 50), slice(50, 50), slice(50, ROWS)]
+        mine = dealt[collective.rank]
+        for some, of_some in zip(output[mine].split(BATCH), label[mine].split(BATCH), strict=True):
+            metrics.update(some, of_some)
+        result[data] = metrics.compute(collective)
+        # Computing neither forgets rows nor takes in those of others; resetting forgets.
+        assert metrics.compute(collective) == result[data]
+        metrics.reset()
+        assert all(math.isnan(value) for value in metrics.compute(collective).values())
+    return json.dumps(result)
+
+
+def _check(text: str) -> None:
+    for data, values in json.loads(text).items():
+        assert list(values) == _names(data)
+        expected = _reference(data)
+        assert set(expected) == set(values), "a metric has no reference"
+        for name, value in values.items():
+            # The outputs that the metrics get are fp32.
+            rel = 1e-6 if data == "far from zero" else 1e-9
+            assert value == pytest.approx(expected[name], rel=rel), (data, name)
+
+
+def test_every_metric_is_scikit_learns() -> None:
+    _check(_all_values(LocalCollective(), "cpu", Status("here")))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", GANGS)
+def test_every_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
+    texts = run_spawned(3, name, _all_values)
+    assert texts[0] == texts[1] == texts[2]
+    _check(texts[0])
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_higher_is_better_says_where_the_perfect_model_lies(name: str) -> None:
+    label = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    values = []
+    for quality in (1.0, 0.5, -1.0):
+        output = (
+            (label * 2 - 1) * 4 * quality if METRICS[name].task == "classification" else label * quality + 1
+        )
+        if METRICS[name].task == "regression":
+            output = label + (1 - quality)
+        metrics = make_metrics([name], METRICS[name].task, 1, CPU)
+        metrics.update(output, label)
+        values.append(metrics.compute(LocalCollective())[name])
+    assert (values[0] > values[2]) == higher_is_better(name)
+    assert (max if higher_is_better(name) else min)(values) == values[0]
+
+
+def test_what_is_not_defined_is_nan_and_warns_of_nothing() -> None:
+    metrics = make_metrics(["auroc", "average_precision", "accuracy"], "classification", 1, CPU)
+    metrics.update(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 0.0]))
+    values = metrics.compute(LocalCollective())
+    assert math.isnan(values["auroc"])
+    assert math.isnan(values["average_precision"])
+    assert values["accuracy"] == 0.5
+    metrics = make_metrics(["r2", "mse"], "regression", 1, CPU)
+    metrics.update(torch.tensor([1.0]), torch.tensor([3.0]))
+    values = metrics.compute(LocalCollective())
+    assert math.isnan(values["r2"])
+    assert values["mse"] == 4.0
+
+
+def test_constant_targets_score_as_in_scikit_learn() -> None:
+    for output in ([2.0, 2.0], [2.0, 2.5]):
+        metrics = make_metrics(["r2"], "regression", 1, CPU)
+        metrics.update(torch.tensor(output), torch.tensor([2.0, 2.0]))
+        assert metrics.compute(LocalCollective())["r2"] == sk.r2_score([2.0, 2.0], output)
+
+
+def test_logits_between_zero_and_one_are_not_taken_for_probabilities() -> None:
+    output, label = torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    metrics = make_metrics(["accuracy", "log_loss"], "classification", 1, CPU)
+    metrics.update(output, label)
+    values = metrics.compute(LocalCollective())
+    assert values["accuracy"] == 0.5
+    assert values["log_loss"] == pytest.approx(sk.log_loss(label, output.double().sigmoid()))
+
+
+def test_large_logits_keep_their_order_and_16_bit_outputs_their_count() -> None:
+    metrics = make_metrics(["auroc", "accuracy"], "classification", 1, CPU)
+    # fp32 probabilities of these are all 1.
+    metrics.update(torch.tensor([20.0, 21.0, 22.0, 23.0]).bfloat16(), torch.tensor([0, 0, 1, 1]))
+    assert metrics.compute(LocalCollective()) == {"auroc": 1.0, "accuracy": 0.5}
+
+
+def test_no_metrics_make_no_collective_call() -> None:
+    metrics = make_metrics([], "any", 1, CPU)
+    metrics.update(torch.zeros(3), torch.zeros(3))
+    assert metrics.compute(None) == {}  # type: ignore[arg-type]
+
+
+def test_the_any_task_takes_both_kinds() -> None:
+    metrics = make_metrics(["accuracy", "mae"], "any", 1, CPU)
+    metrics.update(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
+    assert metrics.compute(LocalCollective()) == {"accuracy": 0.5, "mae": 0.5}
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one shape, got \(4, 2\) and \(4,\)"):
+        make_metrics(["mse"], "regression", 2, CPU).update(torch.zeros(4, 2), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"logits \(batch, 3\) and one class number a row, got \(4, 2\)"):
+        make_metrics(["f1"], "classification", 3, CPU).update(torch.zeros(4, 2), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"got \(4, 3\) and labels \(4, 5\)"):
+        make_metrics(["f1"], "classification", 3, CPU).update(torch.zeros(4, 3), torch.zeros(4, 5))
+
+
+CLASS_METRICS = [name for name, info in METRICS.items() if info.task == "classification"]
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 0, 4])
+@pytest.mark.parametrize("column", [False, True])
+def test_rows_with_the_ignored_label_do_not_count(ignored: int, column: bool) -> None:
+    output, label = _data("five logits")
+    others = make_metrics(CLASS_METRICS, "classification", 5, CPU)
+    some = make_metrics(CLASS_METRICS, "classification", 5, CPU, ignored=ignored)
+    label[::3] = ignored
+    kept = label != ignored
+    assert 0 < kept.sum() < ROWS
+    others.update(output[kept], label[kept])
+    some.update(output, label[:, None] if column else label)
+    assert some.compute(LocalCollective()) == others.compute(LocalCollective())
+
+
+def test_only_ignored_rows_are_as_no_rows() -> None:
+    metrics = make_metrics(["accuracy", "log_loss", "auroc"], "classification", 1, CPU, ignored=-100)
+    metrics.update(torch.zeros(4, 1), torch.full((4,), -100.0))
+    assert all(math.isnan(value) for value in metrics.compute(LocalCollective()).values())
+    metrics.update(torch.tensor([2.0, -2.0, 2.0]), torch.tensor([1.0, -100.0, 0.0]))
+    assert metrics.compute(LocalCollective())["accuracy"] == 0.5
+
+
+def test_names_are_checked_on_the_driver() -> None:
+    check_metrics(["accuracy", "auroc"], "classification")
+    check_metrics(["accuracy", "r2"], "any")
+    with pytest.raises(
+        ValueError, match=r"metrics must be one of \[.*\], got 'accuracyy'; did you mean 'accuracy'"
+    ):
+        check_metrics(["accuracyy"], "any")
+    with pytest.raises(
+        ValueError, match=r"metrics of a regression must be among \['mae', .* got 'f1' of classif"
+    ):
+        check_metrics(["mse", "f1"], "regression")
+    with pytest.raises(ValueError, match="got 'mse' more than once"):
+        check_metrics(["mse", "mse"], "regression")
+    with pytest.raises(ValueError, match="did you mean 'auroc'"):
+        higher_is_better("auroc_")
+
+
+def test_a_missing_torchmetrics_is_named_with_the_remedy(monkeypatch: Any) -> None:
+    monkeypatch.setattr("ringspark.estimators.training.metrics.find_spec", lambda name: None)
+    check_metrics([], "any")
+    with pytest.raises(ValueError, match=r"pip install 'ringspark\[metrics\]' or leave metrics empty"):
+        check_metrics(["mse"], "any")
