@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: (s.getPatience() or 0) >= s.getEpochs(),
         "there are not more epochs than that",
     ),
+    ("sharding", lambda s: s.getSharding() != "none" and s.getNumWorkers() == 1, "there is one worker"),
     ("featuresCol", lambda s: s.isSet("inputCols"), "inputCols names the inputs"),
 )
 

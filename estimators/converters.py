@@ -104,10 +104,14 @@ def to_choice(kind: str, *choices: str) -> Any:
     return convert
 
 
-def to_policy(value: Any) -> str:
-    """`gradientCheckpointing`: a name, or a segment count given as an int or a string."""
+def to_policy(value: Any) -> str | list[str]:
+    """`gradientCheckpointing`: a name, a segment count as an int or a string, or names of submodules."""
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return list(value)
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"gradientCheckpointing must be a name or a segment count, got {value!r}")
+        raise TypeError(
+            f"gradientCheckpointing must be a name, a segment count or a list of submodule names, got {value!r}"
+        )
     return str(value)
 
 

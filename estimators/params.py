@@ -117,8 +117,27 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     )
     gradientCheckpointing = param(
         "gradientCheckpointing",
-        "activations to recompute instead of keeping: 'none', 'sqrt', 'all' or a segment count",
+        "activations to recompute instead of keeping: 'none', 'sqrt', 'all', a segment count, or a list of "
+        "submodule names",
         to_policy,
+    )
+    activationOffload = param(
+        "activationOffload",
+        "where activations wait for the backward pass: 'none' (in place), 'host' (of a GPU: the host's pinned "
+        "memory) or 'disk' (a temporary file)",
+        to_choice("activationOffload", "none", "host", "disk"),
+    )
+    activationCompression = param(
+        "activationCompression",
+        "how kept activations are packed: 'none', 'bits' (exact: one bit a value where only the sign is "
+        "needed), 'int8' or 'fp8' (these too, and 8 bits a value elsewhere, with a small error)",
+        to_choice("activationCompression", "none", "bits", "int8", "fp8"),
+    )
+    sharding = param(
+        "sharding",
+        "what each worker has only its part of: 'none', 'optimizer' (state; ZeRO 1), 'gradients' (these too; "
+        "ZeRO 2) or 'parameters' (all; ZeRO 3)",
+        to_choice("sharding", "none", "optimizer", "gradients", "parameters"),
     )
     gradientAccumulation = param(
         "gradientAccumulation", "micro-batches per optimizer step", TypeConverters.toInt
@@ -164,6 +183,9 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
             precision="fp32",
             gradientCheckpointing="none",
             gradientAccumulation=1,
+            activationOffload="none",
+            activationCompression="none",
+            sharding="none",
             reader=default_engine(),
             timeoutSeconds=600.0,
             showProgress=True,
@@ -316,11 +338,30 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     def setPrecision(self: Self, value: str) -> Self:
         return self._set(precision=value)
 
-    def getGradientCheckpointing(self) -> str:
-        return str(self.getOrDefault(self.gradientCheckpointing))
+    def getGradientCheckpointing(self) -> str | list[str]:
+        value: str | list[str] = self.getOrDefault(self.gradientCheckpointing)
+        return value
 
-    def setGradientCheckpointing(self: Self, value: str | int) -> Self:
+    def setGradientCheckpointing(self: Self, value: str | int | list[str]) -> Self:
         return self._set(gradientCheckpointing=value)
+
+    def getActivationOffload(self) -> str:
+        return str(self.getOrDefault(self.activationOffload))
+
+    def setActivationOffload(self: Self, value: str) -> Self:
+        return self._set(activationOffload=value)
+
+    def getActivationCompression(self) -> str:
+        return str(self.getOrDefault(self.activationCompression))
+
+    def setActivationCompression(self: Self, value: str) -> Self:
+        return self._set(activationCompression=value)
+
+    def getSharding(self) -> str:
+        return str(self.getOrDefault(self.sharding))
+
+    def setSharding(self: Self, value: str) -> Self:
+        return self._set(sharding=value)
 
     def getGradientAccumulation(self) -> int:
         return int(self.getOrDefault(self.gradientAccumulation))

@@ -25,6 +25,7 @@ def config_of(
         )
     _check_validation(stage)
     model, optimizer, schedule = stage.getModel(), stage.getOptimizer(), stage.getLrSchedule()
+    policy = stage.getGradientCheckpointing()
     losses = _for_each_label(stage.getLoss(), len(label_columns))
     weights = stage.getLossWeights() if isinstance(stage, _MultiLabelParams) else None
     by_name: dict[str, Any] = {
@@ -60,8 +61,11 @@ def config_of(
         use_gpu=stage.getUseGpu(),
         collective=stage.getCollective(),
         precision=cast(Any, stage.getPrecision()),
-        gradient_checkpointing=stage.getGradientCheckpointing(),
+        gradient_checkpointing=tuple(policy) if isinstance(policy, list) else policy,
         gradient_accumulation=stage.getGradientAccumulation(),
+        activation_offload=cast(Any, stage.getActivationOffload()),
+        activation_compression=cast(Any, stage.getActivationCompression()),
+        sharding=cast(Any, stage.getSharding()),
         reader=stage.getReader(),
         timeout_seconds=stage.getTimeoutSeconds(),
         **by_name,

@@ -17,6 +17,9 @@ from ringspark.pipelines import default_engine
 Precision = Literal["fp32", "bf16", "fp16"]
 Task = Literal["classification", "regression", "any"]
 Keep = Literal["last", "best"]
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+Offload = Literal["none", "host", "disk"]
+Compression = Literal["none", "bits", "int8", "fp8"]
 
 # JSON has lists where the config has tuples.
 _TUPLES = (
@@ -54,6 +57,10 @@ class TrainConfig:
         keep: Whether the model is that of the last epoch or of the best.
         batch_size: Rows per optimizer step over all ranks together.
         learning_rate: As the optimizer gets it: never scaled by the number of ranks.
+        gradient_checkpointing: See `ringspark.models.apply_activation_checkpoint`; a tuple names submodules.
+        activation_offload: Where saved activations wait for the backward pass: see `saved_tensors`.
+        activation_compression: How saved activations are packed: see `saved_tensors`.
+        sharding: What of the training's state each rank has only its part of: see `STRATEGIES`.
         max_grad_norm: Bound of the global gradient's 2-norm, None for no clipping.
         timeout_seconds: How long a rank waits for the others in one collective call.
     """
@@ -88,8 +95,11 @@ class TrainConfig:
     use_gpu: bool = False
     collective: str = "horovod"
     precision: Precision = "fp32"
-    gradient_checkpointing: str = "none"
+    gradient_checkpointing: str | tuple[str, ...] = "none"
     gradient_accumulation: int = 1
+    activation_offload: Offload = "none"
+    activation_compression: Compression = "none"
+    sharding: Sharding = "none"
     reader: str = field(default_factory=default_engine)
     timeout_seconds: float = 600.0
 
@@ -104,16 +114,20 @@ class TrainConfig:
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
         values = json.loads(text)
+        if isinstance(values["gradient_checkpointing"], list):
+            values["gradient_checkpointing"] = tuple(values["gradient_checkpointing"])
         return cls(**values | {name: tuple(values[name]) for name in _TUPLES})
 
 
-def segment_policy(text: str) -> str | int:
-    """`gradientCheckpointing` as `apply_activation_checkpoint` takes it: a name, or a number of segments."""
-    return int(text) if text.isdigit() else text
+def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:
+    """`gradientCheckpointing` as `apply_activation_checkpoint` takes it: a number of segments as an int."""
+    return int(policy) if isinstance(policy, str) and policy.isdigit() else policy
 
 
-def _bad_checkpointing(text: str) -> bool:
-    return text not in ("none", "sqrt", "all") and not (text.isdigit() and int(text) > 0)
+def _bad_checkpointing(policy: str | tuple[str, ...]) -> bool:
+    if isinstance(policy, tuple):
+        return not policy
+    return policy not in ("none", "sqrt", "all") and not (policy.isdigit() and int(policy) > 0)
 
 
 Rule = tuple[Callable[[TrainConfig], bool], str]
@@ -177,8 +191,30 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         lambda c: _bad_checkpointing(c.gradient_checkpointing),
-        "gradientCheckpointing must be 'none', 'sqrt', 'all' or a number of segments, "
-        "got '{gradient_checkpointing}'",
+        "gradientCheckpointing must be 'none', 'sqrt', 'all', a number of segments or a list of submodule "
+        "names, got {gradient_checkpointing!r}",
+    ),
+    (
+        lambda c: c.activation_offload not in get_args(Offload),
+        "activationOffload must be 'none', 'host' or 'disk', got '{activation_offload}'",
+    ),
+    (
+        lambda c: c.activation_compression not in get_args(Compression),
+        "activationCompression must be 'none', 'bits', 'int8' or 'fp8', got '{activation_compression}'",
+    ),
+    (
+        lambda c: c.sharding not in get_args(Sharding),
+        "sharding must be 'none', 'optimizer', 'gradients' or 'parameters', got '{sharding}'",
+    ),
+    (
+        lambda c: c.activation_offload == "host" and not c.use_gpu,
+        "activationOffload 'host' moves activations from the GPU to the host's memory, and without useGpu "
+        "they are there already; set useGpu=True, or activationOffload='disk'",
+    ),
+    (
+        lambda c: c.sharding == "parameters" and c.collective == "horovod" and c.num_workers > 1,
+        "sharding 'parameters' gathers each block's parameters with torch.distributed, which collective "
+        "'horovod' does not have; set collective='torch', or sharding='gradients'",
     ),
     (
         lambda c: c.collective == "local" and c.num_workers > 1,
