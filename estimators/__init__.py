@@ -1,9 +1,31 @@
-"""Spark ML stages that train PyTorch networks: `fit` on a gang of workers, `transform` in batches."""
+"""Spark ML stages that train PyTorch networks: `fit` on a gang of workers, `transform` in batches.
 
-from ringspark.estimators.launch.gang import WorkerError
-from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
-from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
+The stages are imported when they are asked for: a machine without Spark trains from shards, and plans
+memory, with the rest of the package.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.status import WorkerError
+
+if TYPE_CHECKING:
+    from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
+    from ringspark.estimators.torch_model import (
+        TorchClassificationModel,
+        TorchModel,
+        TorchRegressionModel,
+    )
+
+_STAGES = {
+    "TorchClassifier": "torch_estimator",
+    "TorchEstimator": "torch_estimator",
+    "TorchRegressor": "torch_estimator",
+    "TorchClassificationModel": "torch_model",
+    "TorchModel": "torch_model",
+    "TorchRegressionModel": "torch_model",
+}
 
 __all__ = [
     "Callback",
@@ -16,3 +38,13 @@ __all__ = [
     "TrainingState",
     "WorkerError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _STAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_STAGES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

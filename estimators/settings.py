@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from ringspark.estimators.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.training.check import check_names
-from ringspark.estimators.training.config import Task, TrainConfig, UserObjects
+from ringspark.estimators.training.choices import Task
+from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
 

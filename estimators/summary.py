@@ -18,7 +18,7 @@ class TrainingSummary:
     Attributes:
         epochs: One record per epoch, in order.
         rows: Rows seen, over all epochs and workers.
-        steps: Optimizer steps.
+        steps: Optimizer steps, `skipped_steps` among them.
         seconds: Wall time of the training on rank 0, without the launch of the gang.
         bytes_sent: What rank 0 sent to the others, counted as `Collective.bytes_sent` says.
         model_epoch: The epoch whose weights the model has.
@@ -37,8 +37,13 @@ class TrainingSummary:
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row per epoch: losses, metrics, learning rate, rows, steps, seconds."""
+        """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds."""
         return pd.DataFrame([record.row() for record in self.epochs])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed no weights, because their gradients overflowed; of precision "fp16" only."""
+        return sum(record.skipped_steps for record in self.epochs)
 
     @property
     def rows_per_second(self) -> float:

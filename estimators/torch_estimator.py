@@ -36,7 +36,8 @@ from ringspark.estimators.settings import config_of
 from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.config import Task, TrainConfig, UserObjects
+from ringspark.estimators.training.choices import Task
+from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.estimators.training.skeleton import skeleton
 from ringspark.estimators.training.status import Status
 from ringspark.estimators.training.worker import TrainResult, train_worker

@@ -7,16 +7,21 @@ from ringspark.models.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
 from ringspark.models.registry import MODELS
+from ringspark.models.resnet import ResNet
 from ringspark.models.spec import ModelSpec
 from ringspark.models.tabular import TabularNet
 from ringspark.models.tabular_ensemble import TabularEnsemble
+from ringspark.models.transformer import TransformerClassifier, TransformerLM
 
 __all__ = [
     "MLP",
     "MODELS",
     "Linear",
     "ModelSpec",
+    "ResNet",
     "TabularEnsemble",
     "TabularNet",
+    "TransformerClassifier",
+    "TransformerLM",
     "apply_activation_checkpoint",
 ]

@@ -2,27 +2,30 @@
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": a chain of n blocks cut into about
 sqrt(n) segments stores the segments' inputs and, while it goes back, one segment's activations: memory
-O(sqrt(n)) for one more forward pass. `torch.utils.checkpoint` (non-reentrant) does the recomputing.
+O(sqrt(n)) for one more forward pass. `segment_recompute.Segment` does the recomputing.
 
 Invariants: only the instance attribute `forward` of the chosen modules is replaced, so the module's
 type, parameter names, state-dict keys and hooks stay; outputs and gradients stay bitwise the same,
 dropout included; buffers that a module updates in its forward pass (running means) move once, not
-twice; in evaluation, or without gradients, nothing is recomputed.
+twice; in evaluation, or without gradients, nothing is recomputed. Which segment a call falls into
+decides over memory alone, never over numbers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ringspark.models.segment_recompute import Segment, take_rerun
 
 Net = TypeVar("Net", bound=nn.Module)
 Chain = nn.Sequential | nn.ModuleList
@@ -34,7 +37,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
     Args:
         net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList`, itself included, with the
             most blocks, that is items that hold parameters and, in a list, are made of several layers;
-            the outermost of equals.
+            the outermost of equals. What a loop over a list makes between two blocks is kept.
         policy: `"none"`; `"all"`, every block of the chain is recomputed by itself; `"sqrt"` or a number
             from 2, so many segments of consecutive blocks, the last of which keeps its activations
             because the backward pass needs them at once; or names of submodules, each recomputed as
@@ -48,7 +51,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
     """
     if policy == "none":
         return net
-    if any(isinstance(vars(module).get("forward"), _Recompute) for module in net.modules()):
+    if any(isinstance(vars(module).get("forward"), _StandIn) for module in net.modules()):
         raise ValueError(
             f"gradientCheckpointing={policy!r}: {_name(net)} is checkpointed already; apply it once"
         )
@@ -59,7 +62,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
             _apply_to_chain(branch, policy)
     else:
         for module in _find_named(net, list(policy)):
-            _replace_forward(module, _RecomputeWhole(module))
+            _replace_forward(module, _Recompute(module))
     return net
 
 
@@ -80,19 +83,27 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
     path, chain = _longest_chain(net, setting)
     if policy == "all":
         # Each once, also where a chain shares a block between two places.
-        for block in dict.fromkeys(chain):
-            _replace_forward(block, _RecomputeWhole(block))
+        for module in dict.fromkeys(module for block in chain for module in _callables(block)):
+            _replace_forward(module, _Recompute(module))
         return
     # Two at least, since the last segment keeps its activations: one alone would change nothing.
     num_segments = max(2, round(math.sqrt(len(chain)))) if policy == "sqrt" else int(policy)
     if not 2 <= num_segments <= len(chain):
         raise ValueError(f"{setting} must be from 2 to {len(chain)}, the number of blocks in {path}")
-    if isinstance(chain, nn.ModuleList):
+    if net is chain and not _has_forward(net):
         raise ValueError(
-            f"{setting} needs segments of several blocks, but the loop over {path} is in the network's own "
-            "forward; use 'all', which recomputes each block, or hold the blocks in an nn.Sequential"
+            f"{setting} needs to see where a pass over the blocks ends, but {path} has no forward; "
+            "give the network that runs its blocks"
         )
-    _replace_forward(chain, _RecomputeSegments(chain, num_segments))
+    *recomputed, _ = segment_bounds(len(chain), num_segments)
+    places: dict[nn.Module, list[int | None]] = {}
+    segments = [i for i, (start, stop) in enumerate(recomputed) for _ in range(start, stop)]
+    for block, segment in itertools.zip_longest(chain, segments):
+        for module in _callables(block):
+            places.setdefault(module, []).append(segment)
+    for module, own in places.items():
+        _replace_forward(module, _Recompute(module, own))
+    _replace_forward(net, _MarkPass(net))
 
 
 def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
@@ -117,10 +128,21 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
     return best
 
 
+def _callables(block: nn.Module) -> list[nn.Module]:
+    """The block itself, or what it holds if it is a mere container, as in a list of pairs of layers."""
+    if _has_forward(block):
+        return [block]
+    return [module for child in block.children() for module in _callables(child)]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def _find_named(net: nn.Module, names: list[str]) -> list[nn.Module]:
     if not names:
         raise ValueError("gradientCheckpointing=[] names no submodule; give 'none' to keep every activation")
-    known = dict(net.named_modules())
+    known = dict(net.named_modules(remove_duplicate=False))
     for name in names:
         if name not in known or not name:
             near = difflib.get_close_matches(str(name), known, n=1)
@@ -128,23 +150,52 @@ def _find_named(net: nn.Module, names: list[str]) -> list[nn.Module]:
             raise ValueError(
                 f"gradientCheckpointing names {name!r}, which {_name(net)} does not have; {hint}"
             )
-        if isinstance(known[name], nn.ModuleList | nn.ModuleDict):
+        if not _has_forward(known[name]):
             raise ValueError(
                 f"gradientCheckpointing names {name!r}, a container without a forward; name its items"
             )
-    return [known[name] for name in dict.fromkeys(names)]
+    return list(dict.fromkeys(known[name] for name in names))
 
 
 def _name(net: nn.Module) -> str:
     return type(net).__name__
 
 
-def _replace_forward(module: nn.Module, forward: _Recompute) -> None:
+def _replace_forward(module: nn.Module, forward: _StandIn) -> None:
     # nn.Module.__call__ looks up self.forward, so an instance attribute is enough, and hooks still run.
     module.forward = forward
 
 
-class _Recompute:
+class _Pass:
+    """One forward pass of a network: which segment is open."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[int] = Counter()
+        self._place: int | None = None
+        self._segment: Segment | None = None
+
+    def segment_of(self, module: nn.Module, places: Sequence[int | None]) -> Segment | None:
+        """The segment that a call of `module` belongs to, None in the last one, which keeps everything.
+
+        A module that stands in several places of the chain is taken to be called in their order.
+        """
+        place = places[self._calls[id(module)] % len(places)]
+        self._calls[id(module)] += 1
+        if place != self._place:
+            self.close()
+            self._place, self._segment = place, None if place is None else Segment()
+        return self._segment
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+
+_PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
+
+
+class _StandIn:
     """Stands in for `module.forward`. A class, not a closure, so that networks deep-copy and pickle."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -160,76 +211,49 @@ class _Recompute:
         return self.plain_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module.training and torch.is_grad_enabled():
-            return self.recompute(*args, **kwargs)
-        return self.plain_forward()(*args, **kwargs)
-
-    def recompute(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-class _RecomputeWhole(_Recompute):
-    """Keeps the module's inputs only."""
+class _MarkPass(_StandIn):
+    """Tells the blocks of a chain when a forward pass over them begins and ends."""
 
-    def recompute(self, *args: Any, **kwargs: Any) -> Any:
-        return _checkpoint(self.plain_forward(), [self.module], *args, **kwargs)
-
-
-class _RecomputeSegments(_Recompute):
-    """Keeps the input of each segment of an `nn.Sequential`, and all of the last segment."""
-
-    def __init__(self, module: nn.Sequential, num_segments: int) -> None:
-        super().__init__(module)
-        self.num_segments = num_segments
-
-    def recompute(self, *args: Any, **kwargs: Any) -> Any:
-        (x,) = (*args, *kwargs.values())
-        blocks = list(self.module.children())
-        *first, (last_start, _) = segment_bounds(len(blocks), self.num_segments)
-        for start, stop in first:
-            segment = blocks[start:stop]
-            x = _checkpoint(functools.partial(_run, segment), segment, x)
-        return _run(blocks[last_start:], x)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = _Pass()
+        token = _PASS.set(current)
+        try:
+            return self.plain_forward()(*args, **kwargs)
+        finally:
+            current.close()
+            _PASS.reset(token)
 
 
-def _run(blocks: Sequence[nn.Module], x: Any) -> Any:
-    for block in blocks:
-        x = block(x)
-    return x
+class _Recompute(_StandIn):
+    """Has the module's calls recomputed: each by itself, or with the others of its segment.
 
-
-def _checkpoint(run: Callable[..., Any], modules: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    has_buffers = any(True for module in modules for _ in module.buffers())
-    return checkpoint(
-        run,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=functools.partial(_contexts, modules) if has_buffers else noop_context_fn,
-        **kwargs,
-    )
-
-
-def _contexts(
-    modules: Sequence[nn.Module],
-) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    return contextlib.nullcontext(), _spare_buffers(modules)
-
-
-@contextlib.contextmanager
-def _spare_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """While recomputing, let modules update copies of their buffers.
-
-    Batch normalisation would otherwise take every batch into its running mean twice. The buffers are
-    swapped, not written back: writing in place would trip autograd's version check on tensors that the
-    forward pass saved.
+    Args:
+        module: Whose forward it stands in for.
+        places: The segment at each of the module's places in the chain, None for the last segment,
+            which keeps its activations; nothing if each call is recomputed by itself.
     """
-    owners = {id(owner): owner for module in modules for owner in module.modules()}
-    kept = [(owner, dict(owner._buffers)) for owner in owners.values() if owner._buffers]
-    for owner, buffers in kept:
-        owner._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
-    try:
-        yield
-    finally:
-        for owner, buffers in kept:
-            owner._buffers.update(buffers)
+
+    def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:
+        super().__init__(module)
+        self.places = tuple(places)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again = take_rerun(self.module)
+        if again is not None:
+            return again()
+        forward = self.plain_forward()
+        if not (self.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        current = _PASS.get()
+        if self.places and current is not None:
+            segment = current.segment_of(self.module, self.places)
+            return forward(*args, **kwargs) if segment is None else segment.call(self.module, forward, args, kwargs)
+        # Called from outside of the network's forward, a block of a segment is one by itself.
+        segment = Segment()
+        try:
+            return segment.call(self.module, forward, args, kwargs)
+        finally:
+            segment.close()

@@ -8,6 +8,9 @@ here and a line of example arguments there.
 MODELS: dict[str, str] = {
     "linear": "ringspark.models.linear:Linear",
     "mlp": "ringspark.models.mlp:MLP",
+    "resnet": "ringspark.models.resnet:ResNet",
     "tabular": "ringspark.models.tabular:TabularNet",
     "tabular_ensemble": "ringspark.models.tabular_ensemble:TabularEnsemble",
+    "transformer_classifier": "ringspark.models.transformer:TransformerClassifier",
+    "transformer_lm": "ringspark.models.transformer:TransformerLM",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +22,9 @@ from ringspark.estimators.collectives.base import (
     Member,
     PlainSync,
     ReduceOp,
+    Scaler,
     Traffic,
+    contiguous,
     num_bytes,
     peer_errors,
 )
@@ -79,7 +82,7 @@ class HorovodCollective:
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name: the counter gives each operation its own.
         self._operations = 0
-        self._traffic = Traffic(member)
+        self.traffic = Traffic(member)
 
     @staticmethod
     def open_rendezvous(member: Member, members: list[Member], timeout_seconds: float) -> HorovodRendezvous:
@@ -123,7 +126,7 @@ class HorovodCollective:
 
     @property
     def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent
+        return self.traffic.bytes_sent
 
     def _name(self, operation: str) -> str:
         self._operations += 1
@@ -133,15 +136,36 @@ class HorovodCollective:
         ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         with peer_errors("allreduce"):
             result: torch.Tensor = self._hvd.allreduce(tensor, op=ops[op], name=self._name("allreduce"))
-        self._traffic.all_reduce(num_bytes([result]))
+        self.traffic.all_reduce(num_bytes([result]))
         return result
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        counts = self._gather(torch.tensor([len(tensor)])).tolist()
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        if counts is None:
+            counts = self._gather(torch.tensor([len(tensor)])).tolist()
+            self.traffic.all_gather([8] * self.size)
         pieces = self._gather(tensor.detach())
-        self._traffic.all_gather([8] * self.size)
-        self._traffic.all_gather([count * tensor.element_size() for count in counts])
-        return list(torch.split(pieces, counts))
+        self.traffic.all_gather([count * tensor.element_size() for count in counts])
+        return list(torch.split(pieces, list(counts)))
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        # Horovod cuts into equal parts only: for others all get all, and drop what is not theirs.
+        is_even = len(set(counts)) == 1
+        start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
+        with peer_errors("reduce-scatter"):
+            handle = start(tensor, op=self._hvd.Sum, name=self._name("reducescatter"))
+        if is_even:
+            self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
+        else:
+            self.traffic.all_reduce(num_bytes([tensor]))
+
+        def wait() -> torch.Tensor:
+            with peer_errors("reduce-scatter"):
+                result: torch.Tensor = self._hvd.synchronize(handle)
+            return result if is_even else torch.split(result, list(counts))[self.rank].clone()
+
+        return wait
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors behind one another."""
@@ -150,13 +174,13 @@ class HorovodCollective:
         return result
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        with peer_errors("broadcast"):
+        with contiguous(tensors) as dense, peer_errors("broadcast"):
             handles = [
-                self._hvd.broadcast_async_(t, root_rank=root, name=self._name("broadcast")) for t in tensors
+                self._hvd.broadcast_async_(t, root_rank=root, name=self._name("broadcast")) for t in dense
             ]
             for handle in handles:
                 self._hvd.synchronize(handle)
-        self._traffic.broadcast(num_bytes(tensors), root)
+        self.traffic.broadcast(num_bytes(tensors), root)
 
     def barrier(self) -> None:
         with peer_errors("barrier"):
@@ -165,7 +189,7 @@ class HorovodCollective:
     def synchronize(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
     ) -> GradientSync:
-        return HorovodSync(module, optimizer, micro_batches, self._hvd, self._traffic, self.size)
+        return HorovodSync(module, optimizer, micro_batches, self._hvd, self.traffic, self.size)
 
     def close(self) -> None:
         self._hvd.shutdown()
@@ -193,6 +217,9 @@ class HorovodSync(PlainSync):
         traffic: Traffic,
         size: int,
     ) -> None:
+        for parameter in module.parameters():
+            # Horovod refuses other gradients, and a gradient is laid out as its parameter.
+            parameter.data = parameter.data.contiguous()
         distributed = _distribute(module, optimizer, micro_batches, hvd)
         super().__init__(module, distributed)
         self._distributed = distributed
@@ -232,7 +259,7 @@ class HorovodSync(PlainSync):
         counts = torch.tensor(present, dtype=torch.float32)
         return self._hvd.allreduce_async_(counts, op=self._hvd.Sum, name="ringspark.had_gradient")
 
-    def step(self, scaler: torch.amp.GradScaler) -> None:
+    def step(self, scaler: Scaler) -> None:
         with self._distributed.skip_synchronize():
             scaler.step(self._distributed)
 

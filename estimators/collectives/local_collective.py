@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives.base import GradientSync, Member, PlainSync, ReduceOp
+from ringspark.estimators.collectives.base import GradientSync, Member, PlainSync, ReduceOp, Traffic
 
 
 class LocalRendezvous:
@@ -24,6 +26,7 @@ class LocalCollective:
 
     def __init__(self, member: Member | None = None) -> None:
         self.member = member or Member()
+        self.traffic = Traffic(self.member)
         if self.member.size != 1:
             raise ValueError(
                 f"collective 'local' serves one worker, got {self.member.size}; "
@@ -48,13 +51,18 @@ class LocalCollective:
 
     @property
     def bytes_sent(self) -> int:
-        return 0
+        return self.traffic.bytes_sent
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         return tensor.clone()
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor.clone()]
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        return [tensor.detach().clone()]
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        return tensor.clone
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         return

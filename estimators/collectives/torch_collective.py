@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from inspect import signature
@@ -21,6 +22,7 @@ from ringspark.estimators.collectives.base import (
     ReduceOp,
     Traffic,
     backward_errors,
+    contiguous,
     num_bytes,
     peer_errors,
 )
@@ -53,7 +55,7 @@ class TorchCollective:
     def __init__(self, member: Member, use_gpu: bool) -> None:
         self.member = member
         self._use_gpu = use_gpu
-        self._traffic = Traffic(member)
+        self.traffic = Traffic(member)
         self._syncs: list[TorchSync] = []
 
     @staticmethod
@@ -89,17 +91,19 @@ class TorchCollective:
 
     @property
     def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent
+        return self.traffic.bytes_sent
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         result = tensor.clone()
         with peer_errors("allreduce"):
             dist.all_reduce(result, op=ops[op])
-        self._traffic.all_reduce(num_bytes([result]))
+        self.traffic.all_reduce(num_bytes([result]))
         return result
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        if counts is not None:
+            return self._gather_known(tensor.detach(), counts)
         lengths = self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))
         counts = [int(length) for length in lengths]
         # Gloo gathers tensors of one length only: the shorter ones travel padded.
@@ -114,14 +118,55 @@ class TorchCollective:
         if tensor.numel():
             with peer_errors("allgather"):
                 dist.all_gather(pieces, tensor)
-        self._traffic.all_gather([num_bytes([tensor])] * self.size)
+        self.traffic.all_gather([num_bytes([tensor])] * self.size)
         return pieces
 
+    def _gather_known(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        if len(set(counts)) == 1:
+            return self._gather_equal(tensor)
+        pieces = [tensor if r == self.rank else tensor.new_empty(n) for r, n in enumerate(counts)]
+        with peer_errors("allgather"):
+            # Padding would cost the longest piece once a rank: of an embedding, more than all the rest.
+            works = [
+                dist.broadcast(piece, src=r, async_op=True) for r, piece in enumerate(pieces) if len(piece)
+            ]
+            for work in works:
+                work.wait()
+        self.traffic.all_gather([n * tensor.element_size() for n in counts])
+        return pieces
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        parts = list(torch.split(tensor, list(counts)))
+        with peer_errors("reduce-scatter"):
+            if len(set(counts)) == 1:
+                mine = torch.empty_like(parts[self.rank])
+                works = [_reduce_scatter_even(mine, tensor)]
+            else:
+                # Gloo's reduce writes into what is given, also on the ranks that get nothing.
+                tensor = tensor.clone()
+                parts = list(torch.split(tensor, list(counts)))
+                mine = parts[self.rank]
+                works = [
+                    dist.reduce(part, dst=r, async_op=True) for r, part in enumerate(parts) if len(part)
+                ]
+        self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
+
+        def wait() -> torch.Tensor:
+            with peer_errors("reduce-scatter"):
+                for work in works:
+                    work.wait()
+            # Of its own memory: the part must not keep the other ranks' parts alive.
+            return mine if mine._base is None else mine.clone()
+
+        return wait
+
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        with peer_errors("broadcast"):
-            for tensor in tensors:
+        with contiguous(tensors) as dense, peer_errors("broadcast"):
+            for tensor in dense:
                 dist.broadcast(tensor, src=root)
-        self._traffic.broadcast(num_bytes(tensors), root)
+        self.traffic.broadcast(num_bytes(tensors), root)
 
     def barrier(self) -> None:
         with peer_errors("barrier"):
@@ -132,7 +177,7 @@ class TorchCollective:
     ) -> GradientSync:
         if self.size == 1:
             return PlainSync(module, optimizer)
-        sync = TorchSync(module, optimizer, self.size, self._traffic)
+        sync = TorchSync(module, optimizer, self.size, self.traffic)
         self._syncs.append(sync)
         return sync
 
@@ -155,6 +200,12 @@ class TorchCollective:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:
+    """Begins a reduce-scatter in equal parts; torch 2.13 renamed the call."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    return getattr(dist, name)(part, whole, async_op=True)
 
 
 class _Anchored(nn.Module):
@@ -200,7 +251,7 @@ class TorchSync(PlainSync):
             **options,
         )
         super().__init__(self._parallel, optimizer)
-        self._plain = module
+        self.network = module
         self.loss_factor = float(size)
         self._traffic = traffic
         # Its buckets hold every trainable parameter, also those that the optimizer leaves out; a flag
@@ -208,7 +259,7 @@ class TorchSync(PlainSync):
         exchanged = [p for p in anchored.parameters() if p.requires_grad]
         self._gradient_bytes = num_bytes(exchanged) + 4 * len(exchanged)
 
-    def backward_without_rows(self) -> None:
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         with backward_errors():
             self.module().sum().backward()
 
@@ -223,4 +274,4 @@ class TorchSync(PlainSync):
 
     def release(self) -> None:
         """Gives the wrapped module back and drops the reducer."""
-        self.module, self._parallel = self._plain, None
+        self.module, self._parallel = self.network, None

@@ -1,8 +1,25 @@
-"""How a network is spread over the ranks: one file a strategy."""
+"""How a network is spread over the ranks: one file a strategy, keyed by the setting `sharding`."""
 
 from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data_parallel import DataParallel
+from ringspark.estimators.parallel.fully_sharded import FullySharded
+from ringspark.estimators.parallel.state_bytes import StateBytes, state_bytes
+from ringspark.estimators.parallel.zero import ShardedGradients, ShardedOptimizer
 
-STRATEGIES: dict[str, type[Strategy]] = {"data_parallel": DataParallel}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "none": DataParallel,
+    "optimizer": ShardedOptimizer,
+    "gradients": ShardedGradients,
+    "parameters": FullySharded,
+}
 
-__all__ = ["STRATEGIES", "DataParallel", "Strategy"]
+__all__ = [
+    "STRATEGIES",
+    "DataParallel",
+    "FullySharded",
+    "ShardedGradients",
+    "ShardedOptimizer",
+    "StateBytes",
+    "Strategy",
+    "state_bytes",
+]

@@ -9,7 +9,7 @@ import math
 from contextlib import suppress
 
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.checkpoint import save_checkpoint
+from ringspark.estimators.training.checkpoint import assist_checkpoint, save_checkpoint
 from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.metrics import higher_is_better
@@ -97,3 +97,5 @@ class BestCheckpoint(Callback):
             if last is not None:
                 with suppress(OSError):
                     storage.remove(last, recursive=True)
+        else:
+            assist_checkpoint(state.module)

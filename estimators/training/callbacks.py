@@ -23,7 +23,10 @@ class TrainingState:
     Attributes:
         rank: This rank's number; `size` of them train.
         module: The network, without wrappers. Changing its weights on one rank alone breaks training.
-        optimizer: Of this rank; its parameter groups hold the present learning rates.
+            Under sharding 'parameters' its parameters are DTensors, and `parameter.full_tensor()` on
+            every rank puts one together.
+        optimizer: Of this rank; its parameter groups hold the present learning rates. Under a sharding
+            it holds this rank's part.
         epoch: Present epoch, from 1.
         step: Optimizer steps taken so far, of at most `num_steps`.
         history: One record per finished epoch; `history[-1]` is the present one in `on_epoch_end`.

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.training import safetensors_file
+from ringspark.estimators.training.optimizer_state import part_of
 from ringspark.estimators.training.skeleton import fill
 from ringspark.pipelines import storage
 
@@ -49,6 +50,9 @@ class CheckpointInfo:
 def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
+    Runs on rank 0, while the other ranks run `assist_checkpoint`: of weights that are cut over the ranks
+    it gets the others' parts from them.
+
     Raises:
         ValueError: The state dict holds something else than dense tensors of numbers.
     """
@@ -58,6 +62,11 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
     info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes, num_tensors=len(state))
     storage.write_atomic(storage.join(uri, COMMIT), json.dumps(asdict(info)).encode())
     return info
+
+
+def assist_checkpoint(module: nn.Module) -> None:
+    """What the other ranks do while rank 0 runs `save_checkpoint` on its copy or part of the module."""
+    safetensors_file.assist(module.state_dict())
 
 
 @contextmanager
@@ -120,6 +129,10 @@ def load_checkpoint(uri: str, module: nn.Module, device: str = "cpu") -> Checkpo
     info = read_info(uri)
     with weights_file(uri) as path:
         state = _read(uri, path, info, device)
+        for name, own in module.state_dict().items():
+            if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
+                # Cut over the ranks: each takes its part of the file.
+                state[name] = part_of(state[name], own)
         with _of_this_model(uri):
             module.load_state_dict(state)
     return info

@@ -1,25 +1,18 @@
 """The one value that travels from the driver to every rank: frozen, JSON in and out.
 
-Rules that concern several settings stand in `RULES`, each with its remedy; they are checked
-wherever a config is made, so a bad combination never reaches Spark.
+What it refuses stands in `rules.py`, each with its remedy; the rules are checked wherever a config is
+made, so a bad combination never reaches Spark.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
+from ringspark.estimators.training.choices import Compression, Keep, Offload, Precision, Sharding, Task
+from ringspark.estimators.training.rules import COMBINATIONS, SETTINGS
 from ringspark.pipelines import default_engine
-
-Precision = Literal["fp32", "bf16", "fp16"]
-Task = Literal["classification", "regression", "any"]
-Keep = Literal["last", "best"]
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-Offload = Literal["none", "host", "disk"]
-Compression = Literal["none", "bits", "int8", "fp8"]
 
 # JSON has lists where the config has tuples.
 _TUPLES = (
@@ -104,7 +97,8 @@ class TrainConfig:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for is_broken, message in RULES:
+        pairs = [*SETTINGS, *((rule.is_broken, rule.message) for rule in COMBINATIONS)]
+        for is_broken, message in pairs:
             if is_broken(self):
                 raise ValueError(message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
 
@@ -122,106 +116,6 @@ class TrainConfig:
 def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:
     """`gradientCheckpointing` as `apply_activation_checkpoint` takes it: a number of segments as an int."""
     return int(policy) if isinstance(policy, str) and policy.isdigit() else policy
-
-
-def _bad_checkpointing(policy: str | tuple[str, ...]) -> bool:
-    if isinstance(policy, tuple):
-        return not policy
-    return policy not in ("none", "sqrt", "all") and not (policy.isdigit() and int(policy) > 0)
-
-
-Rule = tuple[Callable[[TrainConfig], bool], str]
-
-RULES: tuple[Rule, ...] = (
-    (lambda c: c.num_workers < 1, "numWorkers must be at least 1, got {num_workers}"),
-    (lambda c: c.epochs < 1, "epochs must be at least 1, got {epochs}"),
-    (
-        lambda c: c.batch_size < c.num_workers,
-        "batchSize counts rows over all workers and must be at least numWorkers ({num_workers}), "
-        "got {batch_size}; raise batchSize or lower numWorkers",
-    ),
-    (
-        lambda c: c.gradient_accumulation < 1,
-        "gradientAccumulation must be at least 1 micro-batch per step, got {gradient_accumulation}",
-    ),
-    (
-        lambda c: c.gradient_accumulation * c.num_workers > c.batch_size,
-        "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
-        "batchSize ({batch_size}): a micro-batch would have no rows",
-    ),
-    (
-        lambda c: not 0 < c.learning_rate < math.inf,
-        "learningRate must be above 0 and finite, got {learning_rate}",
-    ),
-    (
-        lambda c: len(set(c.label_columns)) < len(c.label_columns),
-        "labelCols must not name a column twice, got {label_columns}; copy it under another name",
-    ),
-    (lambda c: c.weight_decay < 0, "weightDecay must not be negative, got {weight_decay}"),
-    (
-        lambda c: c.max_grad_norm is not None and not c.max_grad_norm > 0,
-        "maxGradNorm must be above 0, got {max_grad_norm}; leave it unset for no clipping",
-    ),
-    (lambda c: c.warmup_steps < 0, "warmupSteps must not be negative, got {warmup_steps}"),
-    (
-        lambda c: c.patience is not None and c.patience < 1,
-        "patience must be at least 1 epoch, got {patience}; leave it unset for no early stopping",
-    ),
-    (lambda c: not c.min_delta >= 0, "minDelta must not be negative, got {min_delta}"),
-    (lambda c: c.keep not in get_args(Keep), "keep must be 'last' or 'best', got '{keep}'"),
-    (
-        lambda c: len(c.losses) != len(c.label_columns),
-        "loss must be one for all labels or a list with one for each of {label_columns}, got {losses}",
-    ),
-    (
-        lambda c: len(c.loss_weights) != len(c.label_columns),
-        "lossWeights must have one weight for each of {label_columns}, got {loss_weights}",
-    ),
-    (
-        lambda c: not all(w >= 0 for w in c.loss_weights) or not any(c.loss_weights),
-        "lossWeights must not be negative and not all be 0, got {loss_weights}",
-    ),
-    (
-        lambda c: not 0 < c.timeout_seconds < math.inf,
-        "timeoutSeconds must be above 0 and finite, got {timeout_seconds}",
-    ),
-    (
-        lambda c: c.precision not in get_args(Precision),
-        "precision must be 'fp32', 'bf16' or 'fp16', got '{precision}'",
-    ),
-    (
-        lambda c: _bad_checkpointing(c.gradient_checkpointing),
-        "gradientCheckpointing must be 'none', 'sqrt', 'all', a number of segments or a list of submodule "
-        "names, got {gradient_checkpointing!r}",
-    ),
-    (
-        lambda c: c.activation_offload not in get_args(Offload),
-        "activationOffload must be 'none', 'host' or 'disk', got '{activation_offload}'",
-    ),
-    (
-        lambda c: c.activation_compression not in get_args(Compression),
-        "activationCompression must be 'none', 'bits', 'int8' or 'fp8', got '{activation_compression}'",
-    ),
-    (
-        lambda c: c.sharding not in get_args(Sharding),
-        "sharding must be 'none', 'optimizer', 'gradients' or 'parameters', got '{sharding}'",
-    ),
-    (
-        lambda c: c.activation_offload == "host" and not c.use_gpu,
-        "activationOffload 'host' moves activations from the GPU to the host's memory, and without useGpu "
-        "they are there already; set useGpu=True, or activationOffload='disk'",
-    ),
-    (
-        lambda c: c.sharding == "parameters" and c.collective == "horovod" and c.num_workers > 1,
-        "sharding 'parameters' gathers each block's parameters with torch.distributed, which collective "
-        "'horovod' does not have; set collective='torch', or sharding='gradients'",
-    ),
-    (
-        lambda c: c.collective == "local" and c.num_workers > 1,
-        "collective 'local' serves one worker, got numWorkers={num_workers}; "
-        "set collective='horovod' or 'torch'",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,11 @@ PROGRESS_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """One finished epoch; losses are means per row (per unit of weight) over all ranks."""
+    """One finished epoch; losses are means per row (per unit of weight) over all ranks.
+
+    `skipped_steps`, a part of `steps`, changed no weights: their gradients overflowed in fp16. Of their
+    rows, those whose loss overflowed too are left out of `train_loss`.
+    """
 
     epoch: int
     steps: int
@@ -33,6 +37,7 @@ class EpochRecord:
     learning_rate: float
     train_loss: float
     validation_loss: float | None
+    skipped_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """`train_...` and `validation_...`: the metrics asked for, each label's loss where there are several."""
 

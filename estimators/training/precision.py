@@ -1,17 +1,35 @@
 """Mixed precision by autocast: parameters, gradients and optimizer state stay fp32.
 
-bf16 has the exponent range of fp32 and needs no loss scaling; fp16 has not, so its loss is scaled
-(Narang, Micikevicius et al. 2018). The scaler looks at gradients after they are summed over the
-ranks: all ranks see the same numbers and skip the same steps.
+Narang, Micikevicius et al. 2018. What a user has to know of:
+
+- bf16 has the exponent range of fp32 and needs no loss scaling; fp16 has not, so its loss is scaled, and
+  a step whose gradients overflow is skipped. The scale halves with every skipped step and doubles
+  after `growth_interval` steps without one.
+- A skipped step is skipped by all ranks, which keeps their scales equal. With data parallelism the check
+  comes after the gradients are summed: all see the same numbers. Where each rank has its part only
+  (sharded gradients), `combine` takes the maximum of their findings.
+- A skipped step counts as a step of the schedule, of the progress and of the callbacks, which follow the
+  data; the optimizer's own count, as of Adam's bias correction, does not move.
+- Losses and normalisation layers compute in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Below this scale, it is not the scale that makes gradients overflow; and small ones are lost.
+MIN_SCALE = 2.0**-10
+
+# Batch and instance normalisation are `_NormBase`.
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
@@ -21,6 +39,162 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
-def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """A gradient scaler: the identity except for fp16."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+def keep_norms_fp32(module: nn.Module) -> None:
+    """Makes the module's normalisation layers compute in fp32 under autocast, on every device.
+
+    Autocast on CPU hands them 16-bit values, of which LayerNorm keeps its mean and deviation in 16 bits
+    for the backward pass; CUDA's promotes some of them. Here the input becomes fp32, so statistics,
+    arithmetic and gradients are, and the output goes on in the dtype that came in, so that what follows
+    sees no other dtypes and saves no more bytes. Layers in 16 bits by themselves stay so, and functions
+    that the module calls directly (`functional.layer_norm`) are out of reach.
+    """
+    for layer in module.modules():
+        if isinstance(layer, NORMS):
+            layer.register_forward_pre_hook(_to_fp32)
+            layer.register_forward_hook(_to_dtype_before)
+
+
+def _to_fp32(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    values = inputs[0] if inputs else None
+    layer._ringspark_dtype = None  # type: ignore[assignment]
+    if not isinstance(values, torch.Tensor) or values.dtype not in DTYPES.values():
+        return None
+    if not torch.is_autocast_enabled(values.device.type):
+        return None
+    if any(p.dtype != torch.float32 for p in layer.parameters(recurse=False)):
+        return None
+    layer._ringspark_dtype = values.dtype  # type: ignore[assignment]
+    return (values.float(), *inputs[1:])
+
+
+def _to_dtype_before(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    dtype = layer._ringspark_dtype
+    return output.to(dtype) if isinstance(dtype, torch.dtype) else output
+
+
+class LossScaler:
+    """Dynamic loss scaling where the precision needs it, else the identity. One per rank.
+
+    The calls of a step, on every rank: `scale` and a backward pass per micro-batch; then, once the
+    gradients are those of the whole step, `unscale` where somebody looks at them, `step`, `update`.
+    torch's scaler does the arithmetic. `step` reads one number off the device, as torch's own does.
+
+    Attributes:
+        skipped: Whether the last step was skipped.
+        skipped_steps: How many were, so far.
+    """
+
+    def __init__(
+        self,
+        precision: str,
+        device: torch.device,
+        combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+    ) -> None:
+        """Stores the settings.
+
+        Args:
+            combine: Maximum of a tensor (1,) over all ranks, which all of them call once per step; for
+                ranks that hold different gradients. Unused without loss scaling.
+        """
+        self.enabled = precision == "fp16"
+        self.skipped = False
+        self.skipped_steps = 0
+        self._device = device
+        self._combine = combine
+        self._overflow: torch.Tensor | None = None  # of this step, once known; 0 or above
+        self._scaler = torch.amp.GradScaler(
+            device.type, enabled=self.enabled, init_scale=init_scale, growth_interval=growth_interval
+        )
+        # It makes its tensors at the first loss, and a rank without rows has none.
+        self._scaler.scale(torch.zeros((), device=device))
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to differentiate."""
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Brings the gradients to their true size; a second call in one step does nothing."""
+        if not self.enabled or self._overflow is not None:
+            return
+        self._scaler.unscale_(optimizer)
+        found: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
+        # A rank whose part of the gradients is empty has found nothing, and still takes part.
+        total = torch.zeros(1, device=self._device)
+        for flag in found.values():
+            total += flag.to(self._device)
+        if self._combine is not None:
+            total = self._combine(total)
+        self._overflow = total[0]
+        # What `update` of torch's scaler goes by.
+        found.clear()
+        found[self._device] = self._overflow
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets the optimizer take its step, unless the gradients overflowed.
+
+        Raises:
+            FloatingPointError: They did, and a smaller scale would not help; on every rank alike.
+        """
+        if not self.enabled:
+            optimizer.step()
+            return
+        self.unscale(optimizer)
+        assert self._overflow is not None
+        self.skipped = bool(self._overflow.item())
+        if not self.skipped:
+            optimizer.step()
+            return
+        self.skipped_steps += 1
+        if self.current_scale <= MIN_SCALE:
+            raise FloatingPointError(
+                f"precision 'fp16' overflows at any loss scale: {self.skipped_steps} steps were skipped, and "
+                f"the scale is down to {self.current_scale:g}; set precision='bf16', lower learningRate, or "
+                "scale the features"
+            )
+
+    def update(self) -> None:
+        """Ends the step: the scale for the next one."""
+        if self.enabled:
+            self._scaler.update()
+            self._overflow = None
+
+    @property
+    def current_scale(self) -> float:
+        """The present scale, 1 without loss scaling; reads the device."""
+        return self._scaler.get_scale()
+
+    @property
+    def advice(self) -> str:
+        """What skipped steps add to the message about a loss that is not finite."""
+        if not self.skipped_steps:
+            return ""
+        return f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set precision='bf16'"
+
+    def check_trained(self, num_steps: int) -> None:
+        """Refuses a training none of whose steps was taken.
+
+        Raises:
+            FloatingPointError: All of `num_steps` overflowed; on every rank alike.
+        """
+        if num_steps and self.skipped_steps == num_steps:
+            raise FloatingPointError(
+                f"precision 'fp16' trains by the steps that do not overflow, and all {num_steps} did, at "
+                f"loss scales down to {self.current_scale:g}; train for more steps, or set precision='bf16'"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers that `load_state_dict` goes on from; empty without loss scaling."""
+        return {**self._scaler.state_dict(), "skipped_steps": self.skipped_steps} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the state of a scaler; from an empty one, of another precision, as new."""
+        if self.enabled and state:
+            own = dict(state)
+            self.skipped_steps = own.pop("skipped_steps")
+            self._scaler.load_state_dict(own)
+
+
+__all__ = ["DTYPES", "MIN_SCALE", "LossScaler", "autocast", "keep_norms_fp32"]

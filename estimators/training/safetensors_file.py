@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ringspark.estimators.training.optimizer_state import whole
+
 BLOCK_BYTES = 16 << 20
 
 # Where the tensors start in the file: a multiple of what vector instructions like to load.
@@ -76,8 +78,7 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
         ValueError: As `check_state`.
     """
     check_state(state)
-    # The widest numbers first, so that each tensor starts at a multiple of its own width.
-    names = sorted(state, key=lambda name: (-state[name].element_size(), name))
+    names = _order(state)
     header: dict[str, object] = {}
     end = 0
     for name in names:
@@ -96,6 +97,24 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
     return 8 + len(text) + end
 
 
+def assist(state: Mapping[str, torch.Tensor]) -> None:
+    """Gives this rank's parts to the one that calls `write`; every other rank calls it with its own state.
+
+    Only parts of tensors (`DTensor`) travel, one tensor at a time.
+
+    Raises:
+        ValueError: As `check_state`, so that no rank waits for the others.
+    """
+    check_state(state)
+    for name in _order(state):
+        whole(state[name])
+
+
+def _order(state: Mapping[str, torch.Tensor]) -> list[str]:
+    """The widest numbers first, so that each tensor starts at a multiple of its own width."""
+    return sorted(state, key=lambda name: (-state[name].element_size(), name))
+
+
 def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The tensors of a local file; on the CPU they are views of the mapped file.
 
@@ -112,7 +131,9 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in row-major order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    all_of_it = whole(tensor)
+    assert isinstance(all_of_it, torch.Tensor)
+    flat = all_of_it.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():
         return
     data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

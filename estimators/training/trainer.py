@@ -8,8 +8,10 @@ its rows' loss divided by the global weight, and the ranks' gradients are summed
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +26,8 @@ from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress, RunLog
 from ringspark.estimators.training.metric_set import MetricSet
 from ringspark.estimators.training.outputs import as_outputs
-from ringspark.estimators.training.precision import autocast, loss_scaler
+from ringspark.estimators.training.precision import LossScaler, autocast
+from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.estimators.training.schedules import Rates
 from ringspark.estimators.training.status import Status
 from ringspark.estimators.training.totals import Totals
@@ -50,6 +53,14 @@ class Parts:
     device: torch.device
 
 
+class _Seen(NamedTuple):
+    """One micro-batch's losses and weights, both (num_losses,), and what metrics take: outputs and labels."""
+
+    losses: torch.Tensor
+    weights: torch.Tensor
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class Trainer:
     """Trains one module on one rank's shards of every global batch."""
 
@@ -62,12 +73,17 @@ class Trainer:
         self._module, self._sync, self._device = parts.module, parts.sync, parts.device
         self._log = log
         self._status = status
-        self._scaler = loss_scaler(config.precision, parts.device)
+        # Ranks with parts of the gradients must agree on overflows; with all of them, they see the same.
+        combine = partial(collective.all_reduce, op="max") if config.sharding != "none" else None
+        self._scaler = LossScaler(config.precision, parts.device, combine)
+        self._seen: list[_Seen] = []
         self._num_losses = parts.criterion.num_losses
         # In training mode an ensemble gives the logits of its members, not a prediction.
         self._splits_with_metrics = ["train", "validation"]
         if any(loss.endswith("_per_member") for loss in config.losses):
             self._splits_with_metrics = ["validation"]
+        if not any(metric_set.names for metric_set in parts.metrics):
+            self._splits_with_metrics = []
         self._state = TrainingState(
             rank=collective.rank,
             size=collective.size,
@@ -89,14 +105,14 @@ class Trainer:
         self._rates = self._parts.make_rates(self._state.num_steps)
         self._call("on_train_start")
         for epoch in range(self._config.epochs):
-            epoch_start = time.monotonic()
+            epoch_start, skipped_before = time.monotonic(), self._scaler.skipped_steps
             self._state.epoch = epoch + 1
             values = self._train_epoch(epoch, train, start)
             # Every rank sees the same mean, so all of them stop here together.
             if not np.isfinite(values["train_loss"]):
                 raise FloatingPointError(
                     f"the training loss is {values['train_loss']} after epoch {epoch + 1}; "
-                    "lower learningRate, set maxGradNorm, or scale the features"
+                    f"lower learningRate, set maxGradNorm, or scale the features{self._scaler.advice}"
                 )
             if validation is not None:
                 values |= self._validate(epoch, validation)
@@ -109,12 +125,14 @@ class Trainer:
                     learning_rate=self._sync.optimizer.param_groups[0]["lr"],
                     train_loss=values.pop("train_loss"),
                     validation_loss=values.pop("validation_loss", None),
+                    skipped_steps=self._scaler.skipped_steps - skipped_before,
                     metrics=values,
                 )
             )
             self._call("on_epoch_end")
             if self._all_stop():
                 break
+        self._scaler.check_trained(self._state.step)
         self._call("on_train_end")
 
     def _call(self, event: str) -> None:
@@ -173,30 +191,34 @@ class Trainer:
             micro_batches = batch.split(self._config.gradient_accumulation)
             for i, micro_batch in enumerate(micro_batches):
                 with self._sync.micro_batch(last=i == len(micro_batches) - 1):
-                    self._backward(micro_batch, weight, totals)
+                    self._backward(micro_batch, weight)
         else:
-            self._sync.backward_without_rows()
+            self._sync.backward_without_rows(batch.inputs)
         with backward_errors():
             self._sync.reduce()
         if self._config.max_grad_norm is not None:
-            self._scaler.unscale_(self._sync.optimizer)
-            # Of the parameters that are trained: others may keep gradients, which differ by rank.
-            trained = [p for group in self._sync.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(trained, self._config.max_grad_norm)
+            self._scaler.unscale(self._sync.optimizer)
+            self._sync.clip_gradients(self._config.max_grad_norm)
         self._sync.step(self._scaler)
         self._scaler.update()
+        self._count(totals, finite_only=self._scaler.skipped)
 
-    def _backward(self, batch: Batch, global_weights: torch.Tensor, totals: Totals) -> None:
-        losses, weights = self._losses(self._sync.module, batch, "train")
+    def _backward(self, batch: Batch, global_weights: torch.Tensor) -> None:
+        losses = self._losses(self._sync.module, batch, "train")
         loss = self._parts.criterion.total(losses / global_weights)
         scaled = self._scaler.scale(loss * self._sync.loss_factor)
         with backward_errors():
             scaled.backward()  # type: ignore[no-untyped-call]
-        totals.add(losses, weights)
 
-    def _losses(self, module: nn.Module, batch: Batch, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each label's sum of weighted losses over the rows, and the sum of weights; both (num_losses,)."""
-        with autocast(self._config.precision, self._device):
+    def _losses(self, module: nn.Module, batch: Batch, split: str) -> torch.Tensor:
+        """Each label's sum of weighted losses over the rows, (num_losses,); `_count` counts them."""
+        hooks = saved_tensor_hooks(
+            offload=self._config.activation_offload,
+            compression=self._config.activation_compression,
+            module=self._module,
+            device=self._device,
+        )
+        with autocast(self._config.precision, self._device), hooks:
             outputs = as_outputs(module(*batch.inputs))
         if len(outputs) != self._num_losses:
             raise ValueError(
@@ -205,13 +227,35 @@ class Trainer:
             )
         # fp32 outside autocast: a mean over many rows would lose digits in 16 bits.
         outputs = tuple(output.float() for output in outputs)
-        if split in self._splits_with_metrics:
-            for metric_set, output, label in zip(self._parts.metrics, outputs, batch.labels, strict=True):
-                metric_set.update(output.detach(), label)
         rows = self._parts.criterion.rows(outputs, batch.labels)
         if batch.weight is not None:
             rows = rows * batch.weight[:, None]
-        return rows.sum(0), self._weights(batch)
+        losses = rows.sum(0)
+        pairs = []
+        if split in self._splits_with_metrics:
+            pairs = [(output.detach(), label) for output, label in zip(outputs, batch.labels, strict=True)]
+        self._seen.append(_Seen(losses.detach(), self._weights(batch), pairs))
+        return losses
+
+    def _count(self, totals: Totals, finite_only: bool = False) -> None:
+        """Takes the rows since the last call into losses and metrics.
+
+        Args:
+            finite_only: For a step that fp16 skipped because of them: without the micro-batches whose
+                losses overflowed, and in metrics without the rows whose outputs did.
+        """
+        for seen in self._seen:
+            losses, weights = seen.losses, seen.weights
+            if finite_only:
+                finite = losses.isfinite()
+                losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
+            totals.add(losses, weights)
+            for metric_set, (output, label) in zip(self._parts.metrics, seen.pairs, strict=False):
+                if finite_only:
+                    kept = output.reshape(len(output), -1).isfinite().all(1)
+                    output, label = output[kept], label[kept]
+                metric_set.update(output, label)
+        self._seen.clear()
 
     def _weights(self, batch: Batch) -> torch.Tensor:
         """What this rank's rows weigh in the mean of each label's loss, (num_losses,)."""
@@ -235,8 +279,14 @@ class Trainer:
         totals = Totals(self._num_losses, self._device)
         self._module.eval()
         with torch.no_grad():
-            for columns in self._with_rows(reader.batches(0)):
-                totals.add(*self._losses(self._module, self._batch(columns), "validation"))
+            for columns in reader.batches(0):
+                batch = self._batch(columns)
+                if not batch.num_rows:
+                    # The others may need this rank's parts of the weights.
+                    self._sync.forward_without_rows(batch.inputs)
+                    continue
+                self._losses(self._module, batch, "validation")
+                self._count(totals)
         return self._values("validation", totals)
 
     def _values(self, split: str, totals: Totals) -> dict[str, float]:
@@ -254,9 +304,6 @@ class Trainer:
                 values[f"{split}_{name}{suffix}"] = value
             metric_set.reset()
         return values
-
-    def _with_rows(self, batches: Iterable[dict[str, Array]]) -> Iterable[dict[str, Array]]:
-        return (columns for columns in batches if len(columns[self._config.label_columns[0]]))
 
     def _batch(self, columns: dict[str, Array]) -> Batch:
         config = self._config

@@ -21,13 +21,14 @@ from ringspark.estimators.training.batch_norm import accept_single_rows
 from ringspark.estimators.training.best import BestCheckpoint, EarlyStopping, best_of
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.check import build_module, label_metrics
-from ringspark.estimators.training.checkpoint import save_checkpoint
+from ringspark.estimators.training.checkpoint import assist_checkpoint, save_checkpoint
 from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.criterion import Criterion, ignored_label
 from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.losses import resolve_loss
 from ringspark.estimators.training.metric_set import make_metrics
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
 from ringspark.estimators.training.schedules import make_rates
 from ringspark.estimators.training.skeleton import changed_state, skeleton
@@ -102,11 +103,13 @@ def train_worker(
             probe(module, config, manifest)
         module = module.to(torch_device)
         accept_single_rows(module)
+        if config.precision != "fp32":
+            keep_norms_fp32(module)
         start_state = skeleton(module)
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
         status.phase = "sharing the first weights"
-        sync = STRATEGIES["data_parallel"]().prepare(
+        sync = STRATEGIES[config.sharding]().prepare(
             module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
         )
         # Dropout differs between the ranks, as it does between the rows of one batch.
@@ -130,6 +133,8 @@ def train_worker(
         checkpoint_uri, checkpoint_epoch = storage.join(config.run_uri, "checkpoint"), state.epoch
         if collective.rank == 0:
             save_checkpoint(checkpoint_uri, module, epoch=state.epoch, step=state.step)
+        else:
+            assist_checkpoint(module)
     status.phase = "done"
     return TrainResult(
         run_uri=config.run_uri,

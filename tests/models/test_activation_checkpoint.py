@@ -121,27 +121,6 @@ def test_nothing_is_recomputed_in_evaluation_or_without_gradients(policy: Policy
     assert calls in (3, 4)  # Four where the first block is among the recomputed ones.
 
 
-def test_a_module_list_is_recomputed_block_by_block() -> None:
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    net = Looped()
-    x = torch.randn(4, 8)
-    out, grads, _ = train_step(net, x)
-    with pytest.raises(ValueError, match=r"the loop over Looped\.blocks is in the network's own forward"):
-        apply_activation_checkpoint(net, "sqrt")
-    again, same_grads, _ = train_step(apply_activation_checkpoint(net, "all"), x)
-    assert torch.equal(out, again)
-    assert all(torch.equal(a, b) for a, b in zip(grads, same_grads, strict=True))
-
-
 def test_a_network_of_two_inputs_and_a_bf16_autocast() -> None:
     torch.manual_seed(0)
     net = TabularNet([5, 7], 3, [16, 16, 16, 16], 2, dropout=0.2, embedding_dropout=0.2)

@@ -5,9 +5,11 @@ import torch
 
 from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
 
+_TRANSFORMER = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2, "dropout": 0.1}
 EXAMPLES: dict[str, dict[str, object]] = {
     "linear": {"in_features": 5, "out_features": 2},
     "mlp": {"in_features": 5, "hidden": [8, 7], "out_features": 2, "dropout": 0.2, "norm": "batch"},
+    "resnet": {"in_channels": 3, "out_features": 2, "depths": [1, 2], "width": 4, "norm": "group"},
     "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
     "tabular_ensemble": {
         "members": 3,
@@ -16,7 +18,12 @@ EXAMPLES: dict[str, dict[str, object]] = {
         "hidden": [8, 7],
         "out_features": 2,
     },
+    "transformer_classifier": {**_TRANSFORMER, "out_features": 2, "padding_id": 0},
+    # As many tokens as outputs elsewhere, so that an output is (batch, 2, ...).
+    "transformer_lm": {**_TRANSFORMER, "vocab_size": 2},
 }
+# Behind (batch, 2).
+MORE_DIMS = {"transformer_lm": (4,)}
 
 
 def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
@@ -24,6 +31,11 @@ def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     if name.startswith("tabular"):
         categories = torch.randint(0, 4, (rows, 2), generator=generator)
         return categories, torch.randn(rows, 3, generator=generator)
+    if name.startswith("transformer"):
+        vocab_size = EXAMPLES[name]["vocab_size"]
+        return (torch.randint(0, vocab_size, (rows, 4), generator=generator),)  # type: ignore[call-overload]
+    if name == "resnet":
+        return (torch.randn(rows, 3, 6, 6, generator=generator),)
     return (torch.randn(rows, 5, generator=generator),)
 
 
@@ -45,7 +57,7 @@ def test_spec_round_trips_and_builds_the_class_listed(name: str) -> None:
 
 def test_output_is_batch_by_out_features(name: str) -> None:
     net = ModelSpec(name, EXAMPLES[name]).build().eval()
-    assert net(*example_inputs(name, 6)).shape == (6, 2)
+    assert net(*example_inputs(name, 6)).shape == (6, 2, *MORE_DIMS.get(name, ()))
 
 
 def test_state_dict_loads_into_a_second_build(name: str) -> None:
@@ -65,7 +77,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 
 def test_a_batch_without_rows_goes_through_in_evaluation(name: str) -> None:
     net = ModelSpec(name, EXAMPLES[name]).build().eval()
-    assert net(*example_inputs(name, 0)).shape == (0, 2)
+    assert net(*example_inputs(name, 0)).shape == (0, 2, *MORE_DIMS.get(name, ()))
 
 
 def test_checkpointing_applies_or_says_why_not(name: str) -> None:

@@ -1,0 +1,8 @@
+"""What one training step takes on one rank, found on fake tensors: no memory is spent to know it."""
+
+from ringspark.estimators.memory.budget import check_budget
+from ringspark.estimators.memory.plan import plan_memory
+from ringspark.estimators.memory.report import MemoryPlan
+from ringspark.estimators.memory.sizes import parse_bytes
+
+__all__ = ["MemoryPlan", "check_budget", "parse_bytes", "plan_memory"]

@@ -1,0 +1,58 @@
+"""`memoryBudget`: refuses a training that would not fit, before a gang starts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+
+def check_budget(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, budget: int | None
+) -> None:
+    """Refuses a training that would not fit; warns where that cannot be known. Runs on the driver.
+
+    Args:
+        config: With its losses named, as `check_training` returns it.
+        budget: Bytes per worker, None for no check.
+
+    Raises:
+        ValueError: One sentence with what is needed, the budget, and the settings that would fit.
+    """
+    if budget is None:
+        return
+    rows = math.ceil(config.batch_size / config.num_workers)
+    try:
+        inputs, labels = (
+            [column_of(manifest, name, rows) for name in names]
+            for names in (config.input_columns, config.label_columns)
+        )
+        plan = Planner(config, objects, inputs, labels).plan(budget)
+    # Whatever a user's network does on fake tensors must not end a fit that real ones would get through.
+    except Exception as error:
+        warnings.warn(
+            f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} does not "
+            f"run without data: {reason(error)}",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    if not plan.fits:
+        raise ValueError(plan.verdict.replace("the budget is", "memoryBudget is"))
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, with its type."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def network_name(config: TrainConfig, objects: UserObjects) -> str:
+    """What messages call the network."""
+    return ModelSpec.from_json(config.model).target if config.model else type(objects.module).__name__

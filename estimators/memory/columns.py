@@ -1,0 +1,101 @@
+"""A batch's shapes and dtypes, from what a user gives or from the shards' manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringspark.pipelines import ShardManifest
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One input or label as a rank gets it.
+
+    Attributes:
+        shape: With the rows first.
+        dtype: As `to_tensor` makes it: int64 or fp32.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def column_of(manifest: ShardManifest, name: str, rows: int) -> Column:
+    """A column of the shards, as `rows` rows of a batch."""
+    array = manifest.array(name)
+    return Column(shape=(rows, *array.shape), dtype=_dtype(np.dtype(array.dtype).kind in "iu"))
+
+
+def columns_of(batch: Any, rows: int | None = None) -> tuple[list[Column], list[Column]]:
+    """Inputs and labels of a batch: see `plan_memory`.
+
+    Raises:
+        ValueError: It has another form, or its columns differ in their numbers of rows.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(
+            "batch must be (inputs, labels), each a tensor, an array, (shape, dtype) or a list of these, "
+            f"got {_described(batch)}"
+        )
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows must be at least 1 per worker, got {rows}")
+    inputs, labels = ([_column(entry, rows) for entry in _as_list(side)] for side in batch)
+    counts = sorted({column.shape[0] for column in (*inputs, *labels)})
+    if not inputs or not labels or len(counts) != 1 or counts[0] < 1:
+        raise ValueError(
+            f"inputs and labels of a batch must have the same number of rows, at least 1, got {counts}; "
+            "the rows are their first dimension"
+        )
+    return inputs, labels
+
+
+def _as_list(side: Any) -> list[Any]:
+    is_one = isinstance(side, _ARRAYS) or _is_spec(side)
+    return [side] if is_one or not isinstance(side, list | tuple) else list(side)
+
+
+def _is_spec(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], tuple | list | torch.Size)
+        and all(isinstance(n, int) for n in value[0])
+        and not isinstance(value[1], (*_ARRAYS, tuple, list))
+    )
+
+
+def _column(entry: Any, rows: int | None) -> Column:
+    if isinstance(entry, _ARRAYS):
+        shape, dtype = tuple(entry.shape), entry.dtype
+    elif _is_spec(entry):
+        shape, dtype = tuple(entry[0]), entry[1]
+    else:
+        raise ValueError(
+            f"a column of a batch must be a tensor, a NumPy array or (shape, dtype), got {_described(entry)}"
+        )
+    if not shape:
+        raise ValueError("a column of a batch must have its rows as first dimension, got a single number")
+    if isinstance(dtype, torch.dtype):
+        is_integer = not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
+    else:
+        is_integer = np.dtype(dtype).kind in "iu"
+    return Column(shape=(rows or shape[0], *shape[1:]), dtype=_dtype(is_integer))
+
+
+def _dtype(is_integer: bool) -> torch.dtype:
+    return torch.int64 if is_integer else torch.float32
+
+
+def _described(value: Any) -> str:
+    return (
+        f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
+    )

@@ -1,0 +1,118 @@
+"""`plan_memory`: what a training step takes on one rank, and which settings would fit a budget.
+
+Nothing is trained and no weight is allocated: see `step`. The figures are tensors' bytes, exact where
+torch's operators are what takes memory; scratch inside kernels is counted where it is as big as
+activations. A fit with `memoryBudget` is held against the same plan before its gang starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ringspark.estimators.memory.budget import network_name, reason
+from ringspark.estimators.memory.columns import Column, columns_of
+from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.memory.report import MemoryPlan
+from ringspark.estimators.memory.sizes import parse_bytes
+from ringspark.estimators.training.check import check_names
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.losses import default_loss
+from ringspark.models import ModelSpec
+
+
+def plan_memory(
+    model: ModelSpec | nn.Module,
+    batch: tuple[Any, Any],
+    *,
+    rows: int | None = None,
+    optimizer: Any = "adamw",
+    loss: Any = "auto",
+    precision: str = "fp32",
+    gradientCheckpointing: str | int | Sequence[str] = "none",
+    gradientAccumulation: int = 1,
+    activationOffload: str = "none",
+    activationCompression: str = "none",
+    sharding: str = "none",
+    collective: str = "torch",
+    numWorkers: int = 1,
+    useGpu: bool = False,
+    budget: int | str | None = None,
+) -> MemoryPlan:
+    """Bytes of one optimizer step on one worker, in steady state, without training or allocating anything.
+
+        plan = plan_memory(
+            ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 8, "out_features": 1}),
+            (((1024, 32), "float32"), ((1024,), "float32")),  # inputs, labels
+            budget="2g",
+        )
+        print(plan.table())
+
+    The keywords are the estimators' Params of the same names.
+
+    Args:
+        model: A spec, of which nothing is allocated, or a module, which stays as it is.
+        batch: (inputs, labels), each one column or a list with one for each argument of `forward` or each
+            output. A column is an example tensor (also on "meta") or NumPy array, rows first, or
+            (shape, dtype) such as ((1024, 32), "float32"). As in training, integers become int64 and
+            all else fp32.
+        rows: Rows per worker and optimizer step, in all micro-batches together; unset: the columns' own.
+        loss: As the estimators take it; "auto" is cross entropy for integer labels and mean squared error
+            for others.
+        budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
+            `suggest` holds up to three others that do.
+
+    Raises:
+        ValueError: A setting cannot be used, or the model cannot be run on these shapes without data.
+    """
+    inputs, labels = columns_of(batch, rows)
+    losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
+    losses = [_named(entry, label) for entry, label in zip(losses, labels, strict=False)]
+    policy = gradientCheckpointing
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        model=model.to_json() if isinstance(model, ModelSpec) else None,
+        input_columns=tuple(f"input {i}" for i in range(len(inputs))),
+        label_columns=tuple(f"label {i}" for i in range(len(labels))),
+        losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
+        loss_weights=(1.0,) * len(labels),
+        optimizer=optimizer if isinstance(optimizer, str) else "adamw",
+        batch_size=labels[0].shape[0] * numWorkers,
+        num_workers=numWorkers,
+        use_gpu=useGpu,
+        collective=collective,
+        precision=cast(Any, precision),
+        gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
+        gradient_accumulation=gradientAccumulation,
+        activation_offload=cast(Any, activationOffload),
+        activation_compression=cast(Any, activationCompression),
+        sharding=cast(Any, sharding),
+        reader="arrow",
+    )
+    objects = UserObjects(
+        module=None if isinstance(model, ModelSpec) else model,
+        losses=tuple(None if isinstance(entry, str) else entry for entry in losses),
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+    )
+    check_names(config, objects)
+    limit = None if budget is None else parse_bytes(budget)
+    try:
+        return Planner(config, objects, inputs, labels).plan(limit)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the memory of model {network_name(config, objects)} cannot be planned without data: "
+            f"{reason(error)}; check the batch's shapes, and that no shape in its forward depends on values"
+        ) from error
+
+
+def _named(loss: Any, label: Column) -> Any:
+    if not isinstance(loss, str) or loss != "auto":
+        return loss
+    return "cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1)

@@ -1,0 +1,107 @@
+"""`Planner`: the plans of one network and one batch under several settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.report import MemoryPlan, changed_settings
+from ringspark.estimators.memory.search import Candidate, candidates, cheapest
+from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.skeleton import build_skeleton, skeleton
+from ringspark.models import ModelSpec
+
+
+class Planner:
+    """Each step runs once, however many plans ask for it."""
+
+    def __init__(
+        self, config: TrainConfig, objects: UserObjects, inputs: Sequence[Column], labels: Sequence[Column]
+    ) -> None:
+        self._config, self._objects = config, objects
+        self._inputs, self._labels = inputs, labels
+        self._rows = labels[0].shape[0]
+        if config.model is not None:
+            self._empty = build_skeleton(ModelSpec.from_json(config.model))
+        else:
+            self._empty = skeleton(objects.module)
+        self._steps: dict[str, StepBytes] = {}
+        self._update: UpdateBytes | None = None
+
+    def plan(self, budget: int | None = None) -> MemoryPlan:
+        """The plan of the config; held against a budget, with what would fit where it does not."""
+        plan = self._plan_of(self._config, budget)
+        if budget is None:
+            return plan
+        if plan.fits:
+            return replace(plan, verdict=f"fits the budget of {show_bytes(budget)}")
+        ordered = candidates(self._config, self._rows)
+        fitting, least = cheapest(ordered, self._peak_of, budget)
+        suggest = tuple(self._plan_of(c.config, budget) for c in fitting)
+        return replace(plan, suggest=suggest, verdict=self._verdict(plan, suggest, least, budget))
+
+    def _verdict(
+        self, plan: MemoryPlan, suggest: tuple[MemoryPlan, ...], least: Candidate | None, budget: int
+    ) -> str:
+        needs = f"training needs {show_bytes(plan.peak)} per worker, the budget is {show_bytes(budget)}"
+        if suggest:
+            others = [
+                f"{changed_settings(other.settings, plan.settings)} needs {show_bytes(other.peak)}"
+                for other in suggest
+            ]
+            return f"{needs}; {', or '.join(others)}"
+        if least is None:
+            return f"{needs}; no other setting suits this network"
+        smallest = self._plan_of(least.config, budget)
+        changed = changed_settings(smallest.settings, plan.settings)
+        return f"{needs}, and no settings fit: {changed} still needs {show_bytes(smallest.peak)}"
+
+    def _peak_of(self, config: TrainConfig) -> int | None:
+        try:
+            return self._plan_of(config, None).peak
+        # Settings that do not suit the network (no chain to checkpoint, no kernel in 16 bits) are none to
+        # suggest; what is wrong with the network itself was raised by its own plan.
+        except Exception:
+            return None
+
+    def _plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
+        step = self._step(config)
+        peak = step.peaks[config.sharding]
+        between = communication_bytes(config, self._empty)
+        at_peak = peak.parts | {"communication": between}
+        return MemoryPlan(
+            settings=settings_of(config),
+            rows=self._rows,
+            **(step.parts_of(config.sharding, config.num_workers) | {"communication": between}),
+            peak=peak.total + between,
+            at_peak=at_peak,
+            budget=budget,
+        )
+
+    def _step(self, config: TrainConfig) -> StepBytes:
+        # Every way of sharding is in one run.
+        key = replace(config, sharding="none").to_json()
+        if key not in self._steps:
+            columns = (self._inputs, self._labels)
+            step = measure_step(config, self._objects, self._empty, *columns, self._update)
+            self._steps[key], self._update = step, step.update
+        return self._steps[key]
+
+
+def settings_of(config: TrainConfig) -> dict[str, object]:
+    """Param name -> value, of the settings that decide memory."""
+    return {
+        "optimizer": config.optimizer,
+        "precision": config.precision,
+        "gradientCheckpointing": config.gradient_checkpointing,
+        "gradientAccumulation": config.gradient_accumulation,
+        "activationOffload": config.activation_offload,
+        "activationCompression": config.activation_compression,
+        "sharding": config.sharding,
+        "collective": config.collective,
+        "numWorkers": config.num_workers,
+    }

@@ -1,0 +1,140 @@
+"""`MemoryPlan`: the bytes of one training step on one rank, as numbers, a table and a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringspark.estimators.memory.sizes import show_bytes
+
+# Part -> what a table calls it.
+TITLES = {
+    "parameters": "parameters and buffers",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations and temporaries",
+    "batch": "rows of the batch",
+    "communication": "communication buffers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What one optimizer step takes on one rank, in bytes of tensors.
+
+    The parts do not all reach their most at the same moment, so `peak` is less than their sum: gradients
+    grow while activations are released. What Python, Spark and the reader of the rows take is not counted.
+
+    Attributes:
+        settings: Param name -> value, of the settings that decide memory.
+        rows: Rows per rank and optimizer step.
+        parameters: Parameters and buffers.
+        gradients: The most at any moment of a backward pass.
+        optimizer_state: As from the second step on.
+        activations: The most that the backward pass waits for, together with operators' temporaries.
+        batch: Inputs and labels.
+        communication: Buffers that carry gradients or parameters between ranks.
+        peak: The most bytes of all parts at one moment.
+        at_peak: Part -> bytes at that moment; they add up to `peak`.
+        budget: What it is held against, or None.
+        suggest: Other settings that fit the budget, the cheapest first; empty where this plan fits.
+        verdict: The budget's answer in one sentence; "" without a budget.
+    """
+
+    settings: Mapping[str, object]
+    rows: int
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    batch: int
+    communication: int
+    peak: int
+    at_peak: Mapping[str, int]
+    budget: int | None = None
+    suggest: tuple[MemoryPlan, ...] = ()
+    verdict: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget; True without one."""
+        return self.budget is None or self.peak <= self.budget
+
+    def table(self) -> str:
+        """Text: a line for each part, with its most at any moment and its bytes at the peak."""
+        width = max(map(len, TITLES.values()))
+        header = f"{'':{width}}  {'most':>10}  {'at the peak':>11}"
+        lines = [
+            f"{title:{width}}  {show_bytes(getattr(self, part)):>10}  {show_bytes(self.at_peak[part]):>11}"
+            for part, title in TITLES.items()
+        ]
+        total = f"{'peak':{width}}  {'':>10}  {show_bytes(self.peak):>11}"
+        return "\n".join([header, *lines, total, *([self.verdict] if self.verdict else [])])
+
+    def save_chart(self, path: str) -> None:
+        """Writes a bar chart as PNG: this plan's parts at the peak, and those of `suggest` beside it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        draw({_label(plan): plan for plan in (self, *self.suggest)}, path, self.budget)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def draw(plans: Mapping[str, MemoryPlan], path: str, budget: int | None = None) -> None:
+    """Writes stacked bars of plans' parts at their peaks as PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plan's chart needs matplotlib; pip install 'ringspark[examples]'") from None
+    # The object's own canvas, not pyplot: no backend of the process is touched.
+    figure = Figure(figsize=(9, 1.6 + 0.55 * len(plans)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names, scale, unit = list(plans), *_scale(max([p.peak for p in plans.values()] + [budget or 0]))
+    left = [0.0] * len(plans)
+    for part, title in TITLES.items():
+        sizes = [plan.at_peak[part] / scale for plan in plans.values()]
+        if any(sizes):
+            axes.barh(names, sizes, left=left, label=title)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for y, plan in enumerate(plans.values()):
+        axes.text(left[y], y, f" {show_bytes(plan.peak)}", va="center")
+    if budget is not None:
+        axes.axvline(budget / scale, color="black", linestyle="--", label=f"budget {show_bytes(budget)}")
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"{unit} per worker at the peak of a step")
+    figure.legend(loc="outside upper center", ncols=3)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _scale(most: int) -> tuple[int, str]:
+    power = next((p for p in (40, 30, 20, 10) if most >= 1 << p), 0)
+    return 1 << power, {40: "TiB", 30: "GiB", 20: "MiB", 10: "KiB", 0: "B"}[power]
+
+
+def _label(plan: MemoryPlan) -> str:
+    return changed_settings(plan.settings, DEFAULTS) or "default settings"
+
+
+DEFAULTS: Mapping[str, object] = {
+    "precision": "fp32",
+    "gradientCheckpointing": "none",
+    "gradientAccumulation": 1,
+    "activationOffload": "none",
+    "activationCompression": "none",
+    "sharding": "none",
+}
+
+
+def changed_settings(settings: Mapping[str, object], base: Mapping[str, object]) -> str:
+    """What differs from `base`, as one would write it: "gradientCheckpointing='sqrt', precision='bf16'"."""
+    return ", ".join(f"{k}={settings[k]!r}" for k in DEFAULTS if settings[k] != base[k])

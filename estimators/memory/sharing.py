@@ -1,0 +1,60 @@
+"""What is not seen on one rank alone: its share of sharded state, and the buffers that carry gradients.
+
+These are the formulas to adjust where a collective or a strategy changes what it holds. They count
+memory that is written to: Horovod reserves its whole fusion buffer, but touches no more of it than the
+gradients fill.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import nn
+
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.parallel.fully_sharded import blocks_of
+from ringspark.estimators.parallel.shard_layout import BUCKET_BYTES
+from ringspark.estimators.training.config import TrainConfig
+
+# Which parts each way of sharding splits over the ranks (Rajbhandari et al. 2020, "ZeRO").
+SHARDED_PARTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer_state",),
+    "gradients": ("optimizer_state", "gradients"),
+    "parameters": ("optimizer_state", "gradients", "parameters"),
+}
+
+# Horovod's default; the environment variable overrides it, on the ranks too.
+_FUSION_BYTES = 128 * 1024 * 1024
+
+
+def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
+    """Part -> what one rank holds of it; parts that are left out it holds whole."""
+    return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
+
+
+def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
+    """Buffers that stay allocated between the ranks' exchanges.
+
+    Args:
+        module: Any copy of the network, also one on `meta`: its parameters' sizes count.
+    """
+    if config.num_workers == 1:
+        return 0
+    trained = [p for p in module.parameters() if p.requires_grad]
+    gradients = num_bytes(trained)
+    if config.sharding == "parameters":
+        # FSDP2 gathers the unit at work and the next one; what is in no block stays for the whole step.
+        units = blocks_of(module)
+        inside = {parameter for unit in units for parameter in unit.parameters()}
+        rest = num_bytes(p for p in module.parameters() if p not in inside)
+        return rest + 2 * max([num_bytes(unit.parameters()) for unit in units], default=0)
+    if config.sharding != "none":
+        # One bucket is filled while the one before it is under way.
+        return min(2 * BUCKET_BYTES, 2 * gradients)
+    if config.collective == "horovod":
+        threshold = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES))
+        return min(threshold, gradients)
+    # DistributedDataParallel copies every gradient into a bucket, and flags which were used.
+    return gradients + 4 * len(trained)

@@ -1,0 +1,245 @@
+"""One training step on fake tensors, by the functions that a rank trains with.
+
+The step is the trainer's: micro-batches, autocast, the losses per row in fp32, loss scaling, gradient
+clipping, and an optimizer step with its state in place, as in every step but the first. At most two
+micro-batches run: from the second on, each finds the gradients of those before it, and all are alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.meter import Meter, Peak
+from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
+from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.criterion import Criterion
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.losses import resolve_loss
+from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.outputs import as_outputs
+from ringspark.estimators.training.precision import LossScaler, autocast, keep_norms_fp32
+from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.models import apply_activation_checkpoint
+
+MOST_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateBytes:
+    """What the optimizer's own step takes: the same for all settings that only concern activations.
+
+    Attributes:
+        state: Bytes of the optimizer's state, unsharded.
+        temporaries: The most beside parameters, gradients, state and batch.
+        peaks: Way of sharding -> the moment with the most bytes on one rank.
+    """
+
+    state: int
+    temporaries: int
+    peaks: dict[str, Peak]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a step takes.
+
+    Attributes:
+        parts: Part -> the most of it at any moment, unsharded.
+        peaks: Way of sharding -> the moment with the most bytes on one rank.
+    """
+
+    parts: dict[str, int]
+    peaks: dict[str, Peak]
+    update: UpdateBytes
+
+    def parts_of(self, sharding: str, num_workers: int) -> dict[str, int]:
+        """The most of each part on one rank."""
+        share = shares(sharding, num_workers)
+        return {part: int(count * share.get(part, 1.0)) for part, count in self.parts.items()}
+
+
+def measure_step(
+    config: TrainConfig,
+    objects: UserObjects,
+    empty: nn.Module,
+    inputs: Sequence[Column],
+    labels: Sequence[Column],
+    update: UpdateBytes | None = None,
+) -> StepBytes:
+    """Counts the bytes of one step in steady state.
+
+    Args:
+        config: With its losses named; its `batch_size` does not count, the columns' rows do.
+        empty: The network without weights, from `build_skeleton` or `skeleton`; stays as it is.
+        inputs: One per argument of `forward`.
+        labels: One per output.
+        update: Of an earlier call with the same network, optimizer and batch, to spare its run.
+
+    Raises:
+        Exception: Whatever the network, its loss or its optimizer raise; also torch's errors where a
+            shape depends on the numbers in a tensor.
+    """
+    device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
+    _know_sizes(empty, inputs)
+    gpus = [device] if device.type == "cuda" else []
+    weightings = {name: shares(name, config.num_workers) for name in SHARDED_PARTS}
+    meter = Meter(weightings)
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=gpus),
+        torch.autograd.set_multithreading_enabled(False),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        meter,
+    ):
+        # What a network or an optimizer has to say it says again when it trains.
+        warnings.simplefilter("ignore")
+        return _Step(config, objects, empty, device, meter).run(inputs, labels, update)
+
+
+class _Step:
+    """The pieces of one rank, on fake tensors."""
+
+    def __init__(
+        self, config: TrainConfig, objects: UserObjects, empty: nn.Module, device: torch.device, meter: Meter
+    ) -> None:
+        self._config, self._device, self._meter = config, device, meter
+        self._module = _with_storage(empty, device)
+        meter.assign([*self._module.parameters(), *self._module.buffers()], "parameters")
+        if config.precision != "fp32":
+            keep_norms_fp32(self._module)
+        if config.gradient_checkpointing != "none":
+            apply_activation_checkpoint(self._module, segment_policy(config.gradient_checkpointing))
+        self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(self._own_gradient)
+        self._optimizer = build_optimizer(
+            objects.optimizer or config.optimizer,
+            self._module,
+            config.parameter_groups,
+            config.learning_rate,
+            config.weight_decay,
+        )
+        losses = [resolve_loss(objects.loss(config, i), device) for i in range(len(config.losses))]
+        self._criterion = Criterion(losses, config.loss_weights)
+        self._scaler = LossScaler(config.precision, device)
+        self._outputs: list[torch.Tensor] = []
+
+    def _own_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._meter.assign([parameter.grad], "gradients")
+
+    def run(
+        self, inputs: Sequence[Column], labels: Sequence[Column], update: UpdateBytes | None
+    ) -> StepBytes:
+        batch = Batch(
+            inputs=tuple(c.empty(self._device) for c in inputs),
+            labels=tuple(c.empty(self._device) for c in labels),
+            weight=None,
+        )
+        self._meter.assign([*batch.inputs, *batch.labels], "batch")
+        self._module.train()
+        self._meter.restart()
+        for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]:
+            self._backward(micro_batch)
+        self._outputs.clear()
+        backward = self._peaks()
+        parts = dict(self._meter.highest)
+        update = update or self._update()
+        parts["optimizer_state"] = update.state
+        parts["activations"] = max(parts["activations"], update.temporaries)
+        peaks = {}
+        for name, peak in backward.items():
+            share = shares(name, self._config.num_workers).get("optimizer_state", 1.0)
+            with_state = peak.parts | {"optimizer_state": int(update.state * share)}
+            peak = Peak(total=sum(with_state.values()), parts=with_state)
+            peaks[name] = max(peak, update.peaks[name], key=lambda found: found.total)
+        return StepBytes(parts=parts, peaks=peaks, update=update)
+
+    def _update(self) -> UpdateBytes:
+        """The first optimizer step makes the state, the second is one like all that follow."""
+        before = self._meter.snapshot()
+        # Not the scaler's `step`: it would ask the gradients whether they are finite.
+        self._scaler.unscale(self._optimizer)
+        self._optimizer_step()
+        self._meter.assign_new(before, "optimizer_state")
+        self._meter.restart()
+        self._optimizer_step()
+        return UpdateBytes(
+            state=self._meter.live("optimizer_state"),
+            temporaries=self._meter.highest["activations"],
+            peaks=self._peaks(),
+        )
+
+    def _peaks(self) -> dict[str, Peak]:
+        return {name: self._meter.peak(name) for name in SHARDED_PARTS}
+
+    def _backward(self, batch: Batch) -> None:
+        loss = self._criterion.total(self._losses(batch) / batch.num_rows)
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def _losses(self, batch: Batch) -> torch.Tensor:
+        config = self._config
+        hooks = saved_tensor_hooks(
+            offload=config.activation_offload,
+            compression=config.activation_compression,
+            module=self._module,
+            device=self._device,
+        )
+        with autocast(config.precision, self._device), hooks:
+            outputs = as_outputs(self._module(*batch.inputs))
+        outputs = tuple(output.float() for output in outputs)
+        if config.metrics:
+            # The trainer counts them when the step is over.
+            self._outputs += [output.detach() for output in outputs]
+        return self._criterion.rows(outputs, batch.labels).sum(0)
+
+    def _optimizer_step(self) -> None:
+        self._meter.answers_scalars = True
+        try:
+            if self._config.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm)
+            self._optimizer.step()
+        finally:
+            self._meter.answers_scalars = False
+
+
+def _know_sizes(empty: nn.Module, inputs: Sequence[Column]) -> None:
+    """Lets lazy layers learn their sizes, as `probe` does, from a pass over shapes."""
+    tensors = (*empty.parameters(), *empty.buffers())
+    if not any(is_lazy(tensor) for tensor in tensors):
+        return
+    for owner in empty.modules():
+        for name, parameter in owner._parameters.items():
+            if isinstance(parameter, UninitializedParameter):
+                owner._parameters[name] = UninitializedParameter(parameter.requires_grad, device="meta")
+        for name, buffer in owner._buffers.items():
+            if isinstance(buffer, UninitializedBuffer):
+                owner._buffers[name] = UninitializedBuffer(device="meta")  # type: ignore[assignment]
+    empty.eval()
+    with torch.no_grad():
+        empty(*(c.empty("meta") for c in inputs))
+    empty.train()
+
+
+def _with_storage(empty: nn.Module, device: torch.device) -> nn.Module:
+    """A copy whose parameters and buffers are fake tensors on `device`; runs under the fake mode."""
+    memo: dict[int, object] = {}
+    for parameter in empty.parameters():
+        fake = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in empty.buffers():
+        memo[id(buffer)] = torch.empty_strided(
+            buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device
+        )
+    module: nn.Module = copy.deepcopy(empty, memo)
+    return module

@@ -1,0 +1,10 @@
+"""The settings that are one of a few words."""
+
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Task = Literal["classification", "regression", "any"]
+Keep = Literal["last", "best"]
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+Offload = Literal["none", "host", "disk"]
+Compression = Literal["none", "bits", "int8", "fp8"]

@@ -1,0 +1,29 @@
+"""Optimizers by name or by a factory, over one or several groups of parameters.
+
+Made after the module has its final form. The learning rate is what the user wrote, for any number
+of ranks. One file a family where torch has none that fits.
+"""
+
+from ringspark.estimators.training.names import check_name
+from ringspark.estimators.training.optimizers.base import Parameters
+from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.optimizers.groups import GROUP_KEYS, check_groups, group_parameters
+from ringspark.estimators.training.optimizers.registry import (
+    ELEMENTWISE,
+    OPTIMIZERS,
+    Factory,
+    make_optimizer,
+)
+
+__all__ = [
+    "ELEMENTWISE",
+    "GROUP_KEYS",
+    "OPTIMIZERS",
+    "Factory",
+    "Parameters",
+    "build_optimizer",
+    "check_groups",
+    "check_name",
+    "group_parameters",
+    "make_optimizer",
+]

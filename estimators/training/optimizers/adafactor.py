@@ -1,0 +1,77 @@
+"""Adafactor: Adam's second moment as the product of a row and a column (Shazeer and Stern 2018).
+
+No first moment, and for a matrix one number per row and per column: a few thousandths of its weights. The
+rate is relative: each step is `lr`, at most 1 / sqrt(step), times the root mean square of the weights, so
+1e-2 is a usual `learningRate`. Numbers and state are those of torch.optim.Adafactor, which is not used
+because it waits for the device twice per parameter, and cannot step on meta tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
+
+
+class Adafactor(DenseOptimizer):
+    """Factored second moments, over the last two dimensions; decay is decoupled from the gradient."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: float = 1e-3,
+        clip: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """Stores the settings.
+
+        Args:
+            beta2_decay: The mean of squares takes step ** beta2_decay of each new one.
+            eps: The least root mean square of weights that a step is relative to.
+            clip: The largest root mean square of an update, before the rate.
+        """
+        super().__init__(
+            params,
+            {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip": clip, "weight_decay": weight_decay},
+        )
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        step = count_step(state)
+        fresh = step ** group["beta2_decay"]
+        rate = torch.clamp(_rms(parameter), min=group["eps"]) * min(group["lr"], step**-0.5)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        tiny = torch.finfo(parameter.dtype).eps
+        if gradient.dim() > 1:
+            square = _factored(gradient, state, fresh, tiny)
+        else:
+            if step == 1:
+                state["variance"] = torch.zeros_like(parameter)
+            square = state["variance"].lerp_(gradient * gradient, fresh).clone()
+        direction = square.clamp_(min=tiny * tiny).rsqrt_().mul_(gradient)
+        parameter.sub_(direction.mul_(rate / torch.clamp(_rms(direction) / group["clip"], min=1.0)))
+
+
+def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny: float) -> torch.Tensor:
+    """The estimated means of squares, (..., rows, columns), from those of the rows and of the columns."""
+    if "row_var" not in state:
+        state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
+        state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
+    for name, dim in (("row_var", -1), ("col_var", -2)):
+        # A norm, so that no tensor of squares is made.
+        mean = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_().div_(gradient.shape[dim])
+        state[name].lerp_(mean, fresh)
+    estimate: torch.Tensor = state["row_var"] @ state["col_var"]
+    return estimate.div_(state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=tiny))
+
+
+def _rms(values: torch.Tensor) -> torch.Tensor:
+    """The root mean square, a scalar on the device."""
+    norm: torch.Tensor = torch.linalg.vector_norm(values)
+    return norm / max(1, values.numel()) ** 0.5

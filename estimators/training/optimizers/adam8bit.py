@@ -1,0 +1,132 @@
+"""Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes a weight instead of 8.
+
+Moments are kept as codes and one scale per block of 256 values (see `quantization`), and computed with in
+fp32, a part at a time, so that a large parameter needs no fp32 copy of its state. Parameters below
+4,096 values keep fp32 moments, as the authors' own: they cost little, and biases and gains suffer most.
+
+Libraries were looked at in 2026: torchao compiles the step with a compiler of the machine and refuses
+rates that a schedule writes as numbers; bitsandbytes has no such step for the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
+from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, num_blocks
+
+MIN_VALUES = 4096
+# Values that are fp32 at a time, in whole blocks: what stays in a core's cache, or keeps a GPU busy.
+CHUNK = 1 << 18
+CUDA_CHUNK = 1 << 22
+
+# Moment -> whether it has a sign.
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+
+
+class Adam8bit(DenseOptimizer):
+    """Adam, its decay a part of the gradient; AdamW where `decoupled`."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled},
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which makes every state a tensor of the parameter's dtype, codes as well."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for key in state:
+                if key != "step":
+                    state[key] = state[key].to(torch.uint8 if key.endswith("_codes") else torch.float32)
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if isinstance(parameter, DTensor):
+            # Each rank quantizes the part that it holds.
+            parameter, gradient = parameter.to_local(), cast(DTensor, gradient).to_local()
+        step = count_step(state)
+        if step == 1:
+            _allocate(parameter, state)
+        chunk = CUDA_CHUNK if parameter.is_cuda else CHUNK
+        weights = parameter.view(-1) if parameter.is_contiguous() else parameter.flatten()
+        gradients = gradient.reshape(-1)
+        for start in range(0, len(weights), chunk):
+            part = slice(start, min(start + chunk, len(weights)))
+            mean, square = (self._read(state, name, part) for name in MOMENTS)
+            moved = _adam(weights[part].float(), gradients[part].float(), mean, square, step, group)
+            weights[part].copy_(moved)
+            self._write(state, "exp_avg", part, mean)
+            self._write(state, "exp_avg_sq", part, square)
+        if not parameter.is_contiguous():
+            parameter.copy_(weights.view_as(parameter))
+
+    def _quantizer(self, name: str, device: torch.device) -> Quantizer:
+        # Not made in __init__: torch restores a pickled or copied optimizer without it.
+        made: dict[tuple[str, torch.device], Quantizer] = self.__dict__.setdefault("_quantizers", {})
+        if (name, device) not in made:
+            made[name, device] = Quantizer(MOMENTS[name], device)
+        return made[name, device]
+
+    def _read(self, state: dict[str, Any], name: str, part: slice) -> torch.Tensor:
+        """The moments of some weights in fp32, free to be changed."""
+        if name in state:
+            moments: torch.Tensor = state[name][part]
+            return moments
+        codes, scales = state[f"{name}_codes"][part], state[f"{name}_scales"][_blocks_of(part)]
+        return self._quantizer(name, codes.device).dequantize(codes, scales)
+
+    def _write(self, state: dict[str, Any], name: str, part: slice, moments: torch.Tensor) -> None:
+        if name in state:
+            return  # changed in place
+        codes, scales = self._quantizer(name, moments.device).quantize(moments)
+        state[f"{name}_codes"][part] = codes
+        state[f"{name}_scales"][_blocks_of(part)] = scales
+
+
+def _allocate(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    size = parameter.numel()
+    for name in MOMENTS:
+        if size < MIN_VALUES:
+            state[name] = parameter.new_zeros(size, dtype=torch.float32)
+        else:
+            state[f"{name}_codes"] = parameter.new_zeros(size, dtype=torch.uint8)
+            state[f"{name}_scales"] = parameter.new_zeros(num_blocks(size), dtype=torch.float32)
+
+
+def _blocks_of(part: slice) -> slice:
+    return slice(part.start // BLOCK_SIZE, num_blocks(part.stop))
+
+
+def _adam(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    step: int,
+    group: dict[str, Any],
+) -> torch.Tensor:
+    """One step of Adam over flat fp32 values: changes the moments in place, returns the new weights."""
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    if decay and group["decoupled"]:
+        weights = weights * (1 - group["lr"] * decay)
+    elif decay:
+        gradients = gradients.add(weights, alpha=decay)
+    mean.lerp_(gradients, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    return weights.addcdiv(mean, root, value=-group["lr"] / (1 - beta1**step))

@@ -1,0 +1,70 @@
+"""What our own optimizers share: plain tensors as state, no number read off the device.
+
+So their states go through `state_dict` like torch's own, and a step on meta tensors shows a memory
+planner what a real one would allocate. All settings stand in the parameter groups, because Horovod makes
+an optimizer anew from those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
+
+
+class DenseOptimizer(torch.optim.Optimizer):
+    """Updates one parameter after the other, each from its dense gradient; see `update`."""
+
+    def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
+        if not defaults["lr"] >= 0:
+            raise ValueError(f"{type(self).__name__} needs a rate lr of 0 or above, got {defaults['lr']}")
+        if not defaults["weight_decay"] >= 0:
+            raise ValueError(
+                f"{type(self).__name__} needs a weight_decay of 0 or above, got {defaults['weight_decay']}"
+            )
+        super().__init__(params, defaults)
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Moves one parameter in place; `state` is empty in its first step."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step over all parameters that have a gradient.
+
+        Raises:
+            ValueError: A gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _check(type(self).__name__, parameter.grad)
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+
+def _check(name: str, gradient: torch.Tensor) -> None:
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "a sparse" if gradient.is_sparse else "a complex"
+        raise ValueError(
+            f"optimizer {name} takes dense real gradients, got {kind} one of shape {tuple(gradient.shape)}; "
+            "make embeddings with sparse=False, or set optimizer='sgd'"
+        )
+
+
+def count_step(state: dict[str, Any]) -> int:
+    """Counts the parameter's steps, from 1, in torch's form: a number on the host that is saved too."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+    state["step"] += 1
+    return int(state["step"])

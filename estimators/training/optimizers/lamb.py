@@ -1,0 +1,52 @@
+"""LAMB: Adam's direction, at a rate that follows each layer's weights (You et al. 2020, algorithm 2).
+
+For batches of tens of thousands of rows. As in the paper's BERT training, parameters with fewer than two
+dimensions (biases, gains of normalisation layers) step as AdamW: their norms start at 0, and a rate in
+proportion would keep them there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
+
+
+class Lamb(DenseOptimizer):
+    """Layer-wise adaptive moments; the update of a layer is as long as its weights, times the rate."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        step = count_step(state)
+        if step == 1:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        direction = torch.div(mean, root, out=root).div_(1 - beta1**step)
+        if group["weight_decay"]:
+            direction.add_(parameter, alpha=group["weight_decay"])
+        if parameter.dim() > 1:
+            direction.mul_(trust_ratio(parameter.norm(), direction.norm()))
+        parameter.add_(direction, alpha=-group["lr"])
+
+
+def trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """`weights / update`, both norms; 1 where either is 0."""
+    usable = (weights > 0) & (update > 0)
+    return torch.where(usable, weights / torch.where(usable, update, 1.0), 1.0)

@@ -1,0 +1,52 @@
+"""LARS: momentum SGD at a rate that follows each layer's weights (You et al. 2017, algorithm 1).
+
+For batches of tens of thousands of rows. The layer's rate is `trust_coefficient` times the ratio of the
+norms of weights and gradient, so `learningRate` is a factor on that: values from 1 to 30 are usual, behind a
+warm-up. Parameters with fewer than two dimensions step as plain momentum SGD.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters
+from ringspark.estimators.training.optimizers.lamb import trust_ratio
+
+
+class Lars(DenseOptimizer):
+    """Layer-wise adaptive rate scaling; decay is part of the gradient, as in the paper."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        trust_coefficient: float = 1e-3,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "trust_coefficient": trust_coefficient,
+                "weight_decay": weight_decay,
+            },
+        )
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        decay = group["weight_decay"]
+        direction = gradient.add(parameter, alpha=decay) if decay else gradient
+        if parameter.dim() > 1:
+            weights = parameter.norm()
+            ratio = trust_ratio(weights * group["trust_coefficient"], gradient.norm() + decay * weights)
+            direction = direction * ratio
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        # The rate goes into the buffer: a schedule changes new gradients, not those taken in before.
+        velocity = state["momentum_buffer"].mul_(group["momentum"]).add_(direction, alpha=group["lr"])
+        parameter.sub_(velocity)

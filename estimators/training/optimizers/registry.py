@@ -1,0 +1,64 @@
+"""The registry: optimizers by name.
+
+Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adafactor and sm3, joins the update
+before its length is set in lamb, and is a part of the gradient (L2) in all others, as their papers have it.
+
+No library is behind our own: pytorch_optimizer's SM3 keeps a full-size momentum without using it, and
+its LAMB reads norms off the device; for the others see their files. Muon is left out: it takes matrices
+only, and would need a second optimizer for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.names import check_name
+from ringspark.estimators.training.optimizers.adafactor import Adafactor
+from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
+from ringspark.estimators.training.optimizers.base import Parameters
+from ringspark.estimators.training.optimizers.lamb import Lamb
+from ringspark.estimators.training.optimizers.lars import Lars
+from ringspark.estimators.training.optimizers.sm3 import SM3
+
+Factory = Callable[[Any, float, float], torch.optim.Optimizer]
+
+# Name -> factory(parameters or groups, learning_rate, weight_decay); the rest is the class's default.
+OPTIMIZERS: dict[str, Factory] = {
+    "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
+    "momentum": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd, momentum=0.9),
+    "adam": lambda p, lr, wd: torch.optim.Adam(p, lr=lr, weight_decay=wd),
+    "adamw": lambda p, lr, wd: torch.optim.AdamW(p, lr=lr, weight_decay=wd),
+    "adamax": lambda p, lr, wd: torch.optim.Adamax(p, lr=lr, weight_decay=wd),
+    "nadam": lambda p, lr, wd: torch.optim.NAdam(p, lr=lr, weight_decay=wd),
+    "radam": lambda p, lr, wd: torch.optim.RAdam(p, lr=lr, weight_decay=wd),
+    "rmsprop": lambda p, lr, wd: torch.optim.RMSprop(p, lr=lr, weight_decay=wd),
+    "adagrad": lambda p, lr, wd: torch.optim.Adagrad(p, lr=lr, weight_decay=wd),
+    "adadelta": lambda p, lr, wd: torch.optim.Adadelta(p, lr=lr, weight_decay=wd),
+    "adam8bit": lambda p, lr, wd: Adam8bit(p, lr=lr, weight_decay=wd),
+    "adamw8bit": lambda p, lr, wd: Adam8bit(p, lr=lr, weight_decay=wd, decoupled=True),
+    "adafactor": lambda p, lr, wd: Adafactor(p, lr=lr, weight_decay=wd),
+    "sm3": lambda p, lr, wd: SM3(p, lr=lr, weight_decay=wd),
+    "lamb": lambda p, lr, wd: Lamb(p, lr=lr, weight_decay=wd),
+    "lars": lambda p, lr, wd: Lars(p, lr=lr, weight_decay=wd),
+}
+
+# Those that update every weight from its own gradient and state alone: any flat slice of a parameter may be
+# updated by itself, with the same numbers. The others need a parameter's rows and columns, norms or blocks.
+ELEMENTWISE: frozenset[str] = frozenset(
+    ("sgd", "momentum", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta")
+)
+
+
+def make_optimizer(
+    name: str, parameters: Parameters, learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """The optimizer registered as `name` over `parameters`, or over groups of them.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    check_name("optimizer", name, OPTIMIZERS)
+    return OPTIMIZERS[name](parameters, learning_rate, weight_decay)

@@ -1,0 +1,46 @@
+"""SM3: Adagrad with one number per row and per column instead of one per weight (Anil et al. 2019, SM3-II).
+
+A weight's sum of squared gradients is at most the least of the sums of the lines that it lies in: one
+vector for each dimension of a parameter is all the state. Without momentum, which would cost as much as
+the weights. Decay is decoupled from the gradient, as in AdamW.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters
+
+# Below the square of any gradient that counts; the update of a weight that never had one is 0.
+TINY = 1e-30
+
+
+class SM3(DenseOptimizer):
+    """Square-root of minima of sums of maxima of squared gradients."""
+
+    def __init__(self, params: Parameters, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        lines = max(1, parameter.dim())  # a scalar is its own line
+        if not state:
+            for dim in range(lines):
+                state[f"accumulator_{dim}"] = parameter.new_zeros(parameter.shape[dim : dim + 1])
+        sums = gradient * gradient
+        bound: torch.Tensor | None = None
+        for dim in range(lines):
+            # (n,) as (1, ..., n, ..., 1)
+            line = state[f"accumulator_{dim}"].view([-1 if d == dim else 1 for d in range(parameter.dim())])
+            bound = line if bound is None else torch.minimum(bound, line)
+        assert bound is not None
+        sums += bound
+        for dim in range(lines):
+            others = [d for d in range(parameter.dim()) if d != dim]
+            state[f"accumulator_{dim}"].copy_(sums.amax(others) if others else sums)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcmul_(sums.clamp_(min=TINY).rsqrt_(), gradient, value=-group["lr"])

@@ -1,0 +1,194 @@
+"""Decides for each saved tensor what becomes of it, packs it once, and gives it back.
+
+Invariant: a tensor that several operations save is stored once, and never mistaken for another. Its key
+holds the address of its storage object, which a weak reference keeps from being used again, and its
+version, which every change in place raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ringspark.estimators.training.saved_tensors.compression import LOSSY, Booleans, Codec, Raw
+from ringspark.estimators.training.saved_tensors.layout import Flat, density, own_values, whole_memory
+from ringspark.estimators.training.saved_tensors.offload import Handle, Store
+
+# Under a page of a file or of memory there is nothing to gain.
+SMALL_BYTES = 4096
+# What an operation saves beside its big tensors (means, deviations, logarithms of sums: one a row) is
+# little, and its gradient hangs on every digit of it.
+SMALL_SHARE = 8
+
+_LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Nodes whose output is their input seen otherwise, or in autocast's dtype.
+_SAME_VALUES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias"),
+        *("Expand", "Squeeze", "Unsqueeze", "Select", "Slice", "Split", "SplitWithSizes", "Unbind"),
+        *("ToCopy", "Clone"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that stays. Autograd itself does not look at versions of tensors that hooks return."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """One stored vector: parts in memory or elsewhere."""
+
+    parts: tuple[torch.Tensor | Handle, ...]
+    codec: Codec
+    count: int
+    dtype: torch.dtype
+
+    def restore(self) -> torch.Tensor:
+        parts = tuple(part if isinstance(part, torch.Tensor) else part.get() for part in self.parts)
+        return self.codec.decode(parts, self.count, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved tensor as a view of a stored vector."""
+
+    packed: _Packed
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedTensors:
+    """The hooks of one forward pass and its backward; `pack` and `unpack` as autograd calls them."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, compression: str, store: Store | None
+    ) -> None:
+        self._device = device.type
+        self._compresses = compression != "none"
+        self._lossy = LOSSY.get(compression)
+        self._store = store
+        held = itertools.chain(module.parameters(), module.buffers())
+        self._held = {_address(tensor) for tensor in held if not _is_foreign(tensor)}
+        self._packed: dict[object, tuple[StorageWeakRef, _Packed]] = {}
+        self._codec: Codec | None = None
+        self._largest = 0
+        # Neighbours in the backward pass often ask for the same vector: views of it, or several layers
+        # over one input. Read and written as one tuple, since CUDA's backward has threads of its own.
+        self._last: tuple[_Packed, torch.Tensor, int] | None = None
+
+    @contextmanager
+    def saving(self, codec: Codec | None, largest: int) -> Iterator[None]:
+        """While an operation runs: how to encode what it saves, and the elements of its largest tensor."""
+        before = self._codec, self._largest
+        self._codec, self._largest = codec, largest
+        try:
+            yield
+        finally:
+            self._codec, self._largest = before
+
+    @torch.no_grad()
+    def pack(self, tensor: torch.Tensor) -> _Kept | _View:
+        codec = None if self._stays(tensor) else self._codec_of(tensor)
+        if codec is None:
+            return _Kept(tensor, tensor._version)
+        flat = whole_memory(tensor) if isinstance(codec, Raw) else own_values(tensor)
+        return _View(self._pack_once(tensor, flat, codec), flat.size, flat.stride, flat.offset)
+
+    @torch.no_grad()
+    def unpack(self, saved: _Kept | _View) -> torch.Tensor:
+        if isinstance(saved, _View):
+            return self._restored(saved.packed).as_strided(saved.size, saved.stride, saved.offset)
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, expected "
+                f"version {saved.version}"
+            )
+        return saved.tensor
+
+    def end_forward(self) -> None:
+        """Drops what only packing needs."""
+        self._packed.clear()
+        self._held.clear()
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.device.type != self._device
+            or _is_foreign(tensor)
+            or tensor.nbytes < SMALL_BYTES
+            or _address(tensor) in self._held
+            or _is_parameter(tensor)
+        )
+
+    def _codec_of(self, tensor: torch.Tensor) -> Codec | None:
+        rest = None if self._store is None else Raw()
+        if not self._compresses:
+            return rest
+        layout = density(tensor)
+        if layout == "dense" and tensor.dtype == torch.bool:
+            return Booleans()
+        if layout == "dense" and self._codec is not None and tensor.is_floating_point():
+            return self._codec
+        is_big = tensor.numel() * SMALL_SHARE > self._largest
+        if self._lossy and is_big and layout != "overlapping" and tensor.dtype in _LOSSY_DTYPES:
+            return self._lossy
+        return rest
+
+    def _pack_once(self, tensor: torch.Tensor, flat: Flat, codec: Codec) -> _Packed:
+        key = (_address(tensor), flat.key, tensor.dtype, tensor._version, codec)
+        if key not in self._packed:
+            parts = codec.encode(flat.values)
+            moved = tuple(
+                self._store.put(part) if self._store and part.nbytes >= SMALL_BYTES else part
+                for part in parts
+            )
+            packed = _Packed(moved, codec, flat.values.numel(), tensor.dtype)
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._packed[key] = reference, packed
+        return self._packed[key][1]
+
+    def _restored(self, packed: _Packed) -> torch.Tensor:
+        last = self._last
+        if last is not None and last[0] is packed and last[1]._version == last[2]:
+            return last[1]
+        # Let go first: two vectors at a time are one more than needed.
+        self._last = last = None
+        values = packed.restore()
+        self._last = packed, values, values._version
+        return values
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is more, or less, than a strided piece of memory."""
+    return (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    )
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether the values are a parameter's: a leaf, also one that a wrapper made after the pass began."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _SAME_VALUES:
+        node = node.next_functions[0][0]
+    return tensor.requires_grad if tensor.is_leaf else node is not None and "AccumulateGrad" in node.name()

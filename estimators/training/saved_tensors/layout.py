@@ -1,0 +1,72 @@
+"""Saved tensors as flat memory and back, so that what comes back has the strides of what was saved.
+
+Kernels choose their ways by strides: only a tensor with the same strides gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Density = Literal["dense", "gaps", "overlapping"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flat:
+    """A part of a storage as a vector, and the saved tensor as a view of that vector.
+
+    Attributes:
+        key: What tells this part from others of the same storage and dtype.
+    """
+
+    values: torch.Tensor
+    key: tuple[object, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view_of(self, values: torch.Tensor) -> torch.Tensor:
+        return values.as_strided(self.size, self.stride, self.offset)
+
+
+def density(tensor: torch.Tensor) -> Density:
+    """Whether the elements fill their memory, leave gaps, or may share an address (as expanded ones do)."""
+    span = 1
+    result: Density = "dense"
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < span:
+            return "overlapping"
+        if stride > span:
+            result = "gaps"
+        span += stride * (size - 1)
+    return result
+
+
+def own_values(tensor: torch.Tensor) -> Flat:
+    """The tensor's own elements, in the order of memory where it is dense, else copied without gaps."""
+    geometry = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    if density(tensor) != "dense":
+        tensor = tensor.contiguous()
+    values = tensor.as_strided((tensor.numel(),), (1,))
+    return Flat(values=values, key=geometry, size=tuple(tensor.shape), stride=tensor.stride(), offset=0)
+
+
+def whole_memory(tensor: torch.Tensor) -> Flat:
+    """The memory that the tensor spans, or its whole storage where it spans half of that or more.
+
+    Views of one storage, such as the query, key and value of one projection, then travel once together.
+    """
+    start = int(tensor.storage_offset())
+    stop = start + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    if 2 * (stop - start) >= count:
+        start, stop = 0, count
+    return Flat(
+        values=tensor.as_strided((stop - start,), (1,), start),
+        key=(start, stop),
+        size=tuple(tensor.shape),
+        stride=tensor.stride(),
+        offset=int(tensor.storage_offset()) - start,
+    )

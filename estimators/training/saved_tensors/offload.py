@@ -1,0 +1,157 @@
+"""Where offloaded tensors wait for the backward pass: pinned host memory, or a file without a name.
+
+Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
+Design". Bytes go and come back unchanged. A store belongs to one forward pass and is referred to by its
+graph: when the graph goes, after the backward pass or by an exception, so do memory and file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Handle(Protocol):
+    """One vector that is elsewhere."""
+
+    def get(self) -> torch.Tensor:
+        """The vector, as it was, on its device."""
+        ...
+
+
+class Store(Protocol):
+    """Takes vectors, that is contiguous tensors of one dimension."""
+
+    def put(self, values: torch.Tensor) -> Handle: ...
+
+
+def make_store(offload: str, device: torch.device) -> Store | None:
+    """The store of one forward pass, None for offload "none".
+
+    Raises:
+        ValueError: "host" for tensors that are on the host already.
+    """
+    if offload == "none":
+        return None
+    if device.type == "meta":
+        return _MetaStore()
+    if offload == "disk":
+        return _DiskStore()
+    if device.type == "cpu":
+        raise ValueError(
+            "activationOffload 'host' moves activations from a GPU to the host's memory, got device 'cpu'; "
+            "set activationOffload='disk'"
+        )
+    return _HostStore()
+
+
+class _MetaStore:
+    """Holds nothing, since only the bytes that stay on the device are counted."""
+
+    def put(self, values: torch.Tensor) -> Handle:
+        return _MetaHandle(values.numel(), values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _MetaHandle:
+    count: int
+    dtype: torch.dtype
+
+    def get(self) -> torch.Tensor:
+        return torch.empty(self.count, dtype=self.dtype, device="meta")
+
+
+class _HostStore:
+    """Pinned memory, which torch keeps for the next step when the tensor is gone.
+
+    The copies run on the stream that computes: nothing waits on the host, and the memory that a copy
+    leaves behind is free for whatever comes next on that stream.
+    """
+
+    def put(self, values: torch.Tensor) -> Handle:
+        pinned = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(values.device))
+        return _HostHandle(pinned, values.device, event)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostHandle:
+    pinned: torch.Tensor
+    device: torch.device
+    written: torch.cuda.Event
+
+    def get(self) -> torch.Tensor:
+        # The backward pass may run on another stream than the forward pass did.
+        self.written.wait(torch.cuda.current_stream(self.device))
+        return self.pinned.to(self.device, non_blocking=True)
+
+
+class _DiskStore:
+    """A file in `tempfile.gettempdir()` that is unlinked from the start: no crash can leave it behind."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._size = 0
+
+    def put(self, values: torch.Tensor) -> Handle:
+        start = self._size
+        data = _bytes_of(values.cpu())
+        try:
+            fd = self._open()
+            while data:
+                written = os.pwrite(fd, data, self._size)
+                self._size += written
+                data = data[written:]
+        except OSError as error:
+            raise OSError(
+                f"activationOffload 'disk' could not write {values.nbytes:,} bytes after {start:,} to a file "
+                f"in {tempfile.gettempdir()}: {error.strerror}; make room there, point TMPDIR to a larger "
+                "disk, or set activationCompression, which writes less"
+            ) from error
+        return _DiskHandle(self, start, values.numel(), values.dtype, values.device)
+
+    def read(self, into: memoryview, start: int) -> None:
+        fd = self._open()
+        while into:
+            count = os.preadv(fd, [into], start)
+            if not count:
+                raise OSError(
+                    f"activationOffload 'disk' found its file in {tempfile.gettempdir()} shorter than it was "
+                    "written; point TMPDIR to another disk"
+                )
+            start += count
+            into = into[count:]
+
+    def _open(self) -> int:
+        if self._fd is None:
+            # Not in a `with`: it lives as long as the graph.
+            file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            weakref.finalize(self, file.close)
+            self._fd = file.fileno()
+        return self._fd
+
+
+@dataclass(frozen=True, slots=True)
+class _DiskHandle:
+    store: _DiskStore
+    start: int
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def get(self) -> torch.Tensor:
+        values = torch.empty(self.count, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        self.store.read(_bytes_of(values), self.start)
+        return values.to(self.device, non_blocking=True)
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    array: Any = values.view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,146 @@
+"""The state of every generator that a forward pass may draw from, so that it can draw the same again.
+
+Dropout draws from torch's generators; a user's block may also draw from Python's `random` or from NumPy's
+global generator. States are looked at twice per block and step, and hardly a network draws from the last
+two, so a state that has not changed is not copied again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+Cuda = dict[torch.device, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RandomState:
+    """The generators at one moment; None for one that is as it should be.
+
+    Attributes:
+        python: Of the module `random`.
+        numpy: Of NumPy's global generator.
+        cpu: Of torch on the CPU.
+        cuda: Of torch on each CUDA device that is in use.
+    """
+
+    python: tuple[Any, ...] | None
+    numpy: tuple[Any, ...] | None
+    cpu: torch.Tensor | None
+    cuda: Cuda | None
+
+    def since(self, other: RandomState | None) -> RandomState:
+        """This state without what is the very same in `other`."""
+        if other is None:
+            return self
+        return RandomState(
+            None if self.python is other.python else self.python,
+            None if self.numpy is other.numpy else self.numpy,
+            None if self.cpu is other.cpu else self.cpu,
+            None if self.cuda is other.cuda else self.cuda,
+        )
+
+    def now_of_torch(self) -> RandomState:
+        """This state with torch's generators as they are now."""
+        cpu, cuda = _torch_state(self.cuda or ())
+        return replace(
+            self,
+            cpu=self.cpu if self.cpu is not None and _same_tensors(self.cpu, cpu) else cpu,
+            cuda=self.cuda if self.cuda is not None and _same_cuda(self.cuda, cuda) else cuda,
+        )
+
+    def restore(self) -> None:
+        """Sets the generators to this state."""
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)  # type: ignore[arg-type]
+        if self.cpu is not None:
+            torch.set_rng_state(self.cpu)
+        for device, state in (self.cuda or {}).items():
+            torch.cuda.set_rng_state(state, device)
+
+
+# The state last looked at, and NumPy's as raw memory: what has not changed since is the same object again.
+# Python's alone takes 22 KB, so the states of some hundred blocks could outweigh what recomputing saves.
+_latest: RandomState | None = None
+_latest_numpy_bytes = b""
+
+
+def random_state(tensors: Iterable[torch.Tensor]) -> RandomState:
+    """The present state of all generators; of CUDA's, those of the tensors' devices."""
+    global _latest
+    python = random.getstate()
+    cpu, cuda = _torch_state({tensor.device for tensor in tensors if tensor.is_cuda})
+    now, old = RandomState(python, _numpy_state(), cpu, cuda), _latest
+    if old is not None:
+        assert old.cpu is not None and old.cuda is not None
+        now = RandomState(
+            old.python if old.python == python else python,
+            now.numpy,
+            old.cpu if _same_tensors(old.cpu, cpu) else cpu,
+            old.cuda if _same_cuda(old.cuda, cuda) else cuda,
+        )
+    _latest = now
+    return now
+
+
+@contextlib.contextmanager
+def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Leaves all generators as they were before the block."""
+    before = random_state(tensors)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _torch_state(devices: Iterable[torch.device]) -> tuple[torch.Tensor, Cuda]:
+    return torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    """NumPy's state; the last one if it is the same.
+
+    Copying it out takes NumPy some 100 us, so its memory is compared first. The memory says nothing of
+    the second half of a pair of normal numbers, which waits beside it: a state in which one waits is
+    always copied. Without one, the memory must change before one waits again.
+    """
+    global _latest_numpy_bytes
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    memory = b""
+    if isinstance(generator, np.random.MT19937):
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if _latest is not None and memory == _latest_numpy_bytes and not _latest.numpy[_HAS_GAUSS]:  # type: ignore[index]
+            return _latest.numpy  # type: ignore[return-value]
+    state: Any = np.random.get_state()
+    if _latest is not None and _latest.numpy is not None and _same_numpy(_latest.numpy, state):
+        state = _latest.numpy
+    _latest_numpy_bytes = memory
+    return state  # type: ignore[no-any-return]
+
+
+_MT19937_BYTES = 624 * 4 + 4  # The key and the position in it.
+_HAS_GAUSS = 3  # Where `get_state` tells that a normal number waits.
+
+
+def _same_numpy(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    name, keys, *position = first
+    other_name, other_keys, *other_position = second
+    return bool(name == other_name and position == other_position and np.array_equal(keys, other_keys))
+
+
+def _same_tensors(first: torch.Tensor, second: torch.Tensor) -> bool:
+    # Not torch.equal, which counts as an operation of the network for whoever is watching those.
+    return first.numpy().tobytes() == second.numpy().tobytes()
+
+
+def _same_cuda(first: Cuda, second: Cuda) -> bool:
+    return first.keys() == second.keys() and all(_same_tensors(first[d], second[d]) for d in first)

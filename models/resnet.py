@@ -1,0 +1,96 @@
+"""Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2).
+
+A convolution, stages of blocks of two convolutions, global averaging, a linear head. From the second
+stage on, the first block halves height and width. All blocks are the items of one `nn.Sequential`,
+`blocks`, so that activation checkpointing has a chain to cut into segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    # Wu and He 2018: statistics of a row alone, so small batches and many workers change nothing.
+    "group": lambda channels: nn.GroupNorm(gcd(channels, 8), channels),
+}
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut: (batch, in, h, w) -> (batch, out, h / stride, w / stride)."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.first = _convolution(in_channels, out_channels, 3, stride)
+        self.first_norm = NORMS[norm](out_channels)
+        self.second = _convolution(out_channels, out_channels, 3)
+        self.second_norm = NORMS[norm](out_channels)
+        changes = stride != 1 or in_channels != out_channels
+        # He et al.'s option B: a projection where the shape changes.
+        self.shortcut = _convolution(in_channels, out_channels, 1, stride) if changes else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block."""
+        y = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.second_norm(self.second(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A residual network of `2 * sum(depths) + 2` layers; the outputs are logits or values.
+
+    Args:
+        in_channels: Channels of the images.
+        out_features: Outputs per row.
+        depths: Blocks of each stage; `[n, n, n]` are the networks of the paper.
+        width: Channels of the first stage; each further stage has twice as many.
+        norm: `"batch"` or `"group"`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_features: int,
+        depths: Sequence[int] = (3, 3, 3),
+        width: int = 16,
+        norm: str = "batch",
+    ) -> None:
+        super().__init__()
+        for name, size in {"in_channels": in_channels, "out_features": out_features, "width": width}.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not depths or min(depths) < 1:
+            raise ValueError(f"depths must hold at least one number, each at least 1, got {list(depths)}")
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+        self.stem = _convolution(in_channels, width, 3)
+        self.stem_norm = NORMS[norm](width)
+        blocks = []
+        channels = width
+        for stage, depth in enumerate(depths):
+            for i in range(depth):
+                stride = 2 if stage > 0 and i == 0 else 1
+                blocks.append(ResidualBlock(channels, width * 2**stage, stride, norm))
+                channels = width * 2**stage
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, out_features)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (batch, in_channels, height, width) to (batch, out_features)."""
+        x = self.blocks(F.relu(self.stem_norm(self.stem(images))))
+        out: torch.Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    # A normalisation follows, which subtracts any bias again.
+    layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer

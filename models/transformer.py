@@ -1,0 +1,231 @@
+"""Transformers: an encoder that classifies sequences of token ids, and a causal decoder, a language model.
+
+Vaswani et al. 2017, "Attention Is All You Need", with normalisation before each sublayer (Xiong et al.
+2020) and learned positions. The blocks are the items of one `nn.ModuleList`, `blocks`, so that
+activation checkpointing has a chain to cut into segments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.models.mlp import check_dropout
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Self-attention of several heads: (batch, seq, dim) -> (batch, seq, dim)."""
+
+    def __init__(self, dim: int, num_heads: int, dropout: float, causal: bool) -> None:
+        super().__init__()
+        self.num_heads, self.dropout, self.causal = num_heads, dropout, causal
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend where `mask`, (batch, 1, 1, seq) booleans, is True; everywhere if it is None."""
+        batch, seq, dim = x.shape
+        heads = self.qkv(x).view(batch, seq, 3, self.num_heads, dim // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, dim / heads)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal,
+        )
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a two-layer perceptron, each normalised before and added to what comes in."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_dim: int, dropout: float, attention_dropout: float, causal: bool
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads, attention_dropout, causal)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.up, self.activation, self.down = nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the block on (batch, seq, dim); `mask` as in `Attention`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: torch.Tensor = x + self.dropout(self.down(self.activation(self.up(self.mlp_norm(x)))))
+        return out
+
+
+class _Trunk(nn.Module):
+    """What both networks are but for their heads: embeddings, blocks, the last normalisation."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_seq_len: int,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_dim: int | None,
+        dropout: float,
+        attention_dropout: float,
+        causal: bool,
+        padding_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "max_seq_len": max_seq_len, "dim": dim, "num_heads": num_heads}
+        _check_sizes(**sizes, depth=depth, mlp_dim=4 * dim if mlp_dim is None else mlp_dim)
+        if dim % num_heads:
+            raise ValueError(f"dim must be a multiple of num_heads ({num_heads}), got {dim}")
+        check_dropout("dropout", dropout)
+        check_dropout("attention_dropout", attention_dropout)
+        if padding_id is not None and not 0 <= padding_id < vocab_size:
+            raise ValueError(f"padding_id must lie in 0..{vocab_size - 1}, got {padding_id}")
+        self.max_seq_len, self.padding_id = max_seq_len, padding_id
+        self.tokens = nn.Embedding(vocab_size, dim)
+        self.positions = nn.Embedding(max_seq_len, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(dim, num_heads, mlp_dim or 4 * dim, dropout, attention_dropout, causal)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+
+    def _init_weights(self) -> None:
+        # Small embeddings, as in GPT-2: torch's own, of variance 1, would drown what the blocks add.
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+
+    def _features(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map (batch, seq) to (batch, seq, dim)."""
+        seq = ids.shape[1]
+        if seq > self.max_seq_len:
+            raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
+        ids = ids.long()
+        mask = None
+        if self.padding_id is not None:
+            mask = (ids != self.padding_id)[:, None, None, :]
+            # A row of padding alone attends to all of itself: attention to nothing would be NaN.
+            mask = mask | ~mask.any(-1, keepdim=True)
+        x = self.dropout(self.tokens(ids) + self.positions(torch.arange(seq, device=ids.device)))
+        for block in self.blocks:
+            x = block(x, mask)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+class TransformerClassifier(_Trunk):
+    """An encoder and a linear head on the mean over the tokens; the outputs are logits.
+
+    Args:
+        vocab_size: Token ids are 0 to `vocab_size - 1`.
+        max_seq_len: Tokens per row at most.
+        dim: Width between the blocks.
+        depth: Blocks.
+        num_heads: Attention heads; they divide `dim`.
+        out_features: Outputs per row.
+        mlp_dim: Width inside the blocks, 4 * dim if left out.
+        dropout: On embeddings and on what each sublayer adds.
+        attention_dropout: On attention weights.
+        padding_id: The token id that fills rows up; such tokens are attended to and averaged by nobody.
+
+    Raises:
+        ValueError: If an argument is out of range, or in `forward` a row is too long.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_seq_len: int,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        out_features: int,
+        mlp_dim: int | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        padding_id: int | None = None,
+    ) -> None:
+        super().__init__(
+            vocab_size,
+            max_seq_len,
+            dim,
+            depth,
+            num_heads,
+            mlp_dim,
+            dropout,
+            attention_dropout,
+            causal=False,
+            padding_id=padding_id,
+        )
+        _check_sizes(out_features=out_features)
+        self.head = nn.Linear(dim, out_features)
+        self._init_weights()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map (batch, seq) token ids to (batch, out_features)."""
+        x = self._features(ids)
+        if self.padding_id is None:
+            pooled = x.mean(1)
+        else:
+            real = (ids != self.padding_id).unsqueeze(-1).to(x.dtype)  # (batch, seq, 1)
+            pooled = (x * real).sum(1) / real.sum(1).clamp(min=1)
+        out: torch.Tensor = self.head(pooled)
+        return out
+
+
+class TransformerLM(_Trunk):
+    """A causal decoder: logits of the next token at every position. The head shares the embedding's weights.
+
+    The label column is the ids moved up by one, -100 where there is no next token. The outputs are
+    (batch, vocab_size, seq), as torch's cross entropy wants classes, not (batch, seq, vocab_size).
+
+    Args:
+        vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout: As
+            `TransformerClassifier`.
+
+    Raises:
+        ValueError: If an argument is out of range, or in `forward` a row is too long.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_seq_len: int,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_dim: int | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__(
+            vocab_size,
+            max_seq_len,
+            dim,
+            depth,
+            num_heads,
+            mlp_dim,
+            dropout,
+            attention_dropout,
+            causal=True,
+        )
+        self._init_weights()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map (batch, seq) token ids to (batch, vocab_size, seq)."""
+        logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
+        return logits.transpose(1, 2)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")

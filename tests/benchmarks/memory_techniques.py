@@ -1,0 +1,256 @@
+"""Each memory technique, and all together, on one transformer: bytes, time, and the depth that fits.
+
+One rank, without Spark: the steps are made of the product's own parts, and every byte is counted by
+`peak_memory`. A run is measured whole, from the building of the network to the end of its second step,
+when the optimizer's state is there. `held` is what lies between a micro-batch's forward and its
+backward pass, the network left out. The largest depth is found by trying: it is the deepest network
+whose measured peak is within that of the plain one with 4 blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+# Read when torch is imported: its profiler would announce every start.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+
+import harness
+import torch
+from peak_memory import memory_use, peak_bytes
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.precision import autocast
+from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.models import ModelSpec, apply_activation_checkpoint
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory_techniques.png"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCABULARY, SEQ, DIM, HEADS, CLASSES = 1000, 128, 128, 4, 10
+DEPTH = 4
+MOST_BLOCKS = 512
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique:
+    """Settings as `TrainConfig` names them."""
+
+    precision: str = "fp32"
+    checkpointing: str = "none"
+    accumulation: int = 1
+    offload: str = "none"
+    compression: str = "none"
+    optimizer: str = "adamw"
+
+
+TECHNIQUES = {
+    "plain": Technique(),
+    "precision bf16": Technique(precision="bf16"),
+    "checkpointing sqrt": Technique(checkpointing="sqrt"),
+    "checkpointing all": Technique(checkpointing="all"),
+    "accumulation 4": Technique(accumulation=4),
+    **({"offload host": Technique(offload="host")} if DEVICE.type == "cuda" else {}),
+    "offload disk": Technique(offload="disk"),
+    "compression bits": Technique(compression="bits"),
+    "compression int8": Technique(compression="int8"),
+    "compression fp8": Technique(compression="fp8"),
+    **{
+        f"optimizer {name}": Technique(optimizer=name)
+        for name in ("adafactor", "sm3", "adam8bit", "lamb")
+        if name in OPTIMIZERS
+    },
+    "all together": Technique(
+        precision="bf16",
+        checkpointing="all",
+        accumulation=4,
+        offload="disk",
+        compression="int8",
+        optimizer="adafactor",
+    ),
+}
+
+
+class Training:
+    """One network, its optimizer and one batch of rows."""
+
+    def __init__(self, technique: Technique, rows: int, depth: int = DEPTH) -> None:
+        self.technique = technique
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "max_seq_len": SEQ, "dim": DIM, "num_heads": HEADS}
+        spec = ModelSpec("transformer", {**sizes, "depth": depth, "out_features": CLASSES, "dropout": 0.1})
+        self.net: nn.Module = spec.build().to(DEVICE)
+        apply_activation_checkpoint(self.net, technique.checkpointing)
+        self.optimizer = make_optimizer(technique.optimizer, self.net.parameters(), 1e-3, 0.0)
+        ids = torch.randint(VOCABULARY, (rows, SEQ), device=DEVICE)
+        labels = torch.randint(CLASSES, (rows,), device=DEVICE)
+        parts = technique.accumulation
+        self.micro_batches = list(zip(ids.tensor_split(parts), labels.tensor_split(parts), strict=True))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hooks = saved_tensor_hooks(
+            offload=self.technique.offload,
+            compression=self.technique.compression,
+            module=self.net,
+            device=DEVICE,
+        )
+        with autocast(self.technique.precision, DEVICE), hooks:
+            logits: torch.Tensor = self.net(ids)
+        return logits
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        for ids, labels in self.micro_batches:
+            loss = F.cross_entropy(self.forward(ids).float(), labels) / len(self.micro_batches)
+            loss.backward()
+        self.optimizer.step()
+
+    def state_bytes(self) -> int:
+        leaves = tree_leaves(list(self.optimizer.state.values()))
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def two_steps(technique: Technique, rows: int, depth: int) -> None:
+    """What is measured whole: everything is made, and gone at the end."""
+    training = Training(technique, rows, depth)
+    training.step()
+    training.step()
+
+
+def peak(technique: Technique, rows: int, depth: int) -> int:
+    """Bytes at the worst moment of `two_steps`."""
+    return peak_bytes(partial(two_steps, technique, rows, depth), DEVICE.type)
+
+
+def held_and_state(technique: Technique, rows: int) -> tuple[int, int]:
+    """Bytes between forward and backward of a micro-batch, and of the optimizer's state."""
+    training = Training(technique, rows)
+    training.step()
+    ids, _ = training.micro_batches[0]
+    return memory_use(lambda: training.forward(ids), DEVICE.type).kept, training.state_bytes()
+
+
+def seconds_of_step(training: Training) -> float:
+    """Wall time of one step, to the end of its last kernel."""
+
+    def step() -> None:
+        training.step()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    return harness.seconds_of(step)
+
+
+def largest_depth(fits: Callable[[int], bool], start: int = DEPTH) -> int:
+    """The last depth that fits, if every smaller one does too; 0 if none, `MOST_BLOCKS` at most."""
+    low, high = 0, start
+    while high < MOST_BLOCKS and fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    peak: int
+    held: int
+    state: int
+    seconds: float
+    time_ratio: float
+    depth: int
+
+
+def measure(rows: int, repeats: int) -> list[Row]:
+    """Everything about every technique; times in turns, so that all have the machine's good and bad times."""
+    budget = peak(TECHNIQUES["plain"], rows, DEPTH)
+    trainings = {name: Training(technique, rows) for name, technique in TECHNIQUES.items()}
+    times = harness.measure_in_turns(
+        {name: partial(seconds_of_step, training) for name, training in trainings.items()}, repeats
+    )
+    trainings.clear()
+    result = []
+    for name, technique in TECHNIQUES.items():
+        held, state = held_and_state(technique, rows)
+        result.append(
+            Row(
+                name=name,
+                peak=peak(technique, rows, DEPTH),
+                held=held,
+                state=state,
+                seconds=median(times[name]),
+                time_ratio=harness.median_ratio(times[name], times["plain"]),
+                depth=largest_depth(lambda depth, of=technique: peak(of, rows, depth) <= budget),
+            )
+        )
+        print(f"measured: {name}, depth {result[-1].depth}", flush=True)
+    return result
+
+
+def draw(rows: list[Row], picture: Path) -> None:
+    """Four bar charts side by side, one line of bars a technique."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    panels: list[tuple[str, list[float], str]] = [
+        ("peak of a step, MiB", [row.peak / MIB for row in rows], "{:.0f}"),
+        ("held for backward, MiB", [row.held / MIB for row in rows], "{:.1f}"),
+        ("optimizer state, MiB", [row.state / MIB for row in rows], "{:.2f}"),
+        ("time of a step / plain", [row.time_ratio for row in rows], "{:.2f}"),
+        (f"blocks that fit in {rows[0].peak / MIB:.0f} MiB", [row.depth for row in rows], "{:.0f}"),
+    ]
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(17, 0.36 * len(rows) + 1.2), sharey=True)
+    names = [row.name for row in rows]
+    for axes, (title, values, form) in zip(all_axes, panels, strict=True):
+        colours = ["#888888" if n == "plain" else "#c44e52" if n == "all together" else "#4c72b0" for n in names]
+        bars = axes.barh(names, values, color=colours)
+        axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
+        axes.set_title(title, fontsize=10)
+        axes.margins(x=0.18)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measures, prints the table, draws the picture."""
+    options = harness.parse(__doc__, rows=16)
+    rows = measure(options.rows, options.repeats)
+    plain = rows[0]
+    harness.print_table(
+        f"memory techniques on {DEVICE.type}: transformer of {DEPTH} blocks, dim {DIM}, batch {options.rows} x "
+        f"{SEQ} tokens, adamw; depth within {plain.peak / MIB:.1f} MiB",
+        ["", "peak MiB", "held MiB", "state MiB", "s/step", "time ratio", "depth", "x plain"],
+        [
+            [
+                row.name,
+                *(f"{size / MIB:.2f}" for size in (row.peak, row.held, row.state)),
+                f"{row.seconds:.3f}",
+                f"{row.time_ratio:.2f}",
+                str(row.depth),
+                f"{row.depth / plain.depth:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+    draw(rows, PICTURE)
+    print(f"picture: docs/{PICTURE.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""One contract over every sharding and every collective that it runs on, on real processes.
+
+The ranks of one sharding and collective run all cases in turn; each test looks at its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel import STRATEGIES, state_bytes
+from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.status import Status
+
+CASES = [
+    (sharding, collective)
+    for sharding in STRATEGIES
+    for collective in COLLECTIVES
+    if collective != "local" and (sharding, collective) != ("parameters", "horovod")
+]
+SHARDED = [case for case in CASES if case[0] != "none"]
+STEPS = 20
+# Rows of each step: uneven ones, and single ones, which leave all ranks but one without any.
+ROWS = [5, 4, 1, 7, 3] * (STEPS // 5)
+
+
+class Block(nn.Module):
+    """A residual block of several layers."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.relu(self.first(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """A chain of blocks, and parameters of all sorts around it."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(3, dim)
+        self.blocks = nn.Sequential(*(Block(dim) for _ in range(3)))
+        self.head = nn.Linear(dim, 1)
+        self.never, self.sometimes = nn.Linear(dim, 1), nn.Linear(dim, 1)
+        self.frozen = nn.Linear(dim, 1)
+        self.frozen.requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(dim, 5).t())  # not contiguous, but dense
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        hidden = self.blocks(self.stem(x)) + self.frozen(self.stem(x))
+        output = self.head(hidden) + (hidden @ self.turned.t()).sum(1, keepdim=True)
+        # By the data, so one rank may use it while the other does not.
+        return output + self.sometimes(hidden) if x[0, 0] > 0.5 else output  # type: ignore[no-any-return]
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _by_name(name: str, groups: Any = None, rate: float = 0.01) -> Make:
+    return lambda module: build_optimizer(name, module, groups, rate, 0.1)
+
+
+def _adafactor(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for p in module.parameters() if p.requires_grad], lr=0.01)
+
+
+def _train(
+    collective: Collective,
+    sharding: str,
+    make: Make,
+    *,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    max_norm: float | None = None,
+    scaler: LossScaler | None = None,
+    inspect: Callable[[GradientSync, int], None] | None = None,
+    poison: Callable[[int], float] = lambda step: 1.0,
+) -> GradientSync:
+    """The trainer's steps on rows that each rank has its share of."""
+    sync = STRATEGIES[sharding]().prepare(Net(), make, collective, micro_batches)
+    scaler = scaler or LossScaler("fp32", torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        rows = torch.rand(ROWS[step % len(ROWS)], 3, generator=generator)
+        mine = rows[collective.rank :: collective.size]
+        sync.optimizer.zero_grad()
+        parts = [part for part in mine.tensor_split(micro_batches) if len(part)]
+        for i, part in enumerate(parts):
+            with sync.micro_batch(last=i == len(parts) - 1):
+                loss = (sync.module(part) - part.sum(1, keepdim=True)).square().sum() / len(rows)
+                scaler.scale(loss * sync.loss_factor * poison(step)).backward()  # type: ignore[no-untyped-call]
+        if not parts:
+            sync.backward_without_rows((mine,))
+        sync.reduce()
+        if inspect is not None:
+            inspect(sync, step)
+        if max_norm is not None:
+            scaler.unscale(sync.optimizer)
+            sync.clip_gradients(max_norm)
+        sync.step(scaler)
+        scaler.update()
+    return sync
+
+
+def _weights(sync: GradientSync) -> list[float]:
+    """All weights of the network, whole; runs on every rank."""
+    if hasattr(sync.network, "reshard"):
+        sync.network.reshard()  # type: ignore[operator]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in sync.network.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist()  # type: ignore[no-any-return]
+
+
+def _overflowing(collective: Collective, sharding: str) -> dict[str, Any]:
+    """fp16's loss scaling; in step 3, one rank's rows give infinite gradients."""
+    combine = partial(collective.all_reduce, op="max") if sharding != "none" else None
+    scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
+    last = collective.rank == collective.size - 1
+    sync = _train(
+        collective,
+        sharding,
+        _by_name("adamw"),
+        steps=5,
+        scaler=scaler,
+        poison=lambda step: float("inf") if step == 3 and last else 1.0,
+    )
+    return {"weights": _weights(sync), "skipped": scaler.skipped_steps, "scale": scaler.current_scale}
+
+
+def _one_element(collective: Collective, sharding: str) -> dict[str, Any]:
+    """As above, but a single element of the sum overflows: it lies in one rank's part."""
+    combine = partial(collective.all_reduce, op="max") if sharding != "none" else None
+    scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
+
+    def poison(sync: GradientSync, step: int) -> None:
+        held = [p for group in sync.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if step == 1 and collective.rank == 0:
+            gradient: Any = held[0].grad
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local.view(-1)[0] = float("inf")
+
+    sync = _train(collective, sharding, _by_name("sgd"), steps=2, scaler=scaler, inspect=poison)
+    return {"weights": _weights(sync), "skipped": scaler.skipped_steps}
+
+
+GROUPS = [{"params": "head.bias", "learningRate": 0.05}, {"params": "blocks.*", "weightDecay": 0.0}]
+TRAININGS: dict[str, dict[str, Any]] = {
+    "adamw": {"make": _by_name("adamw")},
+    "momentum, micro-batches and clipping": {
+        "make": _by_name("momentum"),
+        "micro_batches": 3,
+        "max_norm": 0.2,
+    },
+    "groups": {"make": _by_name("adamw", GROUPS)},
+    "adagrad": {"make": _by_name("adagrad")},
+    "adafactor": {"make": _adafactor},
+}
+
+
+def _bytes(collective: Collective, sharding: str) -> dict[str, Any]:
+    sent: list[int] = []
+    counted: list[dict[str, int]] = []
+
+    def count(sync: GradientSync, step: int) -> None:
+        if step == 3:
+            counted.append(vars(state_bytes(sync)))
+        sent.append(collective.bytes_sent)
+
+    _train(collective, sharding, _by_name("adamw"), steps=8, inspect=count)
+    return {"state": counted[0], "sent": sent[7] - sent[6]}
+
+
+def _work(sharding: str, collective: Collective, device: str, status: Status) -> str:
+    result: dict[str, Any] = {}
+    for name, options in TRAININGS.items():
+        status.phase = name
+        result[name] = _weights(_train(collective, sharding, **options))
+    status.phase = "overflow"
+    result["overflow"] = _overflowing(collective, sharding)
+    result["overflow of one element"] = _one_element(collective, sharding) if collective.size > 1 else None
+    status.phase = "bytes"
+    result["bytes"] = _bytes(collective, sharding)
+    return json.dumps(result)
+
+
+@cache
+def _results(sharding: str, collective: str) -> list[dict[str, Any]]:
+    texts = run_spawned(2, collective, partial(_work, sharding), timeout_seconds=120)
+    return [json.loads(text) for text in texts]
+
+
+@cache
+def _alone() -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(_work("none", LocalCollective(), "cpu", Status("here")))
+    return result
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective"), CASES)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_weights_after_twenty_steps_are_those_of_one_worker(
+    sharding: str, collective: str, training: str
+) -> None:
+    first, second = (result[training] for result in _results(sharding, collective))
+    assert first == second
+    assert first == pytest.approx(_alone()[training], abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective"), CASES)
+def test_a_step_that_overflows_is_skipped_by_all_ranks(sharding: str, collective: str) -> None:
+    first, second = (result["overflow"] for result in _results(sharding, collective))
+    assert first == second
+    assert (first["skipped"], first["scale"]) == (1, 4.0)
+    assert first["weights"] == pytest.approx(_alone()["overflow"]["weights"], abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective"), SHARDED)
+def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(sharding: str, collective: str) -> None:
+    first, second = (result["overflow of one element"] for result in _results(sharding, collective))
+    assert first == second
+    assert first["skipped"] == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective"), CASES)
+def test_a_rank_holds_half_of_what_its_sharding_cuts(sharding: str, collective: str) -> None:
+    whole = _alone()["bytes"]["state"]
+    cut = {"none": [], "optimizer": ["optimizer"], "gradients": ["optimizer", "gradients"]}
+    for result in _results(sharding, collective):
+        for kind, num_bytes in result["bytes"]["state"].items():
+            if kind in cut.get(sharding, whole):
+                assert num_bytes == pytest.approx(whole[kind] / 2, rel=0.1), kind
+            elif (sharding, kind) != ("optimizer", "gradients"):
+                assert num_bytes == whole[kind], kind

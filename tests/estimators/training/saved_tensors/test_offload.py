@@ -1,0 +1,160 @@
+"""Stores: bytes go and come back unchanged, the file has no name and ends with the graph."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.saved_tensors.offload import make_store
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go in this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def open_files(folder: Path) -> list[int]:
+    """Sizes of the open files that lie in `folder`, deleted ones included."""
+    sizes = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{folder}/"):
+                sizes.append(os.fstat(int(fd)).st_size)
+        except OSError:  # the listing's own descriptor
+            continue
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_disk_gives_every_dtype_back_to_the_bit(dtype: torch.dtype) -> None:
+    store = make_store("disk", CPU)
+    assert store is not None
+    vectors = [torch.randn(count).mul(100).to(dtype) for count in (1, 4097, 100_000)]
+    handles = [store.put(vector) for vector in vectors]
+    for vector, handle in [*zip(vectors, handles, strict=True)][::-1]:
+        assert torch.equal(handle.get(), vector)
+
+
+def test_nan_payloads_survive_the_disk() -> None:
+    bits = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x7F800000], dtype=torch.int32).repeat(2000)
+    store = make_store("disk", CPU)
+    assert store is not None
+    assert torch.equal(store.put(bits.view(torch.float32)).get().view(torch.int32), bits)
+
+
+def test_file_has_no_name_and_ends_with_the_backward_pass(folder: Path) -> None:
+    net = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+    for _ in range(3):
+        x = torch.randn(64, 256)
+        with saved_tensor_hooks(offload="disk", compression="none", module=net, device=CPU):
+            output = net(x)
+        # The input and two outputs of tanh; that of the first is the second layer's input, written once.
+        assert open_files(folder) == [3 * 64 * 256 * 4]
+        assert not list(folder.iterdir())
+        output.sum().backward()
+        assert not open_files(folder)
+
+
+def test_file_ends_with_an_exception_in_either_pass(folder: Path) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("broken")
+
+    net = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+
+    def step(forward_fails: bool) -> None:
+        with saved_tensor_hooks(offload="disk", compression="none", module=net, device=CPU):
+            output = net(torch.randn(64, 256))
+            if forward_fails:
+                raise KeyError("broken")
+        output.register_hook(fail)
+        assert open_files(folder)
+        output.sum().backward()
+
+    for forward_fails in (True, False):
+        with pytest.raises(KeyError, match="broken"):
+            step(forward_fails)
+        assert not open_files(folder)
+
+
+def test_views_of_one_projection_travel_once(folder: Path) -> None:
+    x = torch.randn(64, 256, requires_grad=True)
+    with saved_tensor_hooks(offload="disk", compression="none", module=nn.Identity(), device=CPU):
+        first, second = (x * 2).chunk(2, dim=1)
+        y = first * second
+    assert open_files(folder) == [64 * 256 * 4]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, 4 * torch.cat([x[:, 128:], x[:, :128]], dim=1))
+
+
+@pytest.fixture
+def limited_files() -> Iterator[None]:
+    """No file may grow over 1 MiB: the kernel's own refusal, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("limited_files")
+def test_full_disk_is_one_clear_sentence(folder: Path) -> None:
+    x = torch.randn(2**18 - 1024, requires_grad=True)
+    with (
+        pytest.raises(OSError, match=r"activationOffload 'disk' could not write .* TMPDIR .*") as error,
+        saved_tensor_hooks(offload="disk", compression="none", module=nn.Identity(), device=CPU),
+    ):
+        (x * 1).sin().sin().sin()
+    assert str(folder) in str(error.value)
+
+
+def test_host_is_refused_where_everything_is_on_the_host() -> None:
+    with (
+        pytest.raises(ValueError, match="set activationOffload='disk'"),
+        saved_tensor_hooks(offload="host", compression="none", module=nn.Identity(), device=CPU),
+    ):
+        pass
+
+
+def test_meta_tensors_leave_nothing_behind() -> None:
+    store = make_store("host", torch.device("meta"))
+    assert store is not None
+    values = torch.empty(5000, dtype=torch.bfloat16, device="meta")
+    restored = store.put(values).get()
+    assert (restored.shape, restored.dtype, restored.device) == (values.shape, values.dtype, values.device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", ["host", "disk"])
+def test_gpu_gives_the_same_bits_and_holds_less(offload: str) -> None:
+    device = torch.device("cuda")
+
+    def step(offload: str) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)) for _ in range(8))
+        )
+        net.to(device)
+        x = torch.randn(4096, 512, device=device)
+        before = torch.cuda.memory_allocated()
+        with saved_tensor_hooks(offload=offload, compression="none", module=net, device=device):
+            output = net(x)
+        held = torch.cuda.memory_allocated() - before
+        output.square().mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None], held
+
+    plain, held = step("none")
+    moved, held_moved = step(offload)
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    assert held_moved < held / 4

@@ -1,0 +1,417 @@
+"""Mixed precision: what computes in fp32, and how fp16 scales, skips and recovers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.summary import TrainingSummary
+from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.precision import (
+    MIN_SCALE,
+    NORMS,
+    LossScaler,
+    autocast,
+    keep_norms_fp32,
+)
+from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.pipelines import ShardManifest
+
+CPU = torch.device("cpu")
+GANGS = [name for name in COLLECTIVES if name != "local"]
+MakeShards = Callable[..., ShardManifest]
+
+NORM_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(64), (32, 64)),
+    "rms": (lambda: nn.RMSNorm(64), (32, 64)),
+    "group": (lambda: nn.GroupNorm(4, 16), (8, 16, 4, 4)),
+    "batch": (lambda: nn.BatchNorm1d(64), (32, 64)),
+    "batch of images": (lambda: nn.BatchNorm2d(16), (8, 16, 4, 4)),
+    "instance": (lambda: nn.InstanceNorm2d(16, affine=True), (8, 16, 4, 4)),
+    "local response": (lambda: nn.LocalResponseNorm(2), (8, 16, 4)),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", NORM_LAYERS)
+def test_norms_compute_in_fp32_and_pass_the_dtype_on(kind: str, precision: str) -> None:
+    make, shape = NORM_LAYERS[kind]
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 10
+    seen: list[torch.dtype] = []
+
+    def run(layer: nn.Module, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        values = values.clone().requires_grad_()
+        with autocast(precision, CPU):
+            output = layer(values)
+        output.float().square().sum().backward()
+        assert values.grad is not None
+        return output, values.grad, [p.grad for p in layer.parameters() if p.grad is not None]
+
+    layer, plain = make(), make()
+    keep_norms_fp32(layer)
+    layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    rounded = values.to(torch.bfloat16 if precision == "bf16" else torch.float16)
+    output, gradient, parameter_gradients = run(layer, rounded)
+    assert seen == [torch.float32]
+    assert output.dtype == gradient.dtype == rounded.dtype
+    with torch.autocast("cpu", enabled=False):
+        expected, _, _ = run(plain, rounded.float())
+    # Nothing but the last rounding is in 16 bits.
+    assert output.equal(expected.to(rounded.dtype))
+    assert all(g.dtype == torch.float32 for g in parameter_gradients)
+    assert all(a.equal(b) for a, b in zip(layer.buffers(), plain.buffers(), strict=True))
+
+
+def test_every_norm_of_torch_is_covered() -> None:
+    names = {name for name in dir(nn) if name.endswith("Norm") or "Norm1d" in name or "Norm2d" in name}
+    kinds = {name for name in names if issubclass(getattr(nn, name), NORMS)}
+    # A lazy one has become a plain one when the training begins.
+    assert names - kinds <= {"CrossMapLRN2d"}
+
+
+def test_norms_without_autocast_or_in_16_bits_by_themselves_are_left_alone() -> None:
+    layer = nn.LayerNorm(8).to(torch.bfloat16)
+    keep_norms_fp32(layer)
+    values = torch.randn(4, 8, dtype=torch.bfloat16)
+    assert layer(values).dtype == torch.bfloat16
+    with autocast("bf16", CPU):
+        assert layer(values).dtype == torch.bfloat16
+    full = nn.LayerNorm(8)
+    keep_norms_fp32(full)
+    with autocast("bf16", CPU):
+        assert full(values.float()).dtype == torch.float32
+
+
+def _one_weight(value: float = 1.0) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    weight = nn.Parameter(torch.tensor([value]))
+    return weight, torch.optim.SGD([weight], lr=0.1)
+
+
+def _scaled_step(
+    scaler: LossScaler, weight: nn.Parameter, optimizer: torch.optim.Optimizer, slope: float
+) -> None:
+    optimizer.zero_grad()
+    scaler.scale((weight * slope).sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_the_scale_backs_off_at_an_overflow_and_grows_after_a_while() -> None:
+    scaler = LossScaler("fp16", CPU, init_scale=8.0, growth_interval=3)
+    weight, optimizer = _one_weight()
+    scales = []
+    for slope in (1.0, math.inf, math.nan, 1.0, 1.0, 1.0, 1.0):
+        before = weight.item()
+        _scaled_step(scaler, weight, optimizer, slope)
+        assert (weight.item() == before) is scaler.skipped is (not math.isfinite(slope))
+        scales.append(scaler.current_scale)
+    assert scales == [8.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]
+    assert scaler.skipped_steps == 2
+    # Gradients were unscaled: five steps of 0.1.
+    assert weight.item() == pytest.approx(0.5)
+
+
+def test_gradients_that_somebody_looked_at_are_unscaled_once() -> None:
+    scaler = LossScaler("fp16", CPU)
+    weight, optimizer = _one_weight()
+    scaler.scale(weight.sum() * 3).backward()  # type: ignore[no-untyped-call]
+    scaler.unscale(optimizer)
+    scaler.unscale(optimizer)
+    assert weight.grad is not None
+    assert weight.grad.item() == 3.0
+    scaler.step(optimizer)
+    assert weight.item() == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_fp16_nothing_is_scaled_or_skipped(precision: str) -> None:
+    scaler = LossScaler(precision, CPU)
+    weight, optimizer = _one_weight()
+    _scaled_step(scaler, weight, optimizer, math.inf)
+    assert not scaler.skipped
+    assert not weight.isfinite().all()
+    assert scaler.state_dict() == {}
+    assert scaler.current_scale == 1.0
+
+
+def test_a_scale_at_its_floor_ends_the_training() -> None:
+    scaler = LossScaler("fp16", CPU, init_scale=MIN_SCALE * 4)
+    weight, optimizer = _one_weight()
+    for _ in range(2):
+        _scaled_step(scaler, weight, optimizer, math.nan)
+    with pytest.raises(FloatingPointError, match=r"3 steps were skipped, .* set precision='bf16'"):
+        _scaled_step(scaler, weight, optimizer, math.nan)
+
+
+def test_a_saved_scaler_goes_on_where_it_was() -> None:
+    first = LossScaler("fp16", CPU, init_scale=8.0, growth_interval=2)
+    weight, optimizer = _one_weight()
+    for slope in (math.inf, 1.0):
+        _scaled_step(first, weight, optimizer, slope)
+    second = LossScaler("fp16", CPU)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.skipped_steps == 1
+    assert second.current_scale == 4.0
+    # One good step was taken already, so the next one is the second.
+    _scaled_step(second, weight, optimizer, 1.0)
+    assert second.current_scale == 8.0
+    second.load_state_dict({})
+    assert second.current_scale == 8.0
+
+
+def test_a_rank_without_any_gradient_takes_its_step() -> None:
+    scaler = LossScaler("fp16", CPU)
+    weight, optimizer = _one_weight()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.skipped_steps, weight.item()) == (0, 1.0)
+
+
+def _sharded_scaler(collective: Collective, device: str, status: Status) -> str:
+    """Each rank has a gradient of its own; only rank 1's overflows, in the second step."""
+    scaler = LossScaler("fp16", CPU, lambda found: collective.all_reduce(found, "max"), init_scale=8.0)
+    weight, optimizer = _one_weight()
+    skipped = []
+    for step in range(3):
+        _scaled_step(scaler, weight, optimizer, math.inf if step == collective.rank == 1 else 1.0)
+        skipped.append(scaler.skipped)
+    return json.dumps([skipped, scaler.current_scale, weight.item()])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", GANGS)
+def test_ranks_with_parts_of_the_gradients_skip_together(name: str) -> None:
+    for text in run_spawned(2, name, _sharded_scaler):
+        skipped, scale, weight = json.loads(text)
+        assert skipped == [False, True, False]
+        assert scale == 4.0
+        assert weight == pytest.approx(0.8)
+
+
+class _Net(nn.Module):
+    """A network with a norm, whose rows with an x above 100 overflow fp16 in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 32), nn.LayerNorm(32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(torch.relu(self.norm(self.first(x.clamp(-100, 100)))))
+        grows = (x[:, :1] > 100).to(y.dtype) * 60000 + 1
+        return y * grows * grows  # type: ignore[no-any-return]
+
+
+def _columns(rows: int, bad_rows: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(rows, 4)).astype(np.float32)
+    label = (features.sum(1) + rng.normal(size=rows) * 0.1).astype(np.float32)
+    features[list(bad_rows), 0] = 1000
+    return {"x": features, "y": label}
+
+
+def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=str(run_uri),
+        task="regression",
+        losses=("mse",),
+        input_columns=("x",),
+        label_columns=("y",),
+        batch_size=32,
+        learning_rate=0.01,
+        epochs=2,
+        reader="arrow",
+        shuffle=False,
+        # Small enough that no gradient overflows by the first scale, 65536.
+        loss_weights=(1 / 64,),
+        precision="fp16",
+    )
+    return replace(config, **changes)
+
+
+def _weights(result: TrainResult) -> torch.Tensor:
+    module = _Net()
+    load_checkpoint(result.checkpoint_uri, module)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class _Watch(Callback):
+    """Compares the ranks' weights after every step, and notes rates and steps."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_step_end(self, state: TrainingState) -> None:
+        self.rates.append(state.optimizer.param_groups[0]["lr"])
+        assert state.step == len(self.rates)
+
+    def on_train_end(self, state: TrainingState) -> None:
+        # In a sum over ranks without rounding: every bit counts.
+        weights = torch.cat([p.detach().flatten() for p in state.module.parameters()])
+        bits = weights.view(torch.int32).long()
+        if state.size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                both = [torch.empty_like(bits) for _ in range(state.size)]
+                dist.all_gather(both, bits)
+            else:
+                import horovod.torch as hvd
+
+                both = list(hvd.allgather(bits[None], name="watch"))
+            assert both[0].equal(both[1])
+        planned = [0.01 * (1 - step / state.num_steps) for step in range(state.num_steps)]
+        assert self.rates == pytest.approx(planned)
+
+
+# The third step of 32 rows has one bad row; its neighbours on the same rank overflow with it.
+BAD_ROW = 2 * 32 + 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_overflow_on_one_rank_skips_the_step_on_both(
+    make_shards: MakeShards, tmp_path: Path, collective: str, accumulation: int
+) -> None:
+    manifest = make_shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=16)
+    config = _config(
+        manifest,
+        tmp_path / "two",
+        num_workers=2,
+        collective=collective,
+        gradient_accumulation=accumulation,
+        lr_schedule="linear",
+        max_grad_norm=10.0,
+    )
+    objects = UserObjects(module=_Net(), callbacks=(_Watch(),))
+    config, _ = check_training(config, objects, manifest)
+    texts = run_spawned(2, collective, TrainTask(config=config, objects=user_code.dumps(objects)))
+    results = [TrainResult.from_json(text) for text in texts]
+    for result in results:
+        assert [record.skipped_steps for record in result.history] == [1, 1]
+        assert result.steps == 10
+    # Training went on: the loss is that of the other rows.
+    first, second = (record.train_loss for record in results[0].history)
+    assert math.isfinite(first)
+    assert second < first
+    one = train_here(replace(config, run_uri=str(tmp_path / "one")), UserObjects(module=_Net()))
+    assert [record.skipped_steps for record in one.history] == [1, 1]
+    assert (_weights(results[0]) - _weights(one)).abs().max() < 1e-2
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """Training with a bad batch equals training without that batch."""
+    with_bad = make_shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=160, name="a")
+    columns = {name: np.delete(values, np.s_[64:96], axis=0) for name, values in _columns(160).items()}
+    without = make_shards(columns, num_files=1, row_group_rows=160, name="b")
+    changes: dict[str, Any] = {"epochs": 1, "max_grad_norm": 1.0}
+    objects = UserObjects(module=_Net())
+    skipped = train_here(_config(with_bad, tmp_path / "a", **changes), objects)
+    clean = train_here(_config(without, tmp_path / "b", **changes), objects)
+    assert (skipped.steps, clean.steps) == (5, 4)
+    assert _weights(skipped).equal(_weights(clean))
+    # The mean over 128 rows: of the bad batch, none is counted.
+    assert skipped.history[0].train_loss == pytest.approx(clean.history[0].train_loss, rel=1e-6)
+
+
+def test_metrics_leave_out_rows_that_overflowed(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(_columns(160, (BAD_ROW,)), num_files=1)
+    result = train_here(
+        _config(manifest, tmp_path / "a", metrics=("mse",), learning_rate=1e-7, epochs=1),
+        UserObjects(module=_Net()),
+    )
+    module, columns = _Net(), _columns(160)
+    kept = np.arange(160) != BAD_ROW
+    with torch.no_grad():
+        output = module(torch.from_numpy(columns["x"][kept]))[:, 0]
+    # Metrics know no weights of losses.
+    expected = (output - torch.from_numpy(columns["y"][kept])).square().mean().item()
+    assert result.history[0].metrics["train_mse"] == pytest.approx(expected, rel=1e-2)
+
+
+def test_skipped_steps_are_in_the_summary_and_its_table(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(_columns(160, (BAD_ROW,)), num_files=1)
+    result = train_here(_config(manifest, tmp_path / "a"), UserObjects(module=_Net()))
+    summary = TrainingSummary.of(result)
+    assert summary.skipped_steps == 2
+    assert summary.history["skipped_steps"].tolist() == [1, 1]
+    assert TrainingSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    # Summaries that were saved before there was such a count.
+    old = summary.to_json()
+    for record in old["epochs"]:
+        del record["skipped_steps"]
+    assert TrainingSummary.from_json(old).skipped_steps == 0
+
+
+def test_a_training_without_a_step_that_holds_is_an_error(make_shards: MakeShards, tmp_path: Path) -> None:
+    rows = tuple(range(0, 64, 32))
+    manifest = make_shards(_columns(64, rows), num_files=1, row_group_rows=64)
+    objects = UserObjects(module=_Net())
+    with pytest.raises(FloatingPointError, match=r"loss is nan .*2 steps were skipped in fp16"):
+        train_here(_config(manifest, tmp_path / "a", epochs=1), objects)
+    # Half of the rows have a loss, in the other micro-batch: there is a mean, but nothing was learnt.
+    with pytest.raises(FloatingPointError, match=r"all 4 did, at loss scales .* set precision='bf16'"):
+        train_here(_config(manifest, tmp_path / "b", gradient_accumulation=2), objects)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_16_bits_train_nearly_like_fp32(
+    make_shards: MakeShards, tmp_path: Path, precision: str, accumulation: int
+) -> None:
+    manifest = make_shards(_columns(640))
+    objects = UserObjects(module=_Net())
+    results = [
+        train_here(
+            _config(manifest, tmp_path / name, precision=name, epochs=8, gradient_accumulation=accumulation),
+            objects,
+        )
+        for name in ("fp32", precision)
+    ]
+    start = results[0].history[0].train_loss
+    losses = [result.history[-1].train_loss for result in results]
+    assert losses[0] < 0.1 * start
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    assert not _weights(results[0]).equal(_weights(results[1]))
+    assert _weights(results[1]).dtype == torch.float32
+
+
+def test_small_gradients_survive_fp16_by_the_scale(make_shards: MakeShards, tmp_path: Path) -> None:
+    """Of 1e-9 of the loss, an unscaled fp16 gradient would be 0."""
+    layer = nn.Linear(4, 1)
+    rows = torch.randn(8, 4)
+
+    def gradient(precision: str) -> torch.Tensor:
+        layer.zero_grad()
+        scaler = LossScaler(precision, CPU)
+        with autocast("fp16", CPU):
+            output = layer(rows)
+        scaler.scale(output.float().sum() * 1e-9).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale(torch.optim.SGD(layer.parameters()))
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    expected = rows.sum(0, keepdim=True) * 1e-9
+    torch.testing.assert_close(gradient("fp16"), expected, rtol=2e-2, atol=1e-11)
+    assert not gradient("fp32").any()

@@ -1,0 +1,435 @@
+"""Segments of blocks that any loop runs: the same numbers, fewer bytes, at most one more forward pass."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringspark.models import ModelSpec, apply_activation_checkpoint
+
+DIM = 16
+_TRANSFORMER = {
+    "vocab_size": 20,
+    "max_seq_len": 6,
+    "dim": DIM,
+    "depth": 9,
+    "num_heads": 2,
+    "dropout": 0.2,
+    "attention_dropout": 0.1,
+}
+
+
+class Layer(nn.Module):
+    """A block of arguments by name, several outputs, every kind of randomness, and a buffer that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, *, scale: float, extra: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, float]:
+        y = self.dropout(self.linear(self.norm(x)).tanh()) * mask * scale
+        y = y * extra["factor"] * random.uniform(0.9, 1.1) * float(np.random.rand() + 0.5)
+        return x + y, scale
+
+
+class Looped(nn.Module):
+    """Blocks in a list, with all that a loop may do between them."""
+
+    def __init__(self, num_layers: int = 9) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.factor = nn.Parameter(torch.tensor(1.1))
+        self.head = nn.Linear(DIM, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x > -1).float()
+        states = [x]
+        for i, layer in enumerate(self.layers):
+            if i == 3 and torch.rand(()) < 0.5:  # a skipped block
+                continue
+            x, scale = layer(x, mask, scale=0.9, extra={"factor": self.factor})
+            if i == 1:
+                x, _ = layer(x, mask=mask, scale=scale, extra={"factor": self.factor})  # called twice
+            if i == 4:
+                x += 0.1  # changed in place
+            if i == 5:
+                x = x + 0.1 * torch.randn_like(x) * states[2]
+            states.append(x)
+        out: torch.Tensor = self.head(torch.stack(states).mean(0))
+        return out
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=DIM,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=8,
+        num_labels=2,
+    )
+    net: nn.Module = transformers.BertForSequenceClassification(config)
+    # HF networks come in evaluation mode.
+    return net.train()
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "transformer_classifier": ModelSpec(
+        "transformer_classifier", {**_TRANSFORMER, "out_features": 2, "padding_id": 0}
+    ).build,
+    "transformer_lm": ModelSpec("transformer_lm", _TRANSFORMER).build,
+    "resnet": ModelSpec("resnet", {"in_channels": 2, "out_features": 2, "depths": [2, 2, 2], "width": 4}).build,
+    "mlp": ModelSpec(
+        "mlp", {"in_features": DIM, "hidden": [DIM] * 9, "out_features": 2, "dropout": 0.2, "norm": "batch"}
+    ).build,
+    "looped": Looped,
+    "bert": bert,
+}
+POLICIES: list[str | int] = ["all", "sqrt", 2]
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETS[name]()
+
+
+def inputs(name: str, step: int = 0, rows: int = 8) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    if name == "resnet":
+        return (torch.randn(rows, 2, 8, 8, generator=generator),)
+    if name in ("mlp", "looped"):
+        return (torch.randn(rows, DIM, generator=generator),)
+    ids = torch.randint(0, 20, (rows, 6), generator=generator)
+    return (ids, (ids > 4).long()) if name == "bert" else (ids,)
+
+
+def logits(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+def train(net: nn.Module, name: str, steps: int, autocast: bool = False) -> list[torch.Tensor]:
+    """Runs optimizer steps; everything that they made, and what the generators give next."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    made = []
+    seed()
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = logits(net(*inputs(name, step)))
+            loss = output.float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        made += [output.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        optimizer.step()
+    made += net.state_dict().values()
+    return [*made, torch.rand(3), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+
+
+def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        # Bits, so that a NaN equals itself and is no excuse.
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETS)
+def test_twenty_steps_are_bitwise_equal(name: str, policy: str | int) -> None:
+    recomputed = apply_activation_checkpoint(build(name), policy)
+    assert_same(train(build(name), name, 20), train(recomputed, name, 20))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETS)
+def test_two_steps_under_bf16_autocast_are_bitwise_equal(name: str, policy: str | int) -> None:
+    recomputed = apply_activation_checkpoint(build(name), policy)
+    assert_same(train(build(name), name, 2, autocast=True), train(recomputed, name, 2, autocast=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETS)
+def test_at_most_one_more_forward_pass_is_computed(name: str, policy: str | int) -> None:
+    if name == "looped":
+        pytest.skip("the number of its blocks is random")
+
+    def flops(net: nn.Module) -> tuple[int, int]:
+        with FlopCounterMode(display=False) as forward:
+            loss = logits(net(*inputs(name))).sum()
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    plain_forward, plain_backward = flops(build(name))
+    forward, backward = flops(apply_activation_checkpoint(build(name), policy))
+    assert forward == plain_forward
+    assert 0 < backward - plain_backward <= plain_forward
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETS)
+def test_fewer_bytes_are_alive_between_forward_and_backward(
+    name: str, policy: str | int, count_bytes: Any
+) -> None:
+    def kept(net: nn.Module) -> int:
+        net(*inputs(name, rows=64))
+        seed()
+        left, _ = count_bytes(lambda: logits(net(*inputs(name, rows=64))))
+        return int(left)
+
+    assert kept(apply_activation_checkpoint(build(name), policy)) < 0.8 * kept(build(name))
+
+
+def test_sqrt_keeps_the_inputs_of_the_segments_and_the_last_one(count_bytes: Any) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(9))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    x = torch.randn(1024, DIM)
+    row_bytes = 1024 * DIM * 4
+    plain, _ = count_bytes(lambda: Chain()(x))
+    net = apply_activation_checkpoint(Chain(), "sqrt")
+    kept, _ = count_bytes(lambda: net(x))
+    assert plain // row_bytes == 9
+    # The inputs of the second and third segment (the first one's is x), and three activations of the third;
+    # beside them only what does not grow with the rows: the random state.
+    assert kept // row_bytes == 5
+    assert kept % row_bytes < 20_000
+
+
+def test_two_forward_passes_before_two_backward_passes() -> None:
+    grads = []
+    for net in (build("looped"), apply_activation_checkpoint(build("looped"), "sqrt")):
+        seed()
+        first, second = (net(*inputs("looped", step)) for step in range(2))
+        first.sum().backward()
+        second.square().sum().backward()
+        grads.append([p.grad for p in net.parameters() if p.grad is not None])
+    assert_same(*grads)
+
+
+def test_a_second_backward_pass_over_the_same_graph() -> None:
+    grads = []
+    for net in (build("looped"), apply_activation_checkpoint(build("looped"), "sqrt")):
+        seed()
+        out = net(*inputs("looped"))
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+        grads.append([p.grad for p in net.parameters() if p.grad is not None])
+    assert_same(*grads)
+
+
+def test_derivatives_of_derivatives() -> None:
+    grads = []
+    for net in (build("looped"), apply_activation_checkpoint(build("looped"), "sqrt")):
+        seed()
+        (x,) = inputs("looped")
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        grads.append([p.grad for p in net.parameters() if p.grad is not None])
+    assert_same(*grads)
+
+
+class Around(nn.Module):
+    """A network of blocks that a test gives."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CheckpointsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Dropout(0.2), nn.Linear(DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.inner, x.tanh(), use_reentrant=False)
+        return out.tanh()
+
+
+class DifferentiatesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0 if x.requires_grad else x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(y).square().sum(), y, create_graph=True)
+        return y + force
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block", [CheckpointsItself, DifferentiatesItself])
+def test_blocks_that_checkpoint_or_differentiate_themselves(
+    block: type[nn.Module], policy: str | int
+) -> None:
+    torch.manual_seed(0)
+    plain = Around(*(block() for _ in range(4)))
+    nets = plain, apply_activation_checkpoint(copy.deepcopy(plain), policy)
+    assert_same(*(train(net, "mlp", 3) for net in nets))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_network_that_is_checkpointed_as_a_whole_from_outside(policy: str | int) -> None:
+    class Outer(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = checkpoint(self.net, x, use_reentrant=False)
+            return out
+
+    nets = build("transformer_lm"), Outer(apply_activation_checkpoint(build("transformer_lm"), policy))
+    assert_same(*(train(net, "transformer_lm", 3) for net in nets))
+
+
+def test_a_block_in_several_places_and_a_list_of_pairs() -> None:
+    torch.manual_seed(0)
+    shared = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleList([nn.Linear(DIM, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.GELU())])
+                for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for first, second in self.layers:
+                x = x + second(first(x))
+            return x
+
+    for plain in (Around(*[shared] * 9), Pairs()):
+        recomputed = apply_activation_checkpoint(copy.deepcopy(plain), "sqrt")
+        assert_same(train(plain, "mlp", 3), train(recomputed, "mlp", 3))
+
+
+def test_outer_hooks_see_what_segments_keep_and_may_replace_it() -> None:
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(tensor.numel())
+        return [tensor.clone()]
+
+    nets = build("transformer_lm"), apply_activation_checkpoint(build("transformer_lm"), "sqrt")
+    grads, counts = [], []
+    for net in nets:
+        seed()
+        with saved_tensors_hooks(pack, lambda packed: packed[0]):
+            out = net(*inputs("transformer_lm"))
+        out.sum().backward()
+        grads.append([p.grad for p in net.parameters() if p.grad is not None])
+        counts.append(sum(seen))
+        seen.clear()
+    assert_same(*grads)
+    assert 8 * 6 * DIM * 3 < counts[1] < counts[0] / 2
+
+
+def test_a_graph_without_a_backward_pass_is_freed_at_once() -> None:
+    net = apply_activation_checkpoint(build("looped"), "sqrt")
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(8, DIM, requires_grad=True)
+        middle = x * 2
+        alive = weakref.ref(middle)
+        out = net(middle)
+        del middle, out
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_kept_input_that_is_changed_in_place_is_an_error() -> None:
+    net = apply_activation_checkpoint(Around(*(CheckpointsItself() for _ in range(4))), "sqrt")
+    x = torch.randn(8, DIM)
+    out = net(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+class Caches(nn.Module):
+    """Makes more of the same input the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.seen = nn.Linear(DIM, DIM), nn.LayerNorm(DIM), []  # type: ignore[var-annotated]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x)
+        out: torch.Tensor = self.norm(self.linear(torch.cat(self.seen))).tanh()[: len(x)]
+        return out
+
+
+def test_a_block_that_does_something_else_when_run_again_is_named() -> None:
+    net = apply_activation_checkpoint(Around(*(Caches() for _ in range(4))), "sqrt")
+    with pytest.raises(RuntimeError, match=r"Caches must do the same when run again .* saved tensor 0 is"):
+        net(torch.randn(8, DIM)).sum().backward()
+
+
+def test_a_switch_to_evaluation_before_the_backward_pass_is_noticed() -> None:
+    net = apply_activation_checkpoint(build("mlp"), "sqrt")
+    out = net(*inputs("mlp"))
+    net.eval()
+    with pytest.raises(RuntimeError, match=r"do not switch between train\(\) and eval\(\)"):
+        out.sum().backward()
+
+
+def test_blocks_called_from_outside_of_the_network_are_recomputed_too(count_bytes: Any) -> None:
+    def forward(net: nn.Module) -> torch.Tensor:
+        x = inputs("mlp", rows=64)[0]
+        for block in net.trunk:
+            x = block(x)
+        return x
+
+    plain, recomputed = build("mlp"), apply_activation_checkpoint(build("mlp"), "sqrt")
+    for net in (plain, recomputed):
+        seed()
+        forward(net).sum().backward()
+    assert_same(
+        [p.grad for p in plain.trunk.parameters()], [p.grad for p in recomputed.trunk.parameters()]
+    )
+    assert count_bytes(lambda: forward(recomputed))[0] < count_bytes(lambda: forward(plain))[0]
+
+
+def test_a_bare_list_has_no_pass_to_cut() -> None:
+    with pytest.raises(ValueError, match="needs to see where a pass over the blocks ends"):
+        apply_activation_checkpoint(Around(*(CheckpointsItself() for _ in range(4))).blocks, "sqrt")
