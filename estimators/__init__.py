@@ -7,6 +7,7 @@ memory, with the rest of the package.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.status import WorkerError
 
@@ -29,6 +30,7 @@ _STAGES = {
 
 __all__ = [
     "Callback",
+    "MemoryPlan",
     "TorchClassificationModel",
     "TorchClassifier",
     "TorchEstimator",
@@ -37,6 +39,7 @@ __all__ = [
     "TorchRegressor",
     "TrainingState",
     "WorkerError",
+    "plan_memory",
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from pyspark.ml.param import Param, Params, TypeConverters
 from torch import nn
 
+from ringspark.estimators.memory import parse_bytes
 from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.losses import check_loss_name
 from ringspark.estimators.training.names import check_name, nearest
@@ -91,6 +92,15 @@ def to_count(name: str) -> Any:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
         return count
+
+    return convert
+
+
+def to_bytes(name: str) -> Any:
+    """A number of bytes, also from a size as Spark writes it ("4g")."""
+
+    def convert(value: Any) -> int:
+        return parse_bytes(value, name)
 
     return convert
 

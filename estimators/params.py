@@ -15,6 +15,7 @@ from torch import nn
 
 from ringspark.estimators.converters import (
     param,
+    to_bytes,
     to_callbacks,
     to_choice,
     to_groups,
@@ -141,6 +142,12 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     )
     gradientAccumulation = param(
         "gradientAccumulation", "micro-batches per optimizer step", TypeConverters.toInt
+    )
+    memoryBudget = param(
+        "memoryBudget",
+        "memory of each worker for tensors, in bytes or as Spark writes sizes ('4g'): fit refuses what would "
+        "not fit, before any worker starts; unset: no check",
+        to_bytes("memoryBudget"),
     )
     storageUri = param(
         "storageUri",
@@ -368,6 +375,13 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
 
     def setGradientAccumulation(self: Self, value: int) -> Self:
         return self._set(gradientAccumulation=value)
+
+    def getMemoryBudget(self) -> int | None:
+        """In bytes."""
+        return self.getOrDefault(self.memoryBudget) if self.isDefined(self.memoryBudget) else None
+
+    def setMemoryBudget(self: Self, value: int | str) -> Self:
+        return self._set(memoryBudget=value)
 
     def getStorageUri(self) -> str | None:
         return self.getOrDefault(self.storageUri) if self.isDefined(self.storageUri) else None

@@ -26,6 +26,7 @@ from ringspark.estimators.converters import set_params
 from ringspark.estimators.fit_data import FitData, SharedShards, discard
 from ringspark.estimators.launch.gang import run_gang
 from ringspark.estimators.launch.slots import check_slots
+from ringspark.estimators.memory import check_budget
 from ringspark.estimators.model_params import _ClassifierParams, check_distinct, check_thresholds
 from ringspark.estimators.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.persistence import StageReader, StageWriter
@@ -151,6 +152,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         config = replace(config, run_uri=run_uri, shards_uri=manifest.uri)
         config, shapes = check_training(config, objects, manifest)
         self._check_outputs(shapes)
+        check_budget(config, objects, manifest, self.getMemoryBudget())
         try:
             storage.write_atomic(storage.join(run_uri, "config.json"), config.to_json().encode())
             task = TrainTask(config=config, objects=pickled)

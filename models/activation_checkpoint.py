@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ringspark.models.moving_buffers import MovingBuffers
 from ringspark.models.segment_recompute import Segment, take_rerun
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -239,6 +240,7 @@ class _Recompute(_StandIn):
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:
         super().__init__(module)
         self.places = tuple(places)
+        self.buffers = MovingBuffers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again = take_rerun(self.module)
@@ -250,10 +252,12 @@ class _Recompute(_StandIn):
         current = _PASS.get()
         if self.places and current is not None:
             segment = current.segment_of(self.module, self.places)
-            return forward(*args, **kwargs) if segment is None else segment.call(self.module, forward, args, kwargs)
+            if segment is None:
+                return forward(*args, **kwargs)
+            return segment.call(self.module, forward, self.buffers, args, kwargs)
         # Called from outside of the network's forward, a block of a segment is one by itself.
         segment = Segment()
         try:
-            return segment.call(self.module, forward, args, kwargs)
+            return segment.call(self.module, forward, self.buffers, args, kwargs)
         finally:
             segment.close()

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from ringspark.models.moving_buffers import MovingBuffers, Values, replaced
 from ringspark.models.random_state import RandomState, keep_random_state, random_state
 
 Forward = Callable[..., Any]
@@ -45,6 +46,7 @@ class _Call:
         arguments: Leaves of (args, kwargs), tensors as slots.
         random: The generators that are not where the call before leaves them.
         autocast: (device type, enabled, dtype) each.
+        buffers: Those that the call changed, as they were before it.
         outputs: The slot of each leaf of what the call returned, None for what is no tensor.
     """
 
@@ -54,6 +56,7 @@ class _Call:
     spec: TreeSpec
     random: RandomState
     autocast: list[tuple[str, bool, torch.dtype]]
+    buffers: Values = field(default_factory=dict)
     outputs: list[int | None] = field(default_factory=list)
 
 
@@ -81,7 +84,14 @@ class Segment:
         self._saved: list[tuple[Any, ...]] = []
         self._random: RandomState | None = None
 
-    def call(self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        buffers: MovingBuffers,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Runs `forward`, the module's own, and keeps how to run it again instead of what it saves."""
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -95,7 +105,7 @@ class Segment:
             autocast=_autocast_state(tensors),
         )
         self._calls.append(call)
-        with saved_tensors_hooks(self._pack, _unpack):
+        with buffers.recorded(module) as call.buffers, saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
         call.outputs = [
             self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(output)
@@ -155,7 +165,7 @@ class Segment:
         def forward() -> Any:
             # Last of all: a hook of the module may have drawn, before the forward pass too.
             call.random.restore()
-            with saved_tensors_hooks(refill.pack, lambda tensor: tensor), _spared_buffers(call.module):
+            with saved_tensors_hooks(refill.pack, lambda tensor: tensor), replaced(call.module, call.buffers):
                 output = call.forward(*args, **kwargs)
             for slot, leaf in zip(call.outputs, tree_leaves(output), strict=True):
                 if slot in self._used:
@@ -192,7 +202,7 @@ def _unpack(holder: _Holder) -> torch.Tensor:
     return value
 
 
-class _AllRefilled(Exception):
+class _AllRefilled(Exception):  # noqa: N818
     """Ends a rerun where the last saved tensor was made: what follows in the module is of no use."""
 
 
@@ -230,8 +240,8 @@ class _Refill:
             names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in calls))
             raise RuntimeError(
                 f"gradientCheckpointing: {names} must do the same when run again in the backward pass, but "
-                f"{self._difference}; let its forward change no cache or other state, do not switch between "
-                "train() and eval() before the backward pass, or leave the module out of gradientCheckpointing"
+                f"{self._difference}; let its forward change no cache or other state, do not "
+                "switch between train() and eval() before the backward pass, or name other modules"
             )
 
 
@@ -267,21 +277,3 @@ def _autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
         for device_type, enabled, dtype in state:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
         yield
-
-
-@contextlib.contextmanager
-def _spared_buffers(module: nn.Module) -> Iterator[None]:
-    """While a module is run again, lets it update copies of its buffers.
-
-    Batch normalisation would otherwise take every batch into its running mean twice. The buffers are
-    swapped, not written back: writing in place would trip autograd's version check on tensors that the
-    forward pass saved.
-    """
-    kept = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
-    for owner, buffers in kept:
-        owner._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
-    try:
-        yield
-    finally:
-        for owner, buffers in kept:
-            owner._buffers.update(buffers)

@@ -222,7 +222,8 @@ class TransformerLM(_Trunk):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map (batch, seq) token ids to (batch, vocab_size, seq)."""
         logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
-        return logits.transpose(1, 2)
+        # No view: fully sharded training hangs a hook on the output, which a change of a view would lose.
+        return logits.transpose(1, 2).contiguous()
 
 
 def _check_sizes(**sizes: int) -> None:

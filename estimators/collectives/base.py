@@ -87,7 +87,10 @@ class GradientSync(Protocol):
         """Takes part in an evaluation of `network` on a batch of which this rank has no rows."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward pass of one micro-batch; only the last communicates."""
+        """Around the forward and backward pass of one micro-batch.
+
+        Only the last communicates, unless the rank is to hold no more than its part of the gradients.
+        """
 
     def reduce(self) -> None:
         """Waits until the gradients of this step are summed over all ranks."""
@@ -140,9 +143,7 @@ class Collective(Protocol):
             counts: The length of each rank's tensor where all ranks know them, which saves telling.
         """
 
-    def start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Begins to sum `tensor` over all ranks, each of which gets its own part of the sum only.
 
         Args:

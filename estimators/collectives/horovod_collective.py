@@ -147,9 +147,7 @@ class HorovodCollective:
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
         return list(torch.split(pieces, list(counts)))
 
-    def start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         # Horovod cuts into equal parts only: for others all get all, and drop what is not theirs.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async

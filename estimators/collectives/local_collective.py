@@ -59,9 +59,7 @@ class LocalCollective:
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         return [tensor.detach().clone()]
 
-    def start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         return tensor.clone
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:

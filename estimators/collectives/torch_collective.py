@@ -135,9 +135,7 @@ class TorchCollective:
         self.traffic.all_gather([n * tensor.element_size() for n in counts])
         return pieces
 
-    def start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
         with peer_errors("reduce-scatter"):
             if len(set(counts)) == 1:
@@ -148,9 +146,7 @@ class TorchCollective:
                 tensor = tensor.clone()
                 parts = list(torch.split(tensor, list(counts)))
                 mine = parts[self.rank]
-                works = [
-                    dist.reduce(part, dst=r, async_op=True) for r, part in enumerate(parts) if len(part)
-                ]
+                works = [dist.reduce(part, dst=r, async_op=True) for r, part in enumerate(parts) if len(part)]
         self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
 
         def wait() -> torch.Tensor:

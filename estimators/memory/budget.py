@@ -37,10 +37,10 @@ def check_budget(
     # Whatever a user's network does on fake tensors must not end a fit that real ones would get through.
     except Exception as error:
         warnings.warn(
-            f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} does not "
-            f"run without data: {reason(error)}",
+            f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} "
+            f"does not run without data: {reason(error)}",
             UserWarning,
-            stacklevel=2,
+            stacklevel=5,
         )
         return
     if not plan.fits:

@@ -8,7 +8,6 @@ activations. A fit with `memoryBudget` is held against the same plan before its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch

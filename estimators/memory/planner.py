@@ -72,11 +72,17 @@ class Planner:
         step = self._step(config)
         peak = step.peaks[config.sharding]
         between = communication_bytes(config, self._empty)
+        parts = step.parts_of(config.sharding, config.num_workers)
         at_peak = peak.parts | {"communication": between}
         return MemoryPlan(
             settings=settings_of(config),
             rows=self._rows,
-            **(step.parts_of(config.sharding, config.num_workers) | {"communication": between}),
+            parameters=parts["parameters"],
+            gradients=parts["gradients"],
+            optimizer_state=parts["optimizer_state"],
+            activations=parts["activations"],
+            batch=parts["batch"],
+            communication=between,
             peak=peak.total + between,
             at_peak=at_peak,
             budget=budget,

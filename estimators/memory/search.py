@@ -38,8 +38,8 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 }
 _SLOWDOWN_OF_DOUBLING = 0.02
 _DOUBLINGS = (0, 1, 2, 4, 6)
-# Steps to run for a second and a third suggestion; the first is looked for to the end.
-_MOST_RUNS = 20
+# Steps to run for a second and a third suggestion, exact and lossy; the first is looked for to the end.
+_RUNS_FOR_MORE = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,32 +142,30 @@ def cheapest(
         peaks[candidate] = peak
         return peak <= budget
 
-    # What does not suit the network by itself suits it with nothing else either.
-    for alone in [c for c in ordered if sum(map(bool, c.levels)) == 1 and not _always_suits(c)]:
-        if fits(alone) is None:
-            ordered = [c for c in ordered if not c.at_least(alone)]
-    # The strongest ones: where they do not fit, nothing weaker needs to be run.
-    for candidate in [*_strongest([c for c in ordered if not c.lossy]), *_strongest(ordered)]:
-        fits(candidate)
+    # Not every network has a chain to checkpoint, and one that has none has none with other settings.
+    place = list(CHOICES).index("gradient_checkpointing")
+    alone = [c for c in ordered if c.levels[place] and sum(map(bool, c.levels)) == 1]
+    unsuited = {c.levels[place] for c in alone if fits(c) is None}
+    ordered = [c for c in ordered if c.levels[place] not in unsuited]
     fitting: list[Candidate] = []
-    for candidate in ordered:
-        if len(fitting) == most or (fitting and len(peaks) >= _MOST_RUNS):
-            break
-        if any(candidate.at_least(found) for found in fitting):
-            continue
-        if any(peak > budget and bigger.at_least(candidate) for bigger, peak in peaks.items()):
-            continue
-        if fits(candidate):
-            fitting.append(candidate)
+    for group in ([c for c in ordered if not c.lossy], [c for c in ordered if c.lossy]):
+        runs = _RUNS_FOR_MORE
+        # The strongest ones: where they do not fit, nothing weaker needs to be run.
+        for candidate in [] if fitting else _strongest(group):
+            fits(candidate)
+        for candidate in group:
+            if len(fitting) == most or not runs:
+                break
+            if any(candidate.at_least(found) for found in fitting):
+                continue
+            if any(peak > budget and bigger.at_least(candidate) for bigger, peak in peaks.items()):
+                continue
+            runs -= bool(fitting)
+            if fits(candidate):
+                fitting.append(candidate)
     # What takes less is not always what asks for more, by little: no fit that was seen is kept back.
     fitting = fitting or [c for c in ordered if peaks.get(c, budget + 1) <= budget][:1]
     return fitting, min(peaks, key=lambda c: peaks[c]) if peaks and not fitting else None
-
-
-def _always_suits(candidate: Candidate) -> bool:
-    """Whether only such settings are changed as every network takes."""
-    changed = {name for name, level in zip(CHOICES, candidate.levels, strict=True) if level}
-    return changed <= {"sharding", "gradient_accumulation"}
 
 
 def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -11,7 +11,6 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -121,7 +120,7 @@ class _Step:
             apply_activation_checkpoint(self._module, segment_policy(config.gradient_checkpointing))
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._own_gradient)
+            parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
         self._optimizer = build_optimizer(
             objects.optimizer or config.optimizer,
             self._module,
@@ -224,7 +223,7 @@ def _know_sizes(empty: nn.Module, inputs: Sequence[Column]) -> None:
                 owner._parameters[name] = UninitializedParameter(parameter.requires_grad, device="meta")
         for name, buffer in owner._buffers.items():
             if isinstance(buffer, UninitializedBuffer):
-                owner._buffers[name] = UninitializedBuffer(device="meta")  # type: ignore[assignment]
+                owner._buffers[name] = UninitializedBuffer(device="meta")  # type: ignore[call-arg]
     empty.eval()
     with torch.no_grad():
         empty(*(c.empty("meta") for c in inputs))

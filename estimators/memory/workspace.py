@@ -39,7 +39,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
 def _columns(
     values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Any, output: torch.Size
 ) -> int:
-    backend = torch._C._select_conv_backend(values, weight, bias, *options)  # type: ignore[attr-defined]
+    backend = torch._C._select_conv_backend(values, weight, bias, *options)
     kernel = weight.shape[2:]
     if backend.name not in _COLUMNS or math.prod(kernel) == 1:
         return 0

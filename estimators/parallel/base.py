@@ -26,5 +26,5 @@ class Strategy(Protocol):
         Args:
             module: On the rank's device, activation checkpointing applied.
             make_optimizer: Makes the optimizer over the trainable parameters of a module.
-            micro_batches: Backward passes per optimizer step.
+            micro_batches: Backward passes per optimizer step, at most.
         """

@@ -23,6 +23,7 @@ from ringspark.estimators.collectives import Collective, GradientSync
 from ringspark.estimators.collectives.base import PlainSync, Scaler, num_bytes
 from ringspark.estimators.parallel.base import MakeOptimizer
 from ringspark.estimators.parallel.data_parallel import DataParallel
+from ringspark.estimators.parallel.pieces import ELEMENTWISE
 from ringspark.estimators.training.optimizer_state import OptimizerState
 from ringspark.estimators.training.outputs import as_outputs
 
@@ -43,7 +44,14 @@ class FullySharded:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
         units = shard_units(module, collective.size)
-        return FullySync(module, make_optimizer(module), units, collective, micro_batches)
+        optimizer = make_optimizer(module)
+        if type(optimizer) not in ELEMENTWISE:
+            raise ValueError(
+                f"sharding 'parameters' leaves a part of every parameter to each rank, and optimizer "
+                f"{type(optimizer).__name__} looks at whole ones; take one of "
+                f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sharding='gradients'"
+            )
+        return FullySync(module, optimizer, units, collective, micro_batches)
 
 
 def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
@@ -164,7 +172,8 @@ class FullySync(PlainSync):
             # FSDP2 makes them once, and only lets go of their memory afterwards.
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, self._index[name]))
+                hook = partial(self._on_gradient, self._index[name])
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         size = self._collective.size
         parts = [num_bytes(whole) // size] * size
         self._collective.traffic.all_gather(parts)

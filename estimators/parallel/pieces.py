@@ -25,9 +25,18 @@ from ringspark.estimators.parallel.shard_layout import (
 # Of these, each number of the state depends on its own parameter and gradient alone, so a parameter may be
 # cut anywhere. By class and not by name: a factory of the user's may well make one of them.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "SGD ASGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta".split()  # fmt: skip
+    (
+        torch.optim.SGD,
+        torch.optim.ASGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
     )
 )
 

@@ -28,7 +28,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements [start, stop) of parameter number `index`, which rank `rank` holds; at `offset` of its range."""
+    """Elements [start, stop) of parameter number `index`: those of rank `rank`, at `offset` of its range."""
 
     rank: int
     index: int

@@ -26,8 +26,8 @@ from ringspark.estimators.collectives import Collective, GradientSync
 from ringspark.estimators.collectives.base import PlainSync, Scaler
 from ringspark.estimators.parallel.base import MakeOptimizer
 from ringspark.estimators.parallel.data_parallel import DataParallel
-from ringspark.estimators.parallel.pieces import Shard
 from ringspark.estimators.parallel.piece_state import gather_state, load_state
+from ringspark.estimators.parallel.pieces import Shard
 from ringspark.estimators.training.optimizer_state import OptimizerState
 
 
@@ -83,7 +83,8 @@ class ShardedSync(PlainSync):
         self._round = 0
         if self._during_backward:
             for index, parameter in enumerate(self._shard.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+                hook = partial(self._on_gradient, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _start_round(self) -> None:
         self._next = 0  # the bucket to be sent next
@@ -153,13 +154,15 @@ class ShardedSync(PlainSync):
         late = any(p.grad is not None for p in self._shard.parameters)
         device = self._shard.parameters[0].device
         mine = torch.tensor([*self._had, float(late)], device=device)
-        return self._collective.all_reduce(mine).tolist()  # type: ignore[no-any-return]
+        return self._collective.all_reduce(mine).tolist()
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> None:
         norms = [torch.linalg.vector_norm(g).double() for g in self._held_gradients()]
         device = self._shard.parameters[0].device
-        square = sum((n.square().to(device) for n in norms), torch.zeros((), dtype=torch.double, device=device))
+        square = sum(
+            (n.square().to(device) for n in norms), torch.zeros((), dtype=torch.double, device=device)
+        )
         norm = self._collective.all_reduce(square.reshape(1))[0].sqrt()
         # As nn.utils.clip_grad_norm_ does.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

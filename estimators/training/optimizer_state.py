@@ -94,8 +94,8 @@ def checked(name: str, key: str, value: object) -> StateValue:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(
-        f"the optimizer keeps {key!r} of parameter {name!r} as {type(value).__name__}, which cannot be saved; "
-        "a state must be of dense tensors, numbers and texts: choose another optimizer"
+        f"the optimizer keeps {key!r} of parameter {name!r} as {type(value).__name__}, and a state is saved "
+        "from dense tensors, numbers and texts; choose another optimizer"
     )
 
 

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from ringspark.estimators.training.choices import Compression, Keep, Offload, Precision, Sharding
+from ringspark.estimators.training.optimizers import ELEMENTWISE, OPTIMIZERS
 
 if TYPE_CHECKING:
     from ringspark.estimators.training.config import TrainConfig
+
+_OF_WHOLE_PARAMETERS = frozenset(OPTIMIZERS) - ELEMENTWISE
 
 # When a config breaks the rule, and the sentence; the config's values are put into its braces.
 Rule = tuple[Callable[["TrainConfig"], bool], str]
@@ -125,6 +128,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda c: c.sharding == "parameters" and c.collective == "horovod" and c.num_workers > 1,
         "sharding 'parameters' gathers each block's parameters with torch.distributed, which collective "
         "'horovod' does not have; set collective='torch', or sharding='gradients'",
+    ),
+    Combination(
+        "sharding='parameters' with an optimizer that looks at whole parameters",
+        lambda c: c.sharding == "parameters" and c.num_workers > 1 and c.optimizer in _OF_WHOLE_PARAMETERS,
+        "sharding 'parameters' leaves a part of every parameter to each rank, and optimizer '{optimizer}' "
+        "looks at whole ones; set optimizer='adamw', or sharding='gradients'",
     ),
     Combination(
         "collective='local' with numWorkers > 1",

@@ -165,7 +165,7 @@ def print_results(family: str, results: Results, rows: int) -> None:
     harness.print_table(f"checkpoint_memory: {family}, {rows} rows, {DEVICE.type}", header, lines)
     for policy in POLICIES:
         saved, peak = exponents(results[policy])
-        print(f"{policy}: bytes above those without blocks grow as N^{saved:.3f} saved, N^{peak:.3f} at the peak")
+        print(f"{policy}: bytes above those without blocks: N^{saved:.3f} saved, N^{peak:.3f} at the peak")
 
 
 def draw_chart(path: str, all_results: Mapping[str, Results]) -> None:

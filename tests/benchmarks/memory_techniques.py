@@ -1,23 +1,19 @@
 """Each memory technique, and all together, on one transformer: bytes, time, and the depth that fits.
 
 One rank, without Spark: the steps are made of the product's own parts, and every byte is counted by
-`peak_memory`. A run is measured whole, from the building of the network to the end of its second step,
-when the optimizer's state is there. `held` is what lies between a micro-batch's forward and its
-backward pass, the network left out. The largest depth is found by trying: it is the deepest network
-whose measured peak is within that of the plain one with 4 blocks.
+`peak_memory`. A run is measured whole, from the building of the network to the end of a second step,
+with the optimizer's state there. `held` is what lies between a micro-batch's forward and its
+backward pass, the network left out. The largest depth is measured too: that of the deepest network
+whose peak is within that of the plain one with 4 blocks.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-
-# Read when torch is imported: its profiler would announce every start.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 import harness
 import torch
@@ -85,7 +81,8 @@ class Training:
         self.technique = technique
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCABULARY, "max_seq_len": SEQ, "dim": DIM, "num_heads": HEADS}
-        spec = ModelSpec("transformer", {**sizes, "depth": depth, "out_features": CLASSES, "dropout": 0.1})
+        sizes |= {"depth": depth, "out_features": CLASSES}
+        spec = ModelSpec("transformer_classifier", {**sizes, "dropout": 0.1})
         self.net: nn.Module = spec.build().to(DEVICE)
         apply_activation_checkpoint(self.net, technique.checkpointing)
         self.optimizer = make_optimizer(technique.optimizer, self.net.parameters(), 1e-3, 0.0)
@@ -118,9 +115,15 @@ class Training:
 
 
 def two_steps(technique: Technique, rows: int, depth: int) -> None:
-    """What is measured whole: everything is made, and gone at the end."""
+    """What is measured whole: everything is made, and gone at the end.
+
+    The first step is there for the optimizer's state, and for that one row a micro-batch is enough.
+    """
     training = Training(technique, rows, depth)
+    batch = training.micro_batches
+    training.micro_batches = [(ids[:1], labels[:1]) for ids, labels in batch]
     training.step()
+    training.micro_batches = batch
     training.step()
 
 
@@ -148,14 +151,25 @@ def seconds_of_step(training: Training) -> float:
     return harness.seconds_of(step)
 
 
-def largest_depth(fits: Callable[[int], bool], start: int = DEPTH) -> int:
-    """The last depth that fits, if every smaller one does too; 0 if none, `MOST_BLOCKS` at most."""
-    low, high = 0, start
-    while high < MOST_BLOCKS and fits(high):
-        low, high = high, high * 2
+def largest_depth(peak_at: Callable[[int], int], budget: int) -> int:
+    """The last depth within the budget: it was measured, and so was the next one, which is not.
+
+    Memory grows by nearly the same for each block, so that a line through two measured depths says where
+    to look next, and few are needed.
+    """
+    peaks: dict[int, int] = {}
+    low, high = 0, MOST_BLOCKS + 1
+    guess = DEPTH
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        peaks[guess] = peak_at(guess)
+        low, high = (guess, high) if peaks[guess] <= budget else (low, guess)
+        if len(peaks) == 1:
+            guess = 2 * guess if low else guess // 2
+        else:
+            # The two nearest to the border between fitting and not.
+            a, b = sorted(peaks, key=lambda depth: abs(peaks[depth] - budget))[:2]
+            guess = a + int((budget - peaks[a]) * (b - a) / (peaks[b] - peaks[a]))
+        guess = max(low + 1, min(guess, high - 1))
     return low
 
 
@@ -191,7 +205,7 @@ def measure(rows: int, repeats: int) -> list[Row]:
                 state=state,
                 seconds=median(times[name]),
                 time_ratio=harness.median_ratio(times[name], times["plain"]),
-                depth=largest_depth(lambda depth, of=technique: peak(of, rows, depth) <= budget),
+                depth=largest_depth(partial(peak, technique, rows), budget),
             )
         )
         print(f"measured: {name}, depth {result[-1].depth}", flush=True)
@@ -215,7 +229,9 @@ def draw(rows: list[Row], picture: Path) -> None:
     figure, all_axes = plt.subplots(1, len(panels), figsize=(17, 0.36 * len(rows) + 1.2), sharey=True)
     names = [row.name for row in rows]
     for axes, (title, values, form) in zip(all_axes, panels, strict=True):
-        colours = ["#888888" if n == "plain" else "#c44e52" if n == "all together" else "#4c72b0" for n in names]
+        colours = [
+            "#888888" if n == "plain" else "#c44e52" if n == "all together" else "#4c72b0" for n in names
+        ]
         bars = axes.barh(names, values, color=colours)
         axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
         axes.set_title(title, fontsize=10)
@@ -233,8 +249,8 @@ def main() -> None:
     rows = measure(options.rows, options.repeats)
     plain = rows[0]
     harness.print_table(
-        f"memory techniques on {DEVICE.type}: transformer of {DEPTH} blocks, dim {DIM}, batch {options.rows} x "
-        f"{SEQ} tokens, adamw; depth within {plain.peak / MIB:.1f} MiB",
+        f"memory techniques on {DEVICE.type}: transformer of {DEPTH} blocks, dim {DIM}, "
+        f"{options.rows} rows of {SEQ} tokens, adamw; depth within {plain.peak / MIB:.1f} MiB",
         ["", "peak MiB", "held MiB", "state MiB", "s/step", "time ratio", "depth", "x plain"],
         [
             [

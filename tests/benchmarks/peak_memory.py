@@ -7,7 +7,10 @@ trains is measured whole.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +55,14 @@ def _cuda(step: Callable[[], object]) -> MemoryUse:
 
 
 def _cpu(step: Callable[[], object]) -> MemoryUse:
-    # The events are read as they were recorded: summing them up by operation would take minutes.
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    recorder.start()
-    result = step()
-    recorder.stop()
+    with _quiet():
+        recorder.start()
+    try:
+        result = step()
+    finally:
+        with _quiet():
+            recorder.stop()
     del result
     peak = now = 0
     for size in _changes(recorder):
@@ -65,8 +71,26 @@ def _cpu(step: Callable[[], object]) -> MemoryUse:
     return MemoryUse(peak=peak, kept=now)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that torch's profiler writes to the process's stderr at every start and stop."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
 def _changes(recorder: Any) -> Iterator[int]:
-    """Bytes of every allocation, negative for a release, in the order of time."""
+    """Bytes of every allocation, negative for a release, in the order of time.
+
+    Read as they were recorded: to sum them up by operation, as the profiler offers, takes minutes.
+    """
     events = []
     pending = list(recorder.profiler.kineto_results.experimental_event_tree())
     while pending:

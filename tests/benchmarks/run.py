@@ -27,10 +27,14 @@ BENCHMARKS = {
     "transform_rate": "prediction rows/s against an identity through mapInArrow",
     "big_model": "save, load and transform of a 3 GiB model with 1 GiB of driver memory",
     "digits": "accuracy through Pipeline and CrossValidator against scikit-learn's MLPClassifier",
+    "precision": "final metrics and loss curves of bf16 and fp16 against fp32, on flights and digits",
+    "sharding": "bytes, traffic and steps/s of each sharding on 2 ranks",
     "worker_parity": "weights of 2 workers against those of 1, and of a rerun",
+    "plan_memory": "planned against measured peak memory of one optimizer step",
     "plan_scale": "seconds and memory of an epoch's plan for a million row groups",
     "shuffle_quality": "how far an epoch's order is from a full permutation",
     "checkpoint_memory": "bytes saved, peak and recomputed FLOPs of 4 to 256 blocks with checkpointing",
+    "memory_techniques": "bytes, time and largest depth of a transformer under each memory technique",
     "seeds": "the flights demo over 3 seeds against gradient boosting",
 }
 

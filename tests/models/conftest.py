@@ -17,9 +17,12 @@ def count_bytes() -> CountBytes:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             # Assigned, so that what is returned is freed after the profile only.
             result = function()
-        assert profiler.profiler is not None and result is not None
+        assert profiler.profiler is not None
+        assert result is not None
         events = profiler.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+        changes = sorted(
+            (e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]"
+        )
         totals = list(accumulate(change for *_, change in changes))
         return totals[-1], max(totals)
 

@@ -65,7 +65,7 @@ def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny:
         state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
     for name, dim in (("row_var", -1), ("col_var", -2)):
         # A norm, so that no tensor of squares is made.
-        mean = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_().div_(gradient.shape[dim])
+        mean = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square() / gradient.shape[dim]
         state[name].lerp_(mean, fresh)
     estimate: torch.Tensor = state["row_var"] @ state["col_var"]
     return estimate.div_(state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=tiny))
@@ -73,5 +73,5 @@ def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny:
 
 def _rms(values: torch.Tensor) -> torch.Tensor:
     """The root mean square, a scalar on the device."""
-    norm: torch.Tensor = torch.linalg.vector_norm(values)
-    return norm / max(1, values.numel()) ** 0.5
+    rms: torch.Tensor = torch.linalg.vector_norm(values) / max(1, values.numel()) ** 0.5
+    return rms

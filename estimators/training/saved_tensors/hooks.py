@@ -187,7 +187,9 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether the values are a parameter's: a leaf, also one that a wrapper made after the pass began."""
+    """Whether the values are a parameter's, also of one that a wrapper made after the pass began (FSDP2)."""
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return True
     node = tensor.grad_fn
     while node is not None and node.name() in _SAME_VALUES:
         node = node.next_functions[0][0]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
@@ -66,8 +65,10 @@ class Net(nn.Module):
             self.calls += 1
         hidden = self.blocks(self.stem(x)) + self.frozen(self.stem(x))
         output = self.head(hidden) + (hidden @ self.turned.t()).sum(1, keepdim=True)
-        # By the data, so one rank may use it while the other does not.
-        return output + self.sometimes(hidden) if x[0, 0] > 0.5 else output  # type: ignore[no-any-return]
+        chosen = x[:, :1] > 0.8
+        if chosen.any():  # by the data, so one rank may use it while the other does not
+            output = output + torch.where(chosen, self.sometimes(hidden), 0.0)
+        return output  # type: ignore[no-any-return]
 
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -153,7 +154,7 @@ def _one_element(collective: Collective, sharding: str) -> dict[str, Any]:
         if step == 1 and collective.rank == 0:
             gradient: Any = held[0].grad
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            local.view(-1)[0] = float("inf")
+            local[(0,) * local.dim()] = float("inf")
 
     sync = _train(collective, sharding, _by_name("sgd"), steps=2, scaler=scaler, inspect=poison)
     return {"weights": _weights(sync), "skipped": scaler.skipped_steps}
@@ -166,10 +167,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "make": _by_name("momentum"),
         "micro_batches": 3,
         "max_norm": 0.2,
+        "steps": 10,
     },
-    "groups": {"make": _by_name("adamw", GROUPS)},
-    "adagrad": {"make": _by_name("adagrad")},
-    "adafactor": {"make": _adafactor},
+    "groups": {"make": _by_name("adamw", GROUPS), "steps": 10},
+    "adagrad": {"make": _by_name("adagrad"), "steps": 10},
+    "adafactor": {"make": _adafactor, "steps": 10},
 }
 
 
@@ -186,14 +188,34 @@ def _bytes(collective: Collective, sharding: str) -> dict[str, Any]:
     return {"state": counted[0], "sent": sent[7] - sent[6]}
 
 
+def _refusals(collective: Collective) -> list[str]:
+    """What sharded parameters are not for."""
+    scalar = nn.Linear(2, 1)
+    scalar.temperature = nn.Parameter(torch.ones(()))
+    cases: list[tuple[nn.Module, Make]] = [(Net(), _adafactor), (scalar, _by_name("sgd"))]
+    messages = []
+    for module, make in cases:
+        try:
+            STRATEGIES["parameters"]().prepare(module, make, collective, 1)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 def _work(sharding: str, collective: Collective, device: str, status: Status) -> str:
     result: dict[str, Any] = {}
     for name, options in TRAININGS.items():
+        if (sharding, name) == ("parameters", "adafactor"):
+            continue
         status.phase = name
         result[name] = _weights(_train(collective, sharding, **options))
     status.phase = "overflow"
     result["overflow"] = _overflowing(collective, sharding)
-    result["overflow of one element"] = _one_element(collective, sharding) if collective.size > 1 else None
+    if sharding != "none":
+        result["overflow of one element"] = _one_element(collective, sharding)
+    if sharding == "parameters":
+        status.phase = "refusals"
+        result["refusals"] = _refusals(collective)
     status.phase = "bytes"
     result["bytes"] = _bytes(collective, sharding)
     return json.dumps(result)
@@ -217,6 +239,8 @@ def _alone() -> dict[str, Any]:
 def test_weights_after_twenty_steps_are_those_of_one_worker(
     sharding: str, collective: str, training: str
 ) -> None:
+    if (sharding, training) == ("parameters", "adafactor"):
+        pytest.skip("refused: see test_an_optimizer_that_looks_at_whole_parameters_is_refused")
     first, second = (result[training] for result in _results(sharding, collective))
     assert first == second
     assert first == pytest.approx(_alone()[training], abs=1e-5)
@@ -250,3 +274,23 @@ def test_a_rank_holds_half_of_what_its_sharding_cuts(sharding: str, collective: 
                 assert num_bytes == pytest.approx(whole[kind] / 2, rel=0.1), kind
             elif (sharding, kind) != ("optimizer", "gradients"):
                 assert num_bytes == whole[kind], kind
+
+
+@pytest.mark.distributed
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
+    for result in _results("parameters", "torch"):
+        optimizer, scalar = result["refusals"]
+        assert "optimizer Adafactor looks at whole ones; take one of" in optimizer
+        assert "cannot cut the scalar parameter 'temperature'; make it of shape (1,)" in scalar
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective"), [c for c in CASES if c[0] in ("optimizer", "gradients")])
+def test_zero_sends_what_data_parallelism_sends(sharding: str, collective: str) -> None:
+    """A reduce-scatter and an all-gather are an all-reduce; the flags of who had a gradient come on top."""
+    num_bytes = _alone()["bytes"]["state"]["gradients"]
+    num_parameters = len([p for p in Net().parameters() if p.requires_grad])
+    for result in _results(sharding, collective):
+        flags = 4 * (num_parameters + 1)
+        # The gradients of the parameter that no rank uses travel too.
+        assert num_bytes <= result["bytes"]["sent"] - flags <= num_bytes + 4 * 9 + 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,11 @@ def test_eight_bits_reach_the_training_and_hardly_change_it(train: Callable, com
     packed, packed_loss = train(activation_compression=compression)
     assert not all(torch.equal(a, b) for a, b in zip(plain, packed, strict=True))
     assert packed_loss == pytest.approx(loss, rel=0.05)
+
+
+def test_offload_reaches_the_training(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(OSError, match=r"activationOffload 'disk' could not write .* No such file"):
+        train(activation_offload="disk")

@@ -1,0 +1,261 @@
+"""bf16 and fp16 against fp32: the flights job's network, and digits. Final metrics and loss curves.
+
+The three precisions train in turns, on one rank in this process, from the same shards and first weights.
+Metrics are measured in fp32, as `transform` computes. `--root` holds the shards of jobs/etl.py, which runs
+once where they are missing. On a CPU without 16-bit arithmetic (AVX2 only), a step of bf16 or fp16 takes
+many times as long as one of fp32: there, lower `--members` and `--epochs`.
+
+    python tests/benchmarks/precision.py --chart docs/precision.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.jobs import cli
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, open_reader, write_shards
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+PRECISIONS = ("fp32", "bf16", "fp16")
+COLORS = {"fp32": "0.35", "bf16": "tab:blue", "fp16": "tab:orange"}
+
+Score = Callable[[np.ndarray, np.ndarray], float]  # logits (rows, width), labels (rows,) -> metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training, and how the network is judged on the rows held out."""
+
+    title: str
+    config: TrainConfig
+    metrics: dict[str, Score]
+
+
+def flights_job(shards: str, features: str, epochs: int, members: int) -> Job:
+    """The network and the settings of jobs/train.py. Needs a running Spark session."""
+    from pyspark.ml import PipelineModel
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    from ringspark.pipelines import flights
+
+    cardinalities, num_numeric = flights.feature_sizes(PipelineModel.load(features))
+    spec = ModelSpec(
+        "tabular_ensemble",
+        {
+            "members": members,
+            "cardinalities": cardinalities,
+            "num_numeric": num_numeric,
+            "hidden": [256, 128],
+            "out_features": 1,
+            "dropout": 0.2,
+            "embedding_dropout": 0.1,
+        },
+    )
+    config = TrainConfig(
+        shards_uri=shards,
+        run_uri="",
+        task="classification",
+        model=spec.to_json(),
+        losses=("bce_with_logits_per_member",),
+        input_columns=("categorical", "numeric"),
+        label_columns=("label",),
+        epochs=epochs,
+        batch_size=1024,
+        optimizer="adamw",
+        lr_schedule="one_cycle",
+        learning_rate=3e-3,
+        weight_decay=1e-2,
+        reader="arrow",
+    )
+    return Job(
+        title="flights",
+        config=config,
+        metrics={
+            "ROC AUC": lambda logits, labels: float(roc_auc_score(labels, logits)),
+            "average precision": lambda logits, labels: float(average_precision_score(labels, logits)),
+            "log loss": lambda logits, labels: float(
+                np.logaddexp(0, -np.where(labels > 0, 1, -1) * logits[:, 0]).mean()
+            ),
+        },
+    )
+
+
+def digits_job(spark: Any, folder: str) -> Job:
+    """scikit-learn's digits, 360 of 1,797 held out."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    held_out = np.zeros(len(labels), dtype=bool)
+    held_out[order[:360]] = True
+    rows = [
+        ([float(v) for v in row / 16], int(label), bool(held))
+        for row, label, held in zip(pixels, labels, held_out, strict=True)
+    ]
+    frame = spark.createDataFrame(rows, "x array<float>, label int, is_validation boolean")
+    write_shards(frame, folder, num_files=2, validation_col="is_validation")
+    spec = ModelSpec("mlp", {"in_features": 64, "hidden": [64, 64], "out_features": 10, "dropout": 0.2})
+    config = TrainConfig(
+        shards_uri=folder,
+        run_uri="",
+        task="classification",
+        model=spec.to_json(),
+        losses=("cross_entropy",),
+        input_columns=("x",),
+        label_columns=("label",),
+        epochs=40,
+        batch_size=64,
+        lr_schedule="one_cycle",
+        learning_rate=3e-3,
+        weight_decay=1e-2,
+        reader="arrow",
+    )
+    return Job(
+        title="digits",
+        config=config,
+        metrics={"accuracy": lambda logits, labels: float((logits.argmax(1) == labels).mean())},
+    )
+
+
+def predict(job: Job, result: TrainResult) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, (rows, width), and labels of the rows held out; in fp32."""
+    assert job.config.model is not None
+    module = ModelSpec.from_json(job.config.model).build()
+    load_checkpoint(result.checkpoint_uri, module)
+    module.eval()
+    manifest = ShardManifest.load(job.config.shards_uri).select("validation")
+    names = [*job.config.input_columns, *job.config.label_columns]
+    logits, labels = [], []
+    with torch.no_grad():
+        for batch in open_reader(manifest, columns=names, batch_size=8192, engine="arrow").batches(0):
+            inputs = [torch.from_numpy(np.array(batch[name])) for name in job.config.input_columns]
+            logits.append(module(*inputs).reshape(len(inputs[0]), -1).numpy())
+            labels.append(batch[job.config.label_columns[0]])
+    return np.concatenate(logits), np.concatenate(labels)
+
+
+def train(job: Job, num_seeds: int, folder: str) -> dict[str, list[tuple[TrainResult, dict[str, float]]]]:
+    """Precision -> for each seed the training and its metrics."""
+    results: dict[str, list[tuple[TrainResult, dict[str, float]]]] = {name: [] for name in PRECISIONS}
+    for seed in range(num_seeds):
+        for precision in PRECISIONS:
+            run = str(Path(folder) / f"{job.title}-{precision}-{seed}")
+            result = train_here(replace(job.config, run_uri=run, precision=precision, seed=seed))
+            logits, labels = predict(job, result)
+            metrics = {name: score(logits, labels) for name, score in job.metrics.items()}
+            results[precision].append((result, metrics))
+            print(f"{job.title}, seed {seed}, {precision}: {metrics}, {result.seconds:.0f} s", flush=True)
+    return results
+
+
+def table(job: Job, results: dict[str, list[tuple[TrainResult, dict[str, float]]]]) -> list[list[str]]:
+    """A line per precision: means over the seeds, and how far they are from fp32's."""
+    lines = []
+    means = {
+        precision: {name: mean(metrics[name] for _, metrics in runs) for name in job.metrics}
+        for precision, runs in results.items()
+    }
+    for precision, runs in results.items():
+        skipped = sum(record.skipped_steps for result, _ in runs for record in result.history)
+        cells = []
+        for name, value in means[precision].items():
+            off = value / means["fp32"][name] - 1
+            cells.append(f"{name} {value:.4f} ({off:+.2%})")
+        lines.append([f"{job.title}, {precision}", ", ".join(cells), f"{skipped}"])
+    return lines
+
+
+def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, float]]]]]) -> None:
+    """Loss by epoch, means over the seeds: a panel per job, training solid, held-out rows dashed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(
+        1, len(runs), figsize=(6 * len(runs), 4.4), layout="constrained", squeeze=False
+    )
+    for axes, (title, results) in zip(panels[0], runs.items(), strict=True):
+        for number, (precision, trained) in enumerate(results.items()):
+            histories = [result.history for result, _ in trained]
+            epochs = [record.epoch for record in histories[0]]
+            for style, split in (("-", "train_loss"), ("--", "validation_loss")):
+                values = np.mean([[record.value(split) for record in h] for h in histories], axis=0)
+                # Curves lie upon each other: the later ones are thinner.
+                axes.plot(
+                    epochs,
+                    values,
+                    style,
+                    color=COLORS[precision],
+                    linewidth=4.5 - 1.6 * number,
+                    label=f"{precision}, {'training' if split == 'train_loss' else 'held-out'} rows",
+                )
+        axes.set(title=title, xlabel="epoch", ylabel="loss")
+        if max(epochs) > 10:
+            axes.set_yscale("log")
+        else:
+            axes.set_xticks(epochs)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    print(f"chart: {path}")
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    harness.add_options(parser)
+    parser.add_argument("--epochs", type=cli.positive_int, default=5, help="of the flights job")
+    parser.add_argument("--members", type=cli.positive_int, default=3, help="of the flights job's ensemble")
+    parser.add_argument(
+        "--chart", metavar="PATH", help="draw the loss curves into this PNG; needs matplotlib"
+    )
+    parser.set_defaults(repeats=3, root=cli.DEFAULT_ROOT)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains both jobs in all precisions, with `--repeats` seeds; prints a table and draws."""
+    args = parse()
+    root = Path(args.root).resolve()
+    if not (root / "shards").exists():
+        command = [sys.executable, str(JOBS / "etl.py"), "--output", str(root)]
+        subprocess.run(command, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        with cli.spark("ringspark precision", harness.MASTER) as spark:
+            jobs = [
+                flights_job(str(root / "shards"), str(root / "features"), args.epochs, args.members),
+                digits_job(spark, str(Path(folder) / "digits")),
+            ]
+        runs = {job.title: train(job, args.repeats, folder) for job in jobs}
+    lines = [line for job in jobs for line in table(job, runs[job.title])]
+    harness.print_table(
+        f"precision: held-out rows, means over {args.repeats} seeds, in brackets against fp32",
+        ["", "metrics", "skipped steps"],
+        lines,
+    )
+    if args.chart:
+        draw(args.chart, runs)
+
+
+if __name__ == "__main__":
+    main()

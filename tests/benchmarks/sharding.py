@@ -1,0 +1,139 @@
+"""What each sharding leaves on one of 2 ranks, what it sends and costs, against data parallelism.
+
+A transformer with AdamW, without Spark. Bytes are counted when a step's last backward pass is over and its
+exchange has not begun: with ZeRO 1 all gradients are still there, with ZeRO 2 the rank's part is. Both
+ranks of a collective run all shardings in turns, so a rate's ratio is of one run on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from typing import Any
+
+import harness
+import torch
+from torch.nn import functional as F
+
+from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel import STRATEGIES, state_bytes
+from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.status import Status
+from ringspark.models import ModelSpec
+
+SIZES = {"vocab_size": 1000, "max_seq_len": 64, "dim": 128, "num_heads": 4, "depth": 4, "out_features": 10}
+SPEC = ModelSpec("transformer_classifier", {**SIZES, "dropout": 0.0})
+SEQ = 64
+STEPS = 4
+MIB = 2**20
+
+
+class Training:
+    """One sharding's network on one rank."""
+
+    def __init__(self, sharding: str, collective: Collective, rows: int) -> None:
+        torch.manual_seed(0)
+        make = partial(build_optimizer, "adamw", groups=None, learning_rate=1e-3, weight_decay=0.01)
+        self.sync: GradientSync = STRATEGIES[sharding]().prepare(SPEC.build(), make, collective, 1)
+        self.collective = collective
+        self.rows = rows
+        self.steps = 0
+        self.counted: dict[str, int] = {}
+        self.scaler = LossScaler("fp32", torch.device("cpu"))
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(self.steps)
+        ids = torch.randint(SIZES["vocab_size"], (self.rows, SEQ), generator=generator)
+        labels = torch.randint(SIZES["out_features"], (self.rows,), generator=generator)
+        mine = slice(self.collective.rank, None, self.collective.size)
+        before = self.collective.bytes_sent
+        self.sync.optimizer.zero_grad()
+        with self.sync.micro_batch(last=True):
+            loss = F.cross_entropy(self.sync.module(ids[mine]), labels[mine], reduction="sum") / self.rows
+            (loss * self.sync.loss_factor).backward()  # type: ignore[no-untyped-call]
+        if self.steps == 1:
+            self.counted = vars(state_bytes(self.sync))
+        self.sync.reduce()
+        self.sync.step(self.scaler)
+        self.steps += 1
+        self.sent = self.collective.bytes_sent - before
+
+    def rate(self) -> float:
+        """Steps a second."""
+        return STEPS / harness.seconds_of(lambda: [self.step() for _ in range(STEPS)])
+
+    def weights(self) -> torch.Tensor:
+        whole: list[Any] = list(self.sync.network.parameters())
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in whole]
+        return torch.cat([p.detach().flatten() for p in whole])
+
+
+def measure(
+    shardings: list[str], repeats: int, rows: int, collective: Collective, device: str, status: Status
+) -> str:
+    """Runs on every rank."""
+    trainings = {sharding: Training(sharding, collective, rows) for sharding in shardings}
+    rates = harness.measure_in_turns({name: t.rate for name, t in trainings.items()}, repeats)
+    weights = {name: t.weights() for name, t in trainings.items()}
+    return json.dumps(
+        {
+            name: {
+                "state": training.counted,
+                "sent": training.sent,
+                "rates": rates[name],
+                "difference": (weights[name] - weights["none"]).abs().max().item(),
+            }
+            for name, training in trainings.items()
+        }
+    )
+
+
+def lines(collective: str, repeats: int, rows: int) -> list[list[str]]:
+    """One line a sharding that runs on the collective."""
+    shardings = [s for s in STRATEGIES if (s, collective) != ("parameters", "horovod")]
+    work = partial(measure, shardings, repeats, rows)
+    result = json.loads(run_spawned(harness.NUM_WORKERS, collective, work, timeout_seconds=300)[0])
+    return [
+        [
+            f"{collective}, {name}",
+            *(f"{values['state'][kind] / MIB:.2f}" for kind in ("parameters", "gradients", "optimizer")),
+            f"{values['sent'] / MIB:.2f}",
+            f"{harness.median_ratio(values['rates'], result['none']['rates']):.2f}",
+            f"{values['difference']:.1e}",
+        ]
+        for name, values in result.items()
+    ]
+
+
+def main() -> None:
+    """One gang a collective."""
+    options = harness.parse(__doc__, rows=16)
+    start = time.monotonic()
+    table = [
+        line
+        for collective in COLLECTIVES
+        if collective != "local"
+        for line in lines(collective, options.repeats, options.rows)
+    ]
+    harness.print_table(
+        f"sharding: 2 ranks, transformer of {SIZES['depth']} blocks, dim {SIZES['dim']}, AdamW, fp32, "
+        f"{options.rows} rows of {SEQ} tokens a step, {options.repeats} rounds of {STEPS} steps "
+        f"({time.monotonic() - start:.0f} s)",
+        [
+            "MiB of one rank",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "sent a step",
+            "steps/s to none",
+            "largest difference to none",
+        ],
+        table,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`memoryBudget` refuses before a gang starts, and lets through what it cannot judge, with a warning."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import TorchEstimator
+from ringspark.models import ModelSpec
+
+WIDE = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 6, "out_features": 1})
+
+
+class Branches(nn.Module):
+    """Looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x if x.sum() > 0 else -x)
+
+
+def test_the_budget_is_kept_in_bytes() -> None:
+    assert TorchEstimator().getMemoryBudget() is None
+    assert TorchEstimator(memoryBudget="4g").getMemoryBudget() == 4 << 30
+    assert TorchEstimator().setMemoryBudget(1000).getMemoryBudget() == 1000
+    with pytest.raises(ValueError, match="memoryBudget must be bytes"):
+        TorchEstimator(memoryBudget="four")
+
+
+@pytest.mark.spark
+def test_fit_refuses_what_does_not_fit_and_names_what_would(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(64).selectExpr("array(double(id), -double(id)) as features", "double(id) as label")
+    estimator = TorchEstimator(
+        model=WIDE,
+        batchSize=4096,
+        numWorkers=2,
+        memoryBudget="1500k",
+        storageUri=str(tmp_path),
+        showProgress=False,
+    )
+    sentence = (
+        r"training needs \d\.\d MiB per worker, memoryBudget is 1\.5 MiB; "
+        r"gradientAccumulation=\d+ needs [\d.]+ [KM]iB"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        estimator.fit(frame)
+    assert not list(tmp_path.glob("run-*"))
+
+
+@pytest.mark.spark
+def test_a_network_that_cannot_be_judged_is_trained_with_a_warning(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(64).selectExpr("array(double(id), -double(id)) as features", "double(id) as label")
+    estimator = TorchEstimator(
+        model=Branches(),
+        batchSize=32,
+        learningRate=1e-6,
+        memoryBudget="4g",
+        storageUri=str(tmp_path),
+        showProgress=False,
+    )
+    # Not pytest.warns: it raises Spark's unclosed sockets again without the module that the filters go by.
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert estimator.fit(frame) is not None
+    said = [str(entry.message) for entry in seen if entry.category is UserWarning]
+    (sentence,) = [text for text in said if "memoryBudget" in text]
+    assert sentence.startswith("memoryBudget 4.0 GiB could not be checked: model Branches does not run")

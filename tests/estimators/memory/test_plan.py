@@ -1,0 +1,231 @@
+"""A plan's parts are those of a real step, and nothing of their size is allocated to know them."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import MemoryPlan, plan_memory
+from ringspark.models import ModelSpec
+
+ROWS = 64
+DEEP = ModelSpec("mlp", {"in_features": 8, "hidden": [32] * 16, "out_features": 3})
+BATCH = (((ROWS, 8), "float32"), ((ROWS,), "int64"))
+DEEP_PARAMETERS = 4 * ((8 + 1) * 32 + 15 * (32 + 1) * 32 + (32 + 1) * 3)
+
+
+class Branches(nn.Module):
+    """Looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x if x.sum() > 0 else -x)
+
+
+def test_parameters_gradients_and_optimizer_state_are_exact() -> None:
+    # The update of sgd takes no temporaries, so all gradients exist when the last one is made.
+    for optimizer, state in (("sgd", 0), ("momentum", 1), ("adamw", 2)):
+        plan = plan_memory(DEEP, BATCH, optimizer=optimizer)
+        num_tensors = 2 * 17
+        steps = 4 * num_tensors if optimizer == "adamw" else 0
+        assert plan.parameters == DEEP_PARAMETERS
+        assert plan.gradients == DEEP_PARAMETERS
+        assert plan.optimizer_state == state * DEEP_PARAMETERS + steps
+        assert plan.batch == ROWS * (8 * 4 + 8)
+        assert plan.communication == 0
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))
+    net[0].requires_grad_(False)
+    plan = plan_memory(net, BATCH)
+    trained = 4 * (16 + 1) * 3
+    assert plan.gradients == trained
+    assert plan.optimizer_state == 2 * trained + 2 * 4
+    assert plan.parameters == trained + 4 * (8 + 1) * 16
+
+
+def test_buffers_and_tied_weights_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+            self.register_buffer("scale", torch.ones(100), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.norm(self.first(x))) * self.scale[0]
+
+    plan = plan_memory(Tied(), (((ROWS, 8), "float32"), ((ROWS, 8), "float32")))
+    parameters = 4 * (64 + 8 + 8 + 16)
+    assert plan.parameters == parameters + 4 * (8 + 8 + 100) + 8
+    assert plan.gradients == parameters
+
+
+def test_the_parts_at_the_peak_add_up_to_it() -> None:
+    plan = plan_memory(DEEP, BATCH, precision="bf16", gradientCheckpointing="sqrt")
+    assert sum(plan.at_peak.values()) == plan.peak
+    for part, count in plan.at_peak.items():
+        assert count <= getattr(plan, part)
+
+
+@pytest.mark.parametrize(
+    ("stronger", "weaker"),
+    [
+        ({"gradientCheckpointing": "sqrt"}, {}),
+        ({"gradientCheckpointing": "all"}, {}),
+        ({"gradientAccumulation": 2}, {}),
+        ({"gradientAccumulation": 8}, {"gradientAccumulation": 2}),
+    ],
+)
+def test_stronger_settings_take_fewer_activations(stronger: Any, weaker: Any) -> None:
+    # GELU saves its input and the layer after it its output: of ReLU, both would be one tensor.
+    spec = ModelSpec(DEEP.target, DEEP.kwargs | {"activation": "gelu"})
+    plans = [plan_memory(spec, BATCH, rows=4096, **settings) for settings in (stronger, weaker)]
+    assert plans[0].peak < plans[1].peak
+    assert plans[0].activations < plans[1].activations
+
+
+def test_each_way_of_sharding_leaves_a_rank_its_share() -> None:
+    plans = {
+        name: plan_memory(DEEP, BATCH, numWorkers=4, sharding=name)
+        for name in ("none", "optimizer", "gradients", "parameters")
+    }
+    whole = plans["none"]
+    for name, sharded in (
+        ("optimizer", {"optimizer_state"}),
+        ("gradients", {"optimizer_state", "gradients"}),
+        ("parameters", {"optimizer_state", "gradients", "parameters"}),
+    ):
+        for part in ("optimizer_state", "gradients", "parameters"):
+            share = getattr(whole, part) // (4 if part in sharded else 1)
+            assert getattr(plans[name], part) == share
+
+
+def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> None:
+    assert plan_memory(DEEP, BATCH, collective="horovod").communication == 0
+    assert plan_memory(DEEP, BATCH, collective="horovod", numWorkers=2).communication == DEEP_PARAMETERS
+    assert plan_memory(DEEP, BATCH, collective="torch", numWorkers=2).communication >= DEEP_PARAMETERS
+
+
+def test_a_plan_does_not_depend_on_how_the_batch_is_given() -> None:
+    plan = plan_memory(DEEP, BATCH)
+    forms: list[Any] = [
+        (torch.zeros(ROWS, 8), torch.zeros(ROWS, dtype=torch.int32)),
+        (torch.zeros(ROWS, 8, device="meta"), torch.zeros(ROWS, dtype=torch.int64, device="meta")),
+        (np.zeros((ROWS, 8)), np.zeros(ROWS, dtype=np.int8)),
+        ([((ROWS, 8), torch.float64)], [((ROWS,), np.int16)]),
+    ]
+    for batch in forms:
+        assert plan_memory(DEEP, batch) == plan
+    two_rows = (np.zeros((2, 8)), np.zeros(2, dtype=np.int64))
+    assert plan_memory(DEEP, two_rows, rows=ROWS) == plan
+
+
+def test_a_plan_leaves_the_module_and_the_random_numbers_alone() -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    state = torch.get_rng_state()
+    plan_memory(net, BATCH, gradientCheckpointing=["0"])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "forward" not in vars(net[0])
+    assert all(p.grad is None for p in net.parameters())
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_lazy_layers_learn_their_sizes() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(3))
+    known = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert plan_memory(lazy, BATCH) == plan_memory(known, BATCH)
+    assert isinstance(lazy[0], nn.LazyLinear)
+
+
+def test_a_network_of_a_hundred_gigabytes_is_planned_without_its_memory() -> None:
+    spec = ModelSpec("mlp", {"in_features": 8, "hidden": [40_000] * 17, "out_features": 3})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = plan_memory(spec, BATCH, optimizer="sgd")
+    assert plan.parameters > 100e9
+    assert plan.peak > 2 * plan.parameters
+    # ru_maxrss counts KiB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
+
+
+def test_a_network_that_looks_at_its_data_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"model Branches cannot be planned without data: .*DataDependent"):
+        plan_memory(Branches(), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        (np.zeros((2, 8)), r"batch must be \(inputs, labels\)"),
+        ((np.zeros((2, 8)), np.zeros(3)), "same number of rows"),
+        ((np.float32(1.0), np.zeros(3)), "must be a tensor, a NumPy array or"),
+        ((torch.zeros(()), np.zeros(3)), "rows as first dimension"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(batch: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan_memory(DEEP, batch)
+
+
+def test_settings_that_training_refuses_are_refused() -> None:
+    with pytest.raises(ValueError, match="sharding 'parameters'"):
+        plan_memory(DEEP, BATCH, sharding="parameters", collective="horovod", numWorkers=2)
+    with pytest.raises(ValueError, match="adamw"):
+        plan_memory(DEEP, BATCH, optimizer="adamv")
+
+
+def test_the_table_names_every_part_and_the_peak() -> None:
+    text = plan_memory(DEEP, BATCH).table()
+    for words in ("parameters and buffers", "gradients", "optimizer state", "activations", "peak", "KiB"):
+        assert words in text
+
+
+def test_the_chart_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    plan_memory(DEEP, BATCH, rows=4096, budget="5m").save_chart(str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_chart_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'ringspark\[examples\]'"):
+        plan_memory(DEEP, BATCH).save_chart(str(tmp_path / "plan.png"))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": "fp16", "optimizer": "sgd"},
+    {"gradientCheckpointing": "sqrt"},
+    {"gradientCheckpointing": "all", "precision": "bf16"},
+    {"gradientAccumulation": 4},
+    {"optimizer": "adafactor"},
+    {"optimizer": "adamw8bit"},
+    {"activationCompression": "bits"},
+    {"activationCompression": "int8"},
+    {"activationOffload": "disk"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ", ".join(map(str, s.values())) or "fp32")
+@pytest.mark.parametrize("network", ["MLP", "TRANSFORMER", "RESNET"])
+def test_the_plan_is_within_a_tenth_of_the_trainers_measured_peak(
+    network: str, settings: Any, benchmark_step: Any
+) -> None:
+    case = benchmark_step.Case(model=getattr(benchmark_step, network), settings=settings)
+    plan, measured = benchmark_step.compare(case, 8)
+    assert isinstance(plan, MemoryPlan)
+    assert 0.9 < plan.peak / measured < 1.1

@@ -1,0 +1,137 @@
+"""`train_worker` under each sharding: the model that comes out is that of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import WorkerError, user_code
+from ringspark.estimators.collectives import COLLECTIVES
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16] * 4, "out_features": 1, "dropout": 0.0})
+MakeShards = Callable[..., ShardManifest]
+SHARDED = [
+    (sharding, collective)
+    for sharding in STRATEGIES
+    for collective in COLLECTIVES
+    if collective != "local" and sharding != "none" and (sharding, collective) != ("parameters", "horovod")
+]
+
+
+def _columns(rows: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(rows, 4)).astype(np.float32)
+    return {"x": features, "y": features.sum(1).astype(np.float32)}
+
+
+def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=str(run_uri),
+        task="regression",
+        model=SPEC.to_json(),
+        losses=("mse",),
+        input_columns=("x",),
+        label_columns=("y",),
+        batch_size=32,
+        learning_rate=0.01,
+        epochs=2,
+        reader="arrow",
+    )
+    return replace(config, **changes)
+
+
+def _weights(result: TrainResult) -> torch.Tensor:
+    module = SPEC.build()
+    load_checkpoint(result.checkpoint_uri, module)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def _gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
+    objects = objects or UserObjects()
+    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    task = TrainTask(config=config, objects=user_code.dumps(objects))
+    texts = run_spawned(config.num_workers, config.collective, task, timeout_seconds=120)
+    return TrainResult.from_json(texts[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective"), SHARDED)
+def test_the_best_checkpoint_of_two_workers_is_that_of_one(
+    make_shards: MakeShards, tmp_path: Path, sharding: str, collective: str
+) -> None:
+    """The last batch of training and the only one of validation leave a rank without rows."""
+    held_out = np.arange(104) >= 97
+    manifest = make_shards(_columns(104), validation=held_out, row_group_rows=97)
+    changes: dict[str, Any] = {
+        "keep": "best",
+        "gradient_accumulation": 2,
+        "max_grad_norm": 0.5,
+        "lr_schedule": "cosine",
+        "parameter_groups": ({"params": ["*.bias"], "weightDecay": 0.0},),
+    }
+    one = train_here(_config(manifest, tmp_path / "one", **changes))
+    two = _config(
+        manifest, tmp_path / "two", num_workers=2, collective=collective, sharding=sharding, **changes
+    )
+    result = _gang(two)
+    assert result.checkpoint_epoch == one.checkpoint_epoch
+    assert (_weights(one) - _weights(result)).abs().max() < 1e-5
+    assert result.history[-1].validation_loss == pytest.approx(one.history[-1].validation_loss, rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("policy", ["sqrt", "all"])
+def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(
+    make_shards: MakeShards, tmp_path: Path, policy: str
+) -> None:
+    manifest = make_shards(_columns(97))
+    plain = _config(manifest, tmp_path / "a", num_workers=2, collective="torch", precision="bf16")
+    sharded = replace(
+        plain, run_uri=str(tmp_path / "b"), sharding="parameters", gradient_checkpointing=policy
+    )
+    assert (_weights(_gang(plain)) - _weights(_gang(sharded))).abs().max() < 1e-5
+
+
+class _FailsOnRankOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.distributed.is_initialized():
+            self.calls += 1
+            if self.calls == 3 and torch.distributed.get_rank() == 1:
+                raise RuntimeError("the model broke")
+        return self.blocks(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sharding", ["gradients", "parameters"])
+def test_a_model_that_raises_on_one_rank_ends_the_others(
+    make_shards: MakeShards, tmp_path: Path, sharding: str
+) -> None:
+    manifest = make_shards(_columns(200))
+    config = _config(
+        manifest, tmp_path / "run", model=None, num_workers=2, collective="torch", sharding=sharding
+    )
+    with pytest.raises(WorkerError, match=r"rank 1 .* step 3': RuntimeError: the model broke") as caught:
+        _gang(config, UserObjects(module=_FailsOnRankOne()))
+    assert {f.rank: f.from_peer for f in caught.value.failures}.get(0, True)

@@ -1,0 +1,140 @@
+"""A training goes on from what was saved, at another number of ranks and under another sharding."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective, GradientSync
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.training_state import load_training_state, save_training_state
+
+CASES = [
+    ("none", "torch", "adamw"),
+    ("optimizer", "horovod", "adamw"),
+    ("gradients", "torch", "adamw"),
+    ("gradients", "horovod", "adafactor"),
+    ("parameters", "torch", "adamw"),
+]
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(3, 5), nn.Sequential(*blocks), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
+def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
+    make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
+    return STRATEGIES[sharding]().prepare(_net(), make, collective, 1)
+
+
+def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
+    # Without batch statistics, which depend on who has which rows.
+    sync.network.eval()
+    scaler = LossScaler("fp32", torch.device("cpu"))
+    for step in range(first, last):
+        rows = torch.rand(6, 3, generator=torch.Generator().manual_seed(step))
+        mine = rows[collective.rank :: collective.size]
+        sync.optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            loss = (sync.module(mine) - mine.sum(1, keepdim=True)).square().sum() / len(rows)
+            (loss * sync.loss_factor).backward()  # type: ignore[no-untyped-call]
+        sync.reduce()
+        sync.step(scaler)
+
+
+def _save(
+    sharding: str, optimizer: str, uri: str, collective: Collective, device: str, status: Status
+) -> str:
+    sync = _prepare(collective, sharding, optimizer)
+    _steps(sync, collective, 0, 10)
+    save_training_state(uri, sync, rank=collective.rank, epoch=1, step=10)
+    return ""
+
+
+def _resume(
+    sharding: str, optimizer: str, uri: str, target: str, collective: Collective, device: str, status: Status
+) -> str:
+    sync = _prepare(collective, sharding, optimizer)
+    with torch.no_grad():
+        for parameter in sync.network.parameters():
+            parameter.mul_(0.0)
+    info = load_training_state(uri, sync)
+    _steps(sync, collective, info.step, 20)
+    save_training_state(target, sync, rank=collective.rank, epoch=2, step=20)
+    return json.dumps([info.epoch, info.step])
+
+
+def _both(
+    sharding: str,
+    optimizer: str,
+    saved_to: str,
+    resumed_from: str,
+    target: str,
+    collective: Collective,
+    device: str,
+    status: Status,
+) -> str:
+    """Ten steps from the start, saved; and the last ten of a training that somebody else began."""
+    _save(sharding, optimizer, saved_to, collective, device, status)
+    return _resume(sharding, optimizer, resumed_from, target, collective, device, status)
+
+
+def _weights(uri: str) -> torch.Tensor:
+    net = _net()
+    load_checkpoint(uri, net)
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def _whole_run(optimizer: str) -> torch.Tensor:
+    local = LocalCollective()
+    sync = _prepare(local, "none", optimizer)
+    _steps(sync, local, 0, 20)
+    return torch.cat([p.detach().flatten() for p in sync.network.parameters()])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sharding", "collective", "optimizer"), CASES)
+def test_ten_steps_at_two_workers_and_ten_at_one_are_twenty_at_one_and_back(
+    tmp_path: Path, sharding: str, collective: str, optimizer: str
+) -> None:
+    expected = _whole_run(optimizer)
+    local, here = LocalCollective(), Status("here")
+    one, two, at_one, at_two = (str(tmp_path / name) for name in ("one", "two", "at_one", "at_two"))
+    _save("none", optimizer, one, local, "cpu", here)
+    work = partial(_both, sharding, optimizer, two, one, at_two)
+    run_spawned(2, collective, work, timeout_seconds=120)
+    assert json.loads(_resume("none", optimizer, two, at_one, local, "cpu", here)) == [1, 10]
+    assert (_weights(at_one) - expected).abs().max() < 1e-5
+    assert (_weights(at_two) - expected).abs().max() < 1e-5
+
+
+def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -> None:
+    local = LocalCollective()
+    sync = _prepare(local, "none", "adamw")
+    with pytest.raises(ValueError, match=r"holds no training state \(training.json is missing\)"):
+        load_training_state(str(tmp_path), sync)
+    _steps(sync, local, 0, 1)
+    save_training_state(str(tmp_path), sync, rank=0, step=1)
+    other: Any = STRATEGIES["none"]().prepare(
+        nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, 1
+    )
+    with pytest.raises(ValueError, match=r"of another network: it has '0.bias', which this one lacks"):
+        load_training_state(str(tmp_path), other)
+    with open(tmp_path / "optimizer.safetensors", "ab") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match="the file is damaged, take another training state"):
+        load_training_state(str(tmp_path), sync)
