@@ -120,7 +120,8 @@ def to_policy(value: Any) -> str | list[str]:
         return list(value)
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(
-            f"gradientCheckpointing must be a name, a segment count or a list of submodule names, got {value!r}"
+            "gradientCheckpointing must be a name, a segment count or a list of submodule names, "
+            f"got {value!r}"
         )
     return str(value)
 

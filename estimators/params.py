@@ -124,8 +124,8 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     )
     activationOffload = param(
         "activationOffload",
-        "where activations wait for the backward pass: 'none' (in place), 'host' (of a GPU: the host's pinned "
-        "memory) or 'disk' (a temporary file)",
+        "where activations wait for the backward pass: 'none' (in place), 'host' (for a GPU: the host's "
+        "pinned memory) or 'disk' (a temporary file)",
         to_choice("activationOffload", "none", "host", "disk"),
     )
     activationCompression = param(

@@ -136,6 +136,17 @@ COMBINATIONS: tuple[Combination, ...] = (
         "looks at whole ones; set optimizer='adamw', or sharding='gradients'",
     ),
     Combination(
+        "sharding='parameters' with activationOffload or activationCompression",
+        lambda c: (
+            c.sharding == "parameters"
+            and c.num_workers > 1
+            and (c.activation_offload, c.activation_compression) != ("none", "none")
+        ),
+        "sharding 'parameters' gathers weights anew for the backward pass, and activationOffload "
+        "('{activation_offload}') or activationCompression ('{activation_compression}') would pack them as "
+        "activations; set both to 'none', or sharding='gradients'",
+    ),
+    Combination(
         "collective='local' with numWorkers > 1",
         lambda c: c.collective == "local" and c.num_workers > 1,
         "collective 'local' serves one worker, got numWorkers={num_workers}; "

@@ -218,7 +218,8 @@ class Trainer:
             module=self._module,
             device=self._device,
         )
-        with autocast(self._config.precision, self._device), hooks:
+        # Sharded parameters are gathered in here: the peers may be lost.
+        with autocast(self._config.precision, self._device), hooks, backward_errors():
             outputs = as_outputs(module(*batch.inputs))
         if len(outputs) != self._num_losses:
             raise ValueError(
@@ -283,7 +284,8 @@ class Trainer:
                 batch = self._batch(columns)
                 if not batch.num_rows:
                     # The others may need this rank's parts of the weights.
-                    self._sync.forward_without_rows(batch.inputs)
+                    with backward_errors():
+                        self._sync.forward_without_rows(batch.inputs)
                     continue
                 self._losses(self._module, batch, "validation")
                 self._count(totals)

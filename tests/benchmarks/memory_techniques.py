@@ -31,7 +31,7 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory_techniques.png"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY, SEQ, DIM, HEADS, CLASSES = 1000, 128, 128, 4, 10
 DEPTH = 4
-MOST_BLOCKS = 512
+MOST_BLOCKS = 128
 MIB = 2**20
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringspark.estimators.training.saved_tensors.compression import LOSSY, Booleans, Codec, Raw
@@ -178,7 +179,8 @@ def _address(tensor: torch.Tensor) -> int:
 def _is_foreign(tensor: torch.Tensor) -> bool:
     """Whether the tensor is more, or less, than a strided piece of memory."""
     return (
-        type(tensor) not in (torch.Tensor, nn.Parameter)
+        # A fake tensor is a plain one of which only the memory is asked.
+        type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor)
         or tensor.layout != torch.strided
         or tensor.is_quantized
         or tensor.is_conj()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch._guards import detect_fake_mode
 
 
 class Handle(Protocol):
@@ -38,8 +39,8 @@ def make_store(offload: str, device: torch.device) -> Store | None:
     """
     if offload == "none":
         return None
-    if device.type == "meta":
-        return _MetaStore()
+    if device.type == "meta" or detect_fake_mode() is not None:
+        return _EmptyStore()
     if offload == "disk":
         return _DiskStore()
     if device.type == "cpu":
@@ -50,20 +51,21 @@ def make_store(offload: str, device: torch.device) -> Store | None:
     return _HostStore()
 
 
-class _MetaStore:
-    """Holds nothing, since only the bytes that stay on the device are counted."""
+class _EmptyStore:
+    """For tensors without numbers. Holds nothing: what counts is the bytes that stay on the device."""
 
     def put(self, values: torch.Tensor) -> Handle:
-        return _MetaHandle(values.numel(), values.dtype)
+        return _EmptyHandle(values.numel(), values.dtype, values.device)
 
 
 @dataclass(frozen=True, slots=True)
-class _MetaHandle:
+class _EmptyHandle:
     count: int
     dtype: torch.dtype
+    device: torch.device
 
     def get(self) -> torch.Tensor:
-        return torch.empty(self.count, dtype=self.dtype, device="meta")
+        return torch.empty(self.count, dtype=self.dtype, device=self.device)
 
 
 class _HostStore:

@@ -83,6 +83,45 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
         assert result["many"] == [[]] * (size - 1) + [[2**40 + size - 1] * 1000]
 
 
+PARTS = {2: [[3, 3], [1, 5], [0, 6]], 3: [[2, 2, 2], [1, 5, 0], [0, 0, 6]], 1: [[6]]}
+
+
+def _scatters(collective: Collective, device: str, status: Status) -> str:
+    """Two sums under way at a time, and what they leave gathered again."""
+    mine = torch.arange(6.0) + collective.rank
+    result: list[Any] = []
+    for counts in PARTS[collective.size]:
+        status.phase = str(counts)
+        before = collective.bytes_sent
+        first = collective.start_reduce_scatter(mine, counts)
+        sent = collective.bytes_sent - before
+        second = collective.start_reduce_scatter(2 * mine, counts)
+        part, doubled = first(), second()
+        assert (2 * part).equal(doubled)
+        whole = [piece.tolist() for piece in collective.all_gather(part, counts)]
+        result.append([len(part), sent, whole])
+    assert mine.tolist() == [float(i + collective.rank) for i in range(6)]
+    turned = torch.full((2, 3), float(collective.rank)).t()
+    collective.broadcast([turned], root=collective.size - 1)
+    assert turned.equal(torch.full((3, 2), collective.size - 1.0))
+    return json.dumps(result)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
+def test_sums_are_scattered_in_any_parts_and_gathered_again(name: str, size: int) -> None:
+    offset = size * (size - 1) / 2
+    wanted = [size * i + offset for i in range(6)]
+    for rank, text in enumerate(run_spawned(size, name, _scatters)):
+        for counts, (length, sent, whole) in zip(PARTS[size], json.loads(text), strict=True):
+            assert length == counts[rank]
+            assert [value for piece in whole for value in piece] == wanted
+            assert [len(piece) for piece in whole] == counts
+            # Horovod's uneven parts take an all-reduce.
+            is_all_reduce = name == "horovod" and len(set(counts)) > 1
+            assert sent == (2 * (size - 1) * 24 // size if is_all_reduce else 24 - 4 * counts[rank])
+
+
 def _traffic(collective: Collective, device: str, status: Status) -> str:
     """Bytes sent by each kind of call in turn."""
     rank, counts, before = collective.rank, {}, 0
