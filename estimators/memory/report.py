@@ -136,5 +136,5 @@ DEFAULTS: Mapping[str, object] = {
 
 
 def changed_settings(settings: Mapping[str, object], base: Mapping[str, object]) -> str:
-    """What differs from `base`, as one would write it: "gradientCheckpointing='sqrt', precision='bf16'"."""
-    return ", ".join(f"{k}={settings[k]!r}" for k in DEFAULTS if settings[k] != base[k])
+    """What differs from `base`, as one would write it: "sharding='gradients' with precision='bf16'"."""
+    return " with ".join(f"{k}={settings[k]!r}" for k in DEFAULTS if settings[k] != base[k])
