@@ -4,6 +4,9 @@ VENV_PYTHON := .venv/bin/python
 MODERN_PYTHON := .venv-modern/bin/python
 SPARK35_PYTHON := .venv-spark35/bin/python
 PACKAGES := pipelines models estimators jobs
+# The same torch and Horovod are in every environment: what needs no more is tested in the first alone.
+TORCH_TESTS := tests/models tests/estimators/collectives tests/estimators/memory tests/estimators/parallel \
+	tests/estimators/training/saved_tensors
 # What the oldest Spark has to pass, in every mode that tests/test_modes.py knows.
 STAGE_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py
 ARGS ?=
@@ -36,8 +39,8 @@ demo: setup ## Train the flights example end to end; options in ARGS="..."
 test: setup ## Run the tests; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest $(ARGS)
 
-test-modern: setup-modern ## Run them in .venv-modern, without those that spawn ranks; options in ARGS="..."
-	@$(MODERN_PYTHON) -m pytest -m "not distributed" $(ARGS)
+test-modern: setup-modern ## Run those of Spark, Arrow and NumPy in .venv-modern; options in ARGS="..."
+	@$(MODERN_PYTHON) -m pytest -m "not distributed" $(TORCH_TESTS:%=--ignore=%) $(ARGS)
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
 test-spark35: setup setup-spark35 ## Run the tests of the stages in .venv-spark35; options in ARGS="..."

@@ -7,11 +7,14 @@ stages over all three.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +50,35 @@ def nested(values: np.ndarray) -> Any:
     return data_type
 
 
+@contextmanager
+def alone_on_the_connect_port() -> Iterator[None]:
+    """Sole use of the one port that a Connect server of a session's own takes: suites run side by side."""
+    with (Path(tempfile.gettempdir()) / "ringspark-tests-connect.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file
+        yield
+
+
+@pytest.fixture
+def connect_port() -> Iterator[None]:
+    """For a test that starts such a server in a process of its own."""
+    with alone_on_the_connect_port():
+        yield
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
     """The one session of this process."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName("ringspark-tests")
-    if MASTER == "connect" or MASTER.startswith("sc://"):
-        session = builder.remote("local[4]" if MASTER == "connect" else MASTER).getOrCreate()
+    if MASTER == "connect":
+        with alone_on_the_connect_port():
+            session = builder.remote("local[4]").getOrCreate()
+            yield session
+            session.stop()
+        return
+    if MASTER.startswith("sc://"):
+        session = builder.remote(MASTER).getOrCreate()
     else:
         session = (
             builder.master(MASTER)

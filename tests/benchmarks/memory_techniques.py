@@ -258,7 +258,7 @@ def main() -> None:
                 *(f"{size / MIB:.2f}" for size in (row.peak, row.held, row.state)),
                 f"{row.seconds:.3f}",
                 f"{row.time_ratio:.2f}",
-                str(row.depth),
+                f"{row.depth}" + ("+" if row.depth == MOST_BLOCKS else ""),
                 f"{row.depth / plain.depth:.2f}",
             ]
             for row in rows

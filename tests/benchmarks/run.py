@@ -35,6 +35,7 @@ BENCHMARKS = {
     "shuffle_quality": "how far an epoch's order is from a full permutation",
     "checkpoint_memory": "bytes saved, peak and recomputed FLOPs of 4 to 256 blocks with checkpointing",
     "memory_techniques": "bytes, time and largest depth of a transformer under each memory technique",
+    "gpu_transformer": "tokens/s and peak memory on a CUDA device against the plain PyTorch loop",
     "seeds": "the flights demo over 3 seeds against gradient boosting",
 }
 

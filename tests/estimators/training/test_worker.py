@@ -186,16 +186,6 @@ def test_micro_batches_on_two_workers(make_shards: MakeShards, tmp_path: Path, c
     assert (_weights(whole) - _weights(_gang(replace(config, collective=collective)))).abs().max() < 1e-5
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("policy", ["sqrt", "all", "2"])
-def test_checkpointing_changes_no_bit(make_shards: MakeShards, tmp_path: Path, policy: str) -> None:
-    manifest = make_shards(_columns(200))
-    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [16] * 4, "out_features": 1, "dropout": 0.2})
-    plain = _config(manifest, tmp_path / "a", model=spec.to_json(), num_workers=2)
-    recomputed = replace(plain, run_uri=str(tmp_path / "b"), gradient_checkpointing=policy)
-    assert _weights(_gang(plain), spec.build()).equal(_weights(_gang(recomputed), spec.build()))
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns_like_fp32_and_keeps_fp32_weights(
     make_shards: MakeShards, tmp_path: Path, precision: str
