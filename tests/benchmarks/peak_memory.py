@@ -7,6 +7,7 @@ trains is measured whole.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ def _cuda(step: Callable[[], object]) -> MemoryUse:
 
 
 def _cpu(step: Callable[[], object]) -> MemoryUse:
+    gc.collect()  # what an earlier run has left in cycles is none of this one's
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet():
         recorder.start()
@@ -87,15 +89,24 @@ def _quiet() -> Iterator[None]:
 
 
 def _changes(recorder: Any) -> Iterator[int]:
-    """Bytes of every allocation, negative for a release, in the order of time.
+    """Bytes of every allocation, negative for its release, in the order of time.
 
-    Read as they were recorded: to sum them up by operation, as the profiler offers, takes minutes.
+    Read as they were recorded: to sum them up by operation, as the profiler offers, takes minutes. A release
+    of what was there before is left out: it would make room that this run has not taken.
     """
-    events = []
+    events: list[tuple[int, int, int]] = []
     pending = list(recorder.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
         pending.extend(event.children)
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
-    return (size for _, size in sorted(events, key=lambda item: item[0]))
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    held = set()
+    for _, address, size in sorted(events, key=lambda item: item[0]):
+        if size > 0:
+            held.add(address)
+            yield size
+        elif address in held:
+            held.remove(address)
+            yield size

@@ -1,0 +1,99 @@
+"""The settings of precision and memory through Spark: they reach the ranks, and survive a save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringspark.estimators import TorchRegressor
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [32, 32, 32], "out_features": 1, "dropout": 0.1})
+SETTINGS: dict[str, Any] = {
+    "gradientCheckpointing": ["trunk.0", "trunk.1"],
+    "gradientAccumulation": 2,
+    "activationOffload": "disk",
+    "activationCompression": "bits",
+    "sharding": "gradients",
+    "memoryBudget": "1g",
+}
+
+
+def regressor(storage_uri: str, **settings: Any) -> TorchRegressor:
+    return TorchRegressor(
+        model=SPEC,
+        batchSize=32,
+        learningRate=0.01,
+        epochs=2,
+        numWorkers=2,
+        storageUri=storage_uri,
+        showProgress=False,
+        **settings,
+    )
+
+
+@pytest.fixture
+def storage_uri(tmp_path: Path) -> str:
+    return str(tmp_path / "storage")
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    rng = np.random.default_rng(0)
+    rows = [([float(v) for v in x], float(x.sum())) for x in rng.normal(size=(200, 4))]
+    return spark.createDataFrame(rows, "features array<float>, label float")
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("collective", ["horovod", "torch"])
+def test_exact_settings_together_train_the_network_that_none_of_them_does(
+    frame: Any, storage_uri: str, tmp_path: Path, collective: str
+) -> None:
+    # Written once: Spark may order the rows of two writes differently.
+    uri = write_shards(frame, str(tmp_path / "shards")).uri
+    plain = regressor(storage_uri, collective=collective, gradientAccumulation=2).fitOnShards(uri)
+    lean = regressor(storage_uri, collective=collective, **SETTINGS).fitOnShards(uri)
+    for (name, a), b in zip(
+        plain.module().state_dict().items(), lean.module().state_dict().values(), strict=True
+    ):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.spark
+def test_sharded_parameters_come_back_whole(frame: Any, storage_uri: str) -> None:
+    model = regressor(storage_uri, collective="torch", sharding="parameters", precision="bf16").fit(frame)
+    assert model.summary.history["train_loss"].iloc[-1] < model.summary.history["train_loss"].iloc[0]
+    assert model.transform(frame).count() == 200
+
+
+@pytest.mark.spark
+def test_settings_survive_a_save(spark: Any, storage_uri: str, tmp_path: Path) -> None:
+    estimator = regressor(storage_uri, **SETTINGS)
+    estimator.save(str(tmp_path / "estimator"))
+    loaded = TorchRegressor.load(str(tmp_path / "estimator"))
+    for name in SETTINGS:
+        assert loaded.getOrDefault(name) == estimator.getOrDefault(name)
+    assert loaded.getGradientCheckpointing() == ["trunk.0", "trunk.1"]
+    assert loaded.getMemoryBudget() == 2**30
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"gradientCheckpointing": ["trunk.9"]}, "did you mean 'trunk."),
+        ({"gradientCheckpointing": 9}, "must be from 2 to 3"),
+        ({"activationOffload": "host"}, "set useGpu=True, or activationOffload='disk'"),
+        ({"sharding": "parameters", "collective": "horovod"}, "set collective='torch'"),
+        ({"memoryBudget": "2k"}, "memoryBudget is 2.0 KiB"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    frame: Any, storage_uri: str, settings: Any, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+        regressor(storage_uri, **settings).fit(frame)
