@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,18 @@ def to_count(name: str) -> Any:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
         return count
+
+    return convert
+
+
+def to_interval(name: str) -> Any:
+    """A number of seconds, 0 or above and finite."""
+
+    def convert(value: Any) -> float:
+        seconds = TypeConverters.toFloat(value)
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{name} must be 0 or above and finite, got {value}")
+        return seconds
 
     return convert
 

@@ -25,6 +25,7 @@ from ringspark.estimators.converters import (
     to_policy,
 )
 from ringspark.estimators.model_params import _ModelParams
+from ringspark.estimators.recovery_params import _RecoveryParams
 from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.optimizers import OPTIMIZERS
 from ringspark.estimators.training.schedules import SCHEDULES
@@ -34,7 +35,9 @@ from ringspark.pipelines import default_engine
 Self = TypeVar("Self", bound=Params)
 
 
-class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
+class _TrainingParams(
+    _ModelParams, _RecoveryParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed
+):
     """How an estimator trains. Defaults stand in `__init__`."""
 
     loss = param(
@@ -159,9 +162,6 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
         "engine that reads the shards: 'petastorm' or 'arrow'",
         to_choice("reader", "petastorm", "arrow"),
     )
-    timeoutSeconds = param(
-        "timeoutSeconds", "how long a worker waits for the others in one operation", TypeConverters.toFloat
-    )
     showProgress = param(
         "showProgress", "whether the driver shows progress while it waits", TypeConverters.toBoolean
     )
@@ -194,7 +194,6 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
             activationCompression="none",
             sharding="none",
             reader=default_engine(),
-            timeoutSeconds=600.0,
             showProgress=True,
         )
 
@@ -394,12 +393,6 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
 
     def setReader(self: Self, value: str) -> Self:
         return self._set(reader=value)
-
-    def getTimeoutSeconds(self) -> float:
-        return float(self.getOrDefault(self.timeoutSeconds))
-
-    def setTimeoutSeconds(self: Self, value: float) -> Self:
-        return self._set(timeoutSeconds=value)
 
     def getShowProgress(self) -> bool:
         return bool(self.getOrDefault(self.showProgress))

@@ -68,7 +68,14 @@ def config_of(
         activation_compression=cast(Any, stage.getActivationCompression()),
         sharding=cast(Any, stage.getSharding()),
         reader=stage.getReader(),
+        checkpoint_every_steps=stage.getCheckpointEverySteps(),
+        checkpoint_every_seconds=stage.getCheckpointEverySeconds(),
+        checkpoint_every_epochs=stage.getCheckpointEveryEpochs(),
+        keep_checkpoints=stage.getKeepCheckpoints(),
+        on_non_finite=cast(Any, stage.getOnNonFinite()),
         timeout_seconds=stage.getTimeoutSeconds(),
+        max_restarts=stage.getMaxRestarts(),
+        min_workers=stage.getMinWorkers(),
         **by_name,
     )
     objects = UserObjects(

@@ -1,8 +1,9 @@
 """What a rank needs from the others, whatever carries the bytes.
 
 A collective has two halves. `open_rendezvous` runs on rank 0 before anybody is connected and
-returns the address that the gang hands to every rank; `connect` then joins. One process holds
-at most one connected collective at a time.
+returns the address that the gang hands to every rank; `connect` then joins. Both get the secret of the
+run: who does not know it is told nothing and heard no further. One process holds at most one connected
+collective at a time.
 
 Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, which
 makes the calls that its peers wait in end as `CollectiveError` instead of hanging.

@@ -85,12 +85,14 @@ class HorovodCollective:
         self.traffic = Traffic(member)
 
     @staticmethod
-    def open_rendezvous(member: Member, members: list[Member], timeout_seconds: float) -> HorovodRendezvous:
+    def open_rendezvous(
+        member: Member, members: list[Member], timeout_seconds: float, secret: bytes
+    ) -> HorovodRendezvous:
         return HorovodRendezvous(member, members)
 
     @classmethod
     def connect(
-        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool
+        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
     ) -> HorovodCollective:
         import horovod.torch as hvd
 

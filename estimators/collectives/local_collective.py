@@ -34,11 +34,15 @@ class LocalCollective:
             )
 
     @staticmethod
-    def open_rendezvous(member: Member, members: list[Member], timeout_seconds: float) -> LocalRendezvous:
+    def open_rendezvous(
+        member: Member, members: list[Member], timeout_seconds: float, secret: bytes
+    ) -> LocalRendezvous:
         return LocalRendezvous()
 
     @classmethod
-    def connect(cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool) -> LocalCollective:
+    def connect(
+        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
+    ) -> LocalCollective:
         return cls(member)
 
     @property

@@ -59,11 +59,15 @@ class TorchCollective:
         self._syncs: list[TorchSync] = []
 
     @staticmethod
-    def open_rendezvous(member: Member, members: list[Member], timeout_seconds: float) -> TorchRendezvous:
+    def open_rendezvous(
+        member: Member, members: list[Member], timeout_seconds: float, secret: bytes
+    ) -> TorchRendezvous:
         return TorchRendezvous(member, timeout_seconds)
 
     @classmethod
-    def connect(cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool) -> TorchCollective:
+    def connect(
+        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
+    ) -> TorchCollective:
         host, port = address.rsplit(":", 1)
         timeout = timedelta(seconds=timeout_seconds)
         values = {}

@@ -11,9 +11,10 @@ driver that do not fit together take turns (`gang_queue`).
 from __future__ import annotations
 
 import json
+import secrets
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,9 @@ from ringspark.pipelines.spark_errors import python_workers
 
 # Gets the connected collective, this rank's device and the status to keep; returns a short text.
 Work = Callable[[Collective, str, Status], str]
+
+# Of the key that a rank proves to know before any other is told anything.
+SECRET_BYTES = 32
 
 SCHEMA = "rank int, result string, failure string"
 
@@ -118,6 +122,7 @@ class GangTask:
     work: Work
     use_gpu: bool
     timeout_seconds: float
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
         for _ in batches:
@@ -162,7 +167,7 @@ class GangTask:
         try:
             claim = self._claim(context, member)
             if member.rank == 0:
-                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds)
+                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds, self.secret)
         except Exception as error:
             problem = str(error)
         offer = {
@@ -181,7 +186,7 @@ class GangTask:
             device = self._device([Claim.from_json(entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu)
+            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)
             try:
                 result = self.work(collective, device, status)
                 status.phase = "leaving the gang"

@@ -7,6 +7,7 @@ Spark use them.
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,8 @@ def run_spawned(
         for r in range(num_workers)
     ]
     kind = collective_class(collective)
-    rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds)
+    secret = secrets.token_bytes(32)
+    rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds, secret)
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
     # As Spark would: closures and functions of the main script too.
@@ -57,7 +59,16 @@ def run_spawned(
     processes = [
         context.Process(
             target=_spawned,
-            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds, num_threads),
+            args=(
+                queue,
+                member,
+                collective,
+                rendezvous.address,
+                pickled,
+                timeout_seconds,
+                num_threads,
+                secret,
+            ),
         )
         for member in members
     ]
@@ -104,13 +115,14 @@ def _spawned(
     pickled: bytes,
     timeout_seconds: float,
     num_threads: int,
+    secret: bytes,
 ) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
     status = Status("connecting")
     try:
-        connected = collective_class(collective).connect(member, address, timeout_seconds, False)
+        connected = collective_class(collective).connect(member, address, timeout_seconds, False, secret)
         try:
             result = cloudpickle.loads(pickled)(connected, "cpu", status)
             connected.barrier()

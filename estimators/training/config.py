@@ -10,7 +10,15 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ringspark.estimators.training.choices import Compression, Keep, Offload, Precision, Sharding, Task
+from ringspark.estimators.training.choices import (
+    Compression,
+    Keep,
+    NonFinite,
+    Offload,
+    Precision,
+    Sharding,
+    Task,
+)
 from ringspark.estimators.training.rules import COMBINATIONS, SETTINGS
 from ringspark.pipelines import default_engine
 
@@ -55,7 +63,14 @@ class TrainConfig:
         activation_compression: How saved activations are packed: see `saved_tensors`.
         sharding: What of the training's state each rank has only its part of: see `STRATEGIES`.
         max_grad_norm: Bound of the global gradient's 2-norm, None for no clipping.
-        timeout_seconds: How long a rank waits for the others in one collective call.
+        checkpoint_every_steps: Steps between two checkpoints of the whole training; None: not by steps.
+        checkpoint_every_seconds: The same by the clock of rank 0; 0: not by seconds.
+        checkpoint_every_epochs: The same by epochs; None: not by epochs.
+        keep_checkpoints: The newest ones, which are kept until the training has ended.
+        on_non_finite: What a step does whose loss or gradient is not finite.
+        timeout_seconds: How long a rank waits for the others in one collective call, or makes no progress.
+        max_restarts: How often a gang that lost a worker is started again.
+        min_workers: Ranks with which a restart may go on; None: `num_workers`.
     """
 
     shards_uri: str
@@ -94,7 +109,14 @@ class TrainConfig:
     activation_compression: Compression = "none"
     sharding: Sharding = "none"
     reader: str = field(default_factory=default_engine)
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_seconds: float = 0.0
+    checkpoint_every_epochs: int | None = None
+    keep_checkpoints: int = 2
+    on_non_finite: NonFinite = "stop"
     timeout_seconds: float = 600.0
+    max_restarts: int = 0
+    min_workers: int | None = None
 
     def __post_init__(self) -> None:
         pairs = [*SETTINGS, *((rule.is_broken, rule.message) for rule in COMBINATIONS)]

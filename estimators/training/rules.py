@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from ringspark.estimators.training.choices import Compression, Keep, Offload, Precision, Sharding
+from ringspark.estimators.training.choices import Compression, Keep, NonFinite, Offload, Precision, Sharding
 from ringspark.estimators.training.optimizers import ELEMENTWISE, OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -72,6 +72,33 @@ SETTINGS: tuple[Rule, ...] = (
         "timeoutSeconds must be above 0 and finite, got {timeout_seconds}",
     ),
     (
+        lambda c: c.checkpoint_every_steps is not None and c.checkpoint_every_steps < 1,
+        "checkpointEverySteps must be at least 1, got {checkpoint_every_steps}; leave it unset for none by steps",
+    ),
+    (
+        lambda c: c.checkpoint_every_epochs is not None and c.checkpoint_every_epochs < 1,
+        "checkpointEveryEpochs must be at least 1, got {checkpoint_every_epochs}; leave it unset for none by "
+        "epochs",
+    ),
+    (
+        lambda c: not 0 <= c.checkpoint_every_seconds < math.inf,
+        "checkpointEverySeconds must be 0 or above and finite, got {checkpoint_every_seconds}; 0 is for none by "
+        "the clock",
+    ),
+    (lambda c: c.keep_checkpoints < 1, "keepCheckpoints must be at least 1, got {keep_checkpoints}"),
+    (
+        lambda c: c.on_non_finite not in get_args(NonFinite),
+        "onNonFinite must be 'stop', 'skip' or 'rollback', got '{on_non_finite}'",
+    ),
+    (
+        lambda c: c.max_restarts < 0,
+        "maxRestarts must be 0 or above, got {max_restarts}; 0 is for no restart",
+    ),
+    (
+        lambda c: c.min_workers is not None and c.min_workers < 1,
+        "minWorkers must be at least 1, got {min_workers}",
+    ),
+    (
         lambda c: c.precision not in get_args(Precision),
         "precision must be 'fp32', 'bf16' or 'fp16', got '{precision}'",
     ),
@@ -106,6 +133,20 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda c: c.gradient_accumulation * c.num_workers > c.batch_size,
         "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
         "batchSize ({batch_size}): a micro-batch would have no rows",
+    ),
+    Combination(
+        "minWorkers > numWorkers",
+        lambda c: c.min_workers is not None and c.min_workers > c.num_workers,
+        "minWorkers ({min_workers}) must not exceed numWorkers ({num_workers}); lower minWorkers",
+    ),
+    Combination(
+        "onNonFinite='rollback' without checkpoints",
+        lambda c: (
+            c.on_non_finite == "rollback"
+            and not (c.checkpoint_every_steps or c.checkpoint_every_epochs or c.checkpoint_every_seconds)
+        ),
+        "onNonFinite 'rollback' goes back to the last checkpoint, and none is asked for; set "
+        "checkpointEverySteps, checkpointEveryEpochs or checkpointEverySeconds",
     ),
     Combination(
         "loss, labelCols of different lengths",

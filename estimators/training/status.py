@@ -9,11 +9,29 @@ import traceback
 from dataclasses import asdict, dataclass, field
 
 
-@dataclass
 class Status:
-    """The rank's present phase, in words; set by whoever starts one."""
+    """The rank's present phase, in words; set by whoever starts one.
 
-    phase: str = "starting"
+    Attributes:
+        ticks: Counts signs of progress: a rank whose count stands still for `timeoutSeconds` hangs.
+    """
+
+    def __init__(self, phase: str = "starting") -> None:
+        self._phase = phase
+        self.ticks = 0
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, value: str) -> None:
+        self._phase = value
+        self.ticks += 1
+
+    def tick(self) -> None:
+        """Notes progress within a phase."""
+        self.ticks += 1
 
 
 @dataclass(frozen=True, kw_only=True)
