@@ -1,4 +1,4 @@
-"""What a training keeps on its way, and what happens when something fails: Params with getters and setters."""
+"""What a training keeps on its way, and what happens when something fails: Params, getters, setters."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _RecoveryParams(Params):
     )
     onNonFinite = param(
         "onNonFinite",
-        "what a step does whose loss or gradient is not finite: 'stop' (an error with epoch, step and worker), "
-        "'skip' (no worker takes the step) or 'rollback' (back to the last checkpoint, with half the rate)",
+        "what a step does whose loss or gradient is not finite: 'stop' (an error with epoch, step and "
+        "worker), 'skip' (no worker takes the step) or 'rollback' (back to the last checkpoint, with half the rate)",
         to_choice("onNonFinite", "stop", "skip", "rollback"),
     )
     runUri = param(
@@ -58,8 +58,8 @@ class _RecoveryParams(Params):
     )
     minWorkers = param(
         "minWorkers",
-        "workers with which a restart may go on where the cluster has no room for numWorkers any more; unset: "
-        "numWorkers",
+        "workers with which a restart may go on where the cluster has no room for numWorkers any more; "
+        "unset: numWorkers",
         to_count("minWorkers"),
     )
     timeoutSeconds = param(

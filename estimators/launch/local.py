@@ -59,16 +59,8 @@ def run_spawned(
     processes = [
         context.Process(
             target=_spawned,
-            args=(
-                queue,
-                member,
-                collective,
-                rendezvous.address,
-                pickled,
-                timeout_seconds,
-                num_threads,
-                secret,
-            ),
+            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds, num_threads),
+            kwargs={"secret": secret},
         )
         for member in members
     ]
@@ -115,6 +107,7 @@ def _spawned(
     pickled: bytes,
     timeout_seconds: float,
     num_threads: int,
+    *,
     secret: bytes,
 ) -> None:
     import torch

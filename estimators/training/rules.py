@@ -73,7 +73,8 @@ SETTINGS: tuple[Rule, ...] = (
     ),
     (
         lambda c: c.checkpoint_every_steps is not None and c.checkpoint_every_steps < 1,
-        "checkpointEverySteps must be at least 1, got {checkpoint_every_steps}; leave it unset for none by steps",
+        "checkpointEverySteps must be at least 1, got {checkpoint_every_steps}; leave it unset for none by "
+        "steps",
     ),
     (
         lambda c: c.checkpoint_every_epochs is not None and c.checkpoint_every_epochs < 1,
@@ -82,8 +83,8 @@ SETTINGS: tuple[Rule, ...] = (
     ),
     (
         lambda c: not 0 <= c.checkpoint_every_seconds < math.inf,
-        "checkpointEverySeconds must be 0 or above and finite, got {checkpoint_every_seconds}; 0 is for none by "
-        "the clock",
+        "checkpointEverySeconds must be 0 or above and finite, got {checkpoint_every_seconds}; 0 is for none "
+        "by the clock",
     ),
     (lambda c: c.keep_checkpoints < 1, "keepCheckpoints must be at least 1, got {keep_checkpoints}"),
     (
