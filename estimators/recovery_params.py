@@ -37,8 +37,8 @@ class _RecoveryParams(Params):
     onNonFinite = param(
         "onNonFinite",
         "what a step does whose loss or gradient is not finite: 'stop' (an error with epoch, step "
-        "and worker), 'skip' (no worker takes the step) or 'rollback' (back to the last checkpoint, with half "
-        "the rate)",
+        "and worker), 'skip' (no worker takes the step) or 'rollback' (back to the last checkpoint, with "
+        "half the rate)",
         to_choice("onNonFinite", "stop", "skip", "rollback"),
     )
     runUri = param(
