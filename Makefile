@@ -36,6 +36,9 @@ setup-spark35: python ## Build .venv-spark35: as .venv, with the oldest Spark th
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
+# Suites run side by side: threads that wait for work in a loop take the cores from each other.
+test test-modern test-spark35: export OMP_NUM_THREADS = 1
+
 test: setup ## Run the tests; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest $(ARGS)
 
