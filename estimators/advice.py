@@ -33,6 +33,15 @@ RULES: tuple[Rule, ...] = (
         "there are not more epochs than that",
     ),
     ("sharding", lambda s: s.getSharding() != "none" and s.getNumWorkers() == 1, "there is one worker"),
+    ("minWorkers", lambda s: s.getMaxRestarts() == 0, "maxRestarts=0 lets nothing start again"),
+    (
+        "keepCheckpoints",
+        lambda s: (
+            not (s.getCheckpointEverySteps() or s.getCheckpointEverySeconds() or s.getCheckpointEveryEpochs())
+        ),
+        "no checkpoints are asked for",
+    ),
+    ("storageUri", lambda s: s.getRunUri() is not None, "runUri holds the shards and the run"),
     ("featuresCol", lambda s: s.isSet("inputCols"), "inputCols names the inputs"),
 )
 

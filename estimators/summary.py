@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ class TrainingSummary:
         model_epoch: The epoch whose weights the model has.
         stop_reason: Why the training ended before its last epoch; None where it did not.
         run_uri: The run directory.
+        restart_reasons: Why the workers were started again, a line for each time.
+        resumed_steps: Steps from which a start of the workers went on, where it did not begin anew.
+        checkpoint_errors: Checkpoints that could not be written, a line each.
+        non_finite: Steps whose loss or gradient was not finite, a line each.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -34,6 +39,10 @@ class TrainingSummary:
     model_epoch: int = 0
     stop_reason: str | None = None
     run_uri: str
+    restart_reasons: tuple[str, ...] = ()
+    resumed_steps: tuple[int, ...] = ()
+    checkpoint_errors: tuple[str, ...] = ()
+    non_finite: tuple[str, ...] = ()
 
     @property
     def history(self) -> pd.DataFrame:
@@ -46,11 +55,16 @@ class TrainingSummary:
         return sum(record.skipped_steps for record in self.epochs)
 
     @property
+    def restarts(self) -> int:
+        """How often the workers were started again."""
+        return len(self.restart_reasons)
+
+    @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds if self.seconds else 0.0
 
     @classmethod
-    def of(cls, result: TrainResult) -> TrainingSummary:
+    def of(cls, result: TrainResult, restarts: tuple[str, ...] = ()) -> TrainingSummary:
         return cls(
             epochs=result.history,
             rows=result.rows,
@@ -60,12 +74,26 @@ class TrainingSummary:
             model_epoch=result.checkpoint_epoch,
             stop_reason=result.stop_reason,
             run_uri=result.run_uri,
+            restart_reasons=restarts,
+            resumed_steps=tuple(getattr(result, "resumed_steps", ())),
+            checkpoint_errors=tuple(getattr(result, "checkpoint_errors", ())),
+            non_finite=tuple(str(step) for step in getattr(result, "non_finite", ())),
         )
+
+    @classmethod
+    def of_run(cls, finished: str) -> tuple[TrainingSummary, TrainResult]:
+        """From what a finished run has written down: its result, and why it was started again."""
+        values = json.loads(finished)
+        result = TrainResult.from_json(json.dumps(values["result"]))
+        return cls.of(result, tuple(values["restarts"])), result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainingSummary:
-        epochs = tuple(EpochRecord(**record) for record in values["epochs"])
-        return cls(**{**values, "epochs": epochs})
+        values = {**values, "epochs": tuple(EpochRecord(**record) for record in values["epochs"])}
+        # Models saved before these were known lack them; JSON has lists where the summary has tuples.
+        for name in ("restart_reasons", "resumed_steps", "checkpoint_errors", "non_finite"):
+            values[name] = tuple(values.get(name, ()))
+        return cls(**values)

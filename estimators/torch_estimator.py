@@ -7,11 +7,12 @@ and only then does a gang start. Whatever fails, the folders of the fit are remo
 
 from __future__ import annotations
 
+import json
 import math
 import threading
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,14 +24,18 @@ from ringspark.estimators import user_code
 from ringspark.estimators.advice import settings_without_effect
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.converters import set_params
-from ringspark.estimators.fit_data import FitData, SharedShards, discard
-from ringspark.estimators.launch.gang import run_gang
+from ringspark.estimators.fit_data import FitData, SharedShards
+from ringspark.estimators.launch.session import is_remote, spark_conf
 from ringspark.estimators.launch.slots import check_slots
-from ringspark.estimators.memory import check_budget
+from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.memory import check_budget, check_on_driver
 from ringspark.estimators.model_params import _ClassifierParams, check_distinct, check_thresholds
 from ringspark.estimators.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.persistence import StageReader, StageWriter
 from ringspark.estimators.progress import ProgressWatcher
+from ringspark.estimators.run_folder import RunFolder, check_run_uri
+from ringspark.estimators.run_identity import identity_of
+from ringspark.estimators.run_shards import run_shards
 from ringspark.estimators.schema import check_columns_exist, check_inputs, check_types, check_unambiguous
 from ringspark.estimators.session import active_session, storage_root
 from ringspark.estimators.settings import config_of
@@ -41,8 +46,9 @@ from ringspark.estimators.training.choices import Task
 from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.estimators.training.skeleton import skeleton
 from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.estimators.training.worker import train_worker
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.columns import check_frame
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -86,11 +92,15 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             A thread-safe iterator over (index of the map, model); each `next` is one fit.
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
+        runs = [storage.normalize(uri) for uri in (e.getRunUri() for e in estimators) if uri is not None]
+        if len(set(runs)) < len(runs):
+            raise ValueError(
+                f"runUri {runs[0]!r} is the folder of one training, and {len(estimators)} parameter maps are "
+                "to be fitted; leave runUri unset, or give each map its own"
+            )
         fits = [_Fit.of(estimator, dataset) for estimator in estimators]
         shards = SharedShards(dataset, [fit.data for fit in fits])
-        return _FitIterator(
-            lambda index: estimators[index]._train(dataset.sparkSession, fits[index], shards), len(fits)
-        )
+        return _FitIterator(lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits))
 
     def fitOnShards(self, uri: str) -> M:
         """Trains on shards that `write_shards` has written; they stay as they are.
@@ -100,14 +110,16 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             WorkerError: A worker failed.
         """
         spark = active_session()
+        check_run_uri(self.getRunUri(), self.getResume())
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
         pickled = user_code.dumps(objects)
         check_slots(spark, config.num_workers, config.use_gpu)
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
-        root = storage_root(spark, self.getStorageUri())
-        return self._train_on(spark, root, config, objects, pickled, manifest)
+        run = self._run_folder(storage_root(spark, self.getStorageUri()) if self.getRunUri() is None else "")
+        with run.guarded():
+            return self._train_on(spark, run, config, objects, pickled, manifest)
 
     def write(self) -> StageWriter:
         """A writer; its `overwrite()` replaces what is there."""
@@ -119,12 +131,24 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _fit(self, dataset: DataFrame) -> M:
         fit = _Fit.of(self, dataset)
-        return self._train(dataset.sparkSession, fit, SharedShards(dataset, [fit.data]))
+        return self._train(dataset, fit, SharedShards(dataset, [fit.data]))
 
-    def _train(self, spark: SparkSession, fit: _Fit, shards: SharedShards) -> M:
-        with shards.shards(fit.data) as manifest:
+    def _train(self, dataset: DataFrame, fit: _Fit, shards: SharedShards) -> M:
+        spark, run = dataset.sparkSession, self._run_folder(fit.data.root)
+        with ExitStack() as stack:
+            if run.is_given:
+                stack.enter_context(run.guarded())
+                manifest, key = run_shards(dataset, fit.data, run)
+            else:
+                # The rows stay until the run has been left.
+                manifest, key = stack.enter_context(shards.shards(fit.data)), None
+                stack.enter_context(run.guarded())
             self._check_held_out(fit, manifest)
-            return self._train_on(spark, fit.data.root, fit.config, fit.objects, fit.pickled, manifest)
+            return self._train_on(spark, run, fit.config, fit.objects, fit.pickled, manifest, key)
+
+    def _run_folder(self, root: str) -> RunFolder:
+        run_uri = self.getRunUri()
+        return RunFolder.new(root) if run_uri is None else RunFolder.given(run_uri, self.getResume())
 
     def _check_held_out(self, fit: _Fit, manifest: ShardManifest) -> None:
         """Rows were to be held out: says so where there is none."""
@@ -140,35 +164,26 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def _train_on(
         self,
         spark: SparkSession,
-        root: str,
+        run: RunFolder,
         config: TrainConfig,
         objects: UserObjects,
         pickled: bytes,
         manifest: ShardManifest,
+        rows_key: str | None = None,
     ) -> M:
-        """Checks, trains and makes the model; a failure leaves nothing of the run behind."""
-        # A folder of this fit's own, never one that was used before: no fit starts from another's weights.
-        run_uri = storage.join(root, f"run-{uuid.uuid4().hex[:12]}")
-        config = replace(config, run_uri=run_uri, shards_uri=manifest.uri)
+        """Checks, trains (or finds that it was trained) and makes the model."""
+        config = replace(config, run_uri=run.uri, shards_uri=manifest.uri)
+        # Before the network is made: a host that cannot hold it would kill the driver.
+        check_on_driver(config, objects, manifest, spark_conf(spark), is_remote(spark))
         config, shapes = check_training(config, objects, manifest)
         self._check_outputs(shapes)
         check_budget(config, objects, manifest, self.getMemoryBudget())
-        try:
-            storage.write_atomic(storage.join(run_uri, "config.json"), config.to_json().encode())
-            task = TrainTask(config=config, objects=pickled)
-            with ProgressWatcher(run_uri, self.getShowProgress()):
-                texts = run_gang(
-                    spark,
-                    config.num_workers,
-                    config.collective,
-                    task,
-                    use_gpu=config.use_gpu,
-                    timeout_seconds=config.timeout_seconds,
-                )
-        except BaseException:
-            discard(run_uri)
-            raise
-        result = TrainResult.from_json(texts[0])
+        run.begin(config, identity_of(config, objects, manifest), rows_key)
+        finished = run.result()
+        if finished is None:
+            finished = self._supervised(spark, run, config, pickled)
+            run.finish(finished)
+        summary, result = TrainingSummary.of_run(finished)
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
                 f"keep='best' found no best: {config.monitor} was not a number in any epoch; "
@@ -186,7 +201,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         model = self._model_class()._set_trained(
             result.checkpoint_uri,
             shapes,
-            TrainingSummary.of(result),
+            summary,
             columns=manifest.columns,
             input_columns=config.input_columns,
         )
@@ -197,6 +212,26 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             # What the user does to the own module from now on is no matter of this model's.
             model._set(model=skeleton(objects.module))
         return cast(M, model)
+
+    def _supervised(self, spark: SparkSession, run: RunFolder, config: TrainConfig, pickled: bytes) -> str:
+        """Trains on the gang; what `TrainingSummary.of_run` reads."""
+        supervisor = Supervisor(
+            spark=spark,
+            make_work=lambda num_workers: TrainTask(
+                config=replace(config, num_workers=num_workers), objects=pickled
+            ),
+            run_uri=run.uri,
+            token=run.token,
+            num_workers=config.num_workers,
+            collective=config.collective,
+            use_gpu=config.use_gpu,
+            timeout_seconds=config.timeout_seconds,
+            max_restarts=config.max_restarts,
+            min_workers=config.min_workers,
+        )
+        with ProgressWatcher(run.uri, self.getShowProgress()):
+            outcome = supervisor.run()
+        return json.dumps({"result": json.loads(outcome.texts[0]), "restarts": outcome.restarts})
 
     def _label_columns(self) -> list[str]:
         """One label for each output of the network."""
@@ -256,6 +291,9 @@ class _Fit:
 
     @classmethod
     def of(cls, estimator: _TorchEstimator[Any], dataset: DataFrame) -> _Fit:
+        check_frame(dataset, f"{type(estimator).__name__}.fit")
+        run_uri = estimator.getRunUri()
+        check_run_uri(run_uri, estimator.getResume())
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         estimator._check_schema(dataset, config)
         estimator._warn()
@@ -275,7 +313,7 @@ class _Fit:
             validation_fraction=fraction,
             seed=config.seed if fraction is not None else 0,
             drops_invalid=estimator.getHandleInvalid() != "error",
-            root=storage_root(dataset.sparkSession, estimator.getStorageUri()),
+            root=run_uri or storage_root(dataset.sparkSession, estimator.getStorageUri()),
         )
         return cls(config=config, objects=objects, pickled=pickled, data=data)
 

@@ -42,6 +42,7 @@ from ringspark.estimators.training.skeleton import build_skeleton, skeleton
 from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
+from ringspark.pipelines.columns import check_frame
 
 M = TypeVar("M", bound="TorchModel")
 
@@ -123,6 +124,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return StructType([*schema.fields, *added])
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        check_frame(dataset, "transform")
         is_case_sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
         bound = self._bind(dataset.schema, is_case_sensitive)
         names, results = self._outputs()
@@ -146,6 +148,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _bind(self, schema: StructType, is_case_sensitive: bool = False) -> list[BoundInput]:
         """The model's inputs met with a schema."""
+        self._trained()  # refuses a model that was never fitted
         names = self.inputColumns()
         if not self._inputs:
             # Of format 1, which did not keep them.

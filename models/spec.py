@@ -21,6 +21,8 @@ from torch import nn
 
 from ringspark.models.registry import MODELS
 
+_IMPORTABLE = "give the class's own import path, in a module that driver and workers have, or an nn.Module"
+
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 
@@ -62,10 +64,14 @@ class ModelSpec:
             ValueError: If it cannot be imported, is not an `nn.Module`, or refuses the arguments.
         """
         cls = _import_class(self.target)
+        signature = inspect.signature(cls)
         try:
-            inspect.signature(cls).bind(**self.kwargs)
+            signature.bind(**self.kwargs)
         except TypeError as error:
-            raise ValueError(f"model {self.target!r} does not take these arguments: {error}") from error
+            raise ValueError(
+                f"model {self.target!r} does not take these arguments: {error}; it takes "
+                f"{', '.join(signature.parameters) or 'none'}"
+            ) from error
         try:
             # A copy, because a network may keep and change the lists it is given.
             return cls(**copy.deepcopy(self.kwargs))
@@ -127,11 +133,13 @@ def _import_class(target: str) -> type[nn.Module]:
     # Importing runs the user's module, which may raise anything.
     except Exception as error:
         raise ValueError(
-            f"model {target!r} could not be imported: {type(error).__name__}: {error}"
+            f"model {target!r} could not be imported: {type(error).__name__}: {error}; {_IMPORTABLE}"
         ) from error
     for part in class_path.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"model {target!r} could not be imported: {module_name} has no {class_path!r}")
+            raise ValueError(
+                f"model {target!r} could not be imported: {module_name} has no {class_path!r}; {_IMPORTABLE}"
+            )
         found = getattr(found, part)
     # Checked before the call: a spec may come from a file, and must not be a way to call any function.
     if not (isinstance(found, type) and issubclass(found, nn.Module)):

@@ -112,6 +112,17 @@ def check_names(names: list[str]) -> None:
         seen.add(name.lower())
 
 
+def check_frame(value: Any, subject: str) -> None:
+    """Raises ValueError if `subject` was given something else than a Spark DataFrame."""
+    # Not by its class: Classic's and Connect's have no base in common before Spark 4.
+    if not hasattr(value, "mapInArrow"):
+        kind = type(value)
+        raise ValueError(
+            f"{subject} takes a Spark DataFrame, got {kind.__module__.partition('.')[0]} {kind.__name__}; "
+            "make one with spark.createDataFrame"
+        )
+
+
 def quote(name: str) -> str:
     """Quotes a column name for Spark: a dot in it does not mean a struct field."""
     return "`" + name.replace("`", "``") + "`"

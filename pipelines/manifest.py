@@ -285,7 +285,8 @@ class ShardManifest:
             )
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"the manifest in {uri!r} cannot be used: {reason}") from error
+            remedy = "" if "; " in reason else "; write the shards again"
+            raise ValueError(f"the manifest in {uri!r} cannot be used: {reason}{remedy}") from error
 
     def _check_files(self, problem_of: Callable[[ShardFile], str | None]) -> None:
         if not self.files:

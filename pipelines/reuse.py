@@ -92,6 +92,25 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
     return _write(df, root, entry, source, settings)
 
 
+def rows_key(df: DataFrame, **settings: Any) -> str | None:
+    """A digest of all that makes the rows of `df`, for comparison with an earlier one.
+
+    Equal digests mean equal rows; different ones need not mean different rows. Runs on the driver.
+
+    Args:
+        settings: What else decides which rows are meant.
+
+    Returns:
+        None where Spark does not tell enough: see `cached_shards`.
+    """
+    source = _source(df)
+    described = _canonical(settings)
+    if source.refusal is not None or " at 0x" in described:
+        return None
+    entry = _entry(df, source, described, None)
+    return entry.key if entry.refusal is None else None
+
+
 def _find(root: str, entry: Entry) -> tuple[Entry, ShardManifest | None]:
     """Returns the entry, with its final key, and its shards if they are there and whole."""
     stored = cache_entries.load_entry(cache_entries.folder_of(root, entry.key))

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import Column, check_names, columns_from_spark, quote
+from ringspark.pipelines.columns import Column, check_frame, check_names, columns_from_spark, quote
 from ringspark.pipelines.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import Shape
@@ -107,6 +107,7 @@ def write_shards(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
+    check_frame(df, "write_shards")
     if df.isStreaming:
         raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
     check_names(df.columns)

@@ -66,8 +66,18 @@ def join(uri: str, *parts: str) -> str:
 
 
 def filesystem(uri: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of `uri` and the path inside it."""
-    fs, path = url_to_fs(uri)
+    """Returns the fsspec file system of `uri` and the path inside it.
+
+    Raises:
+        ValueError: fsspec knows no such store, or the package that serves it is not installed.
+    """
+    try:
+        fs, path = url_to_fs(uri)
+    except (ValueError, ImportError) as error:
+        raise ValueError(
+            f"storage URI {uri!r} cannot be reached ({error}); install the fsspec package of that store, or "
+            "give another URI such as '/data/shards' or 's3://bucket/shards'"
+        ) from error
     return fs, path
 
 

@@ -7,11 +7,7 @@ already its share of the global mean, which stays right when ranks hold differen
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,46 +24,12 @@ from ringspark.estimators.collectives.base import (
     num_bytes,
     peer_errors,
 )
+from ringspark.estimators.collectives.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.network import environment, interface_of
-
-
-class HorovodRendezvous:
-    """Horovod's HTTP key-value server, in this process."""
-
-    def __init__(self, member: Member, members: list[Member]) -> None:
-        from horovod.runner.common.util.hosts import SlotInfo
-        from horovod.runner.http.http_server import RendezvousServer
-
-        self._server = RendezvousServer(verbose=0)
-        port = self._server.start()
-        self._server.init(
-            [
-                SlotInfo(
-                    hostname=m.host,
-                    rank=m.rank,
-                    local_rank=m.local_rank,
-                    cross_rank=m.cross_rank,
-                    size=m.size,
-                    local_size=m.local_size,
-                    cross_size=m.cross_size,
-                )
-                for m in members
-            ]
-        )
-        self.address = f"{member.host}:{port}"
-
-    def close(self) -> None:
-        stopping = threading.Thread(target=self._server.stop, name="ringspark-rendezvous")
-        stopping.start()
-        # The server looks at its stop flag twice a second, or when somebody connects: half a second less
-        # for every gang. Should this connection come before the flag, nothing is gained or lost.
-        time.sleep(0.005)
-        host, port = self.address.rsplit(":", 1)
-        with suppress(OSError):
-            socket.create_connection((host, int(port)), timeout=1).close()
-        stopping.join()
-        # Horovod's own stop leaves the listening socket, and so the port, open.
-        self._server._httpd.server_close()
+from ringspark.estimators.collectives.peer_proof import check_proofs, proofs_for, shared_nonce
+from ringspark.estimators.collectives.port_guard import machines_of
+from ringspark.estimators.collectives.rendezvous import RendezvousServer
+from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
 
 
 class HorovodCollective:
@@ -87,36 +49,40 @@ class HorovodCollective:
     @staticmethod
     def open_rendezvous(
         member: Member, members: list[Member], timeout_seconds: float, secret: bytes
-    ) -> HorovodRendezvous:
-        return HorovodRendezvous(member, members)
+    ) -> RendezvousServer:
+        return RendezvousServer(member.host, member.size, secret)
 
     @classmethod
     def connect(
         cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
     ) -> HorovodCollective:
-        import horovod.torch as hvd
+        client = RendezvousClient(member, address, secret, timeout_seconds)
+        try:
+            import horovod.torch as hvd
 
-        host, port = address.rsplit(":", 1)
-        values = {
-            "HOROVOD_RANK": str(member.rank),
-            "HOROVOD_SIZE": str(member.size),
-            "HOROVOD_LOCAL_RANK": str(member.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(member.local_size),
-            "HOROVOD_CROSS_RANK": str(member.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(member.cross_size),
-            "HOROVOD_HOSTNAME": member.host,
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout_seconds))),
-        }
-        if interface := interface_of(member.host):
-            values["HOROVOD_GLOO_IFACE"] = interface
-        # Horovod reads its environment in init only, so nothing of it stays behind.
-        with environment(values), peer_errors("joining the Horovod ring"):
-            hvd.init()
-        return cls(member)
+            # All have imported what they need: Gloo's ports are open for as short as can be.
+            machines = machines_of(client, member, timeout_seconds)
+            with HorovodDoor(client, machines) as door:
+                settings = _settings(member, door, timeout_seconds)
+                # Horovod reads its environment in init only, so nothing of it stays behind.
+                with environment(settings), peer_errors("joining the Horovod ring"):
+                    hvd.init()
+            collective = cls(member)
+            try:
+                collective._prove(shared_nonce(client, member, timeout_seconds), secret)
+            except BaseException:
+                collective.abort()
+                raise
+        finally:
+            client.close()
+        return collective
+
+    def _prove(self, nonce: bytes, secret: bytes) -> None:
+        """Finds out whether a stranger has taken the place of a rank on one of Gloo's connections."""
+        mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
+        with peer_errors("proving the connections"):
+            theirs = self._hvd.alltoall(mine, name=self._name("proof"))
+        check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
     @property
     def rank(self) -> int:
@@ -197,6 +163,27 @@ class HorovodCollective:
     def abort(self) -> None:
         # Shutting down fails every operation that the peers still wait for.
         self._hvd.shutdown()
+
+
+def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str]:
+    """What Horovod takes from its environment."""
+    values = {
+        "HOROVOD_RANK": str(member.rank),
+        "HOROVOD_SIZE": str(member.size),
+        "HOROVOD_LOCAL_RANK": str(member.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(member.local_size),
+        "HOROVOD_CROSS_RANK": str(member.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(member.cross_size),
+        "HOROVOD_HOSTNAME": member.host,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": door.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(door.port),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout_seconds))),
+    }
+    if interface := interface_of(member.host):
+        values["HOROVOD_GLOO_IFACE"] = interface
+    return values
 
 
 class HorovodSync(PlainSync):

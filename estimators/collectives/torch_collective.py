@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ringspark.estimators.collectives.base import (
@@ -27,24 +26,12 @@ from ringspark.estimators.collectives.base import (
     peer_errors,
 )
 from ringspark.estimators.collectives.network import environment, interface_of
+from ringspark.estimators.collectives.peer_proof import PROOF_SECONDS, check_proofs, proofs_for, shared_nonce
+from ringspark.estimators.collectives.port_guard import PortGuard, machines_of
+from ringspark.estimators.collectives.rendezvous import RendezvousServer
+from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
+from ringspark.estimators.collectives.torch_store import MemberStore
 from ringspark.estimators.training.outputs import as_outputs
-
-
-class TorchRendezvous:
-    """A `TCPStore` server on a free port."""
-
-    def __init__(self, member: Member, timeout_seconds: float) -> None:
-        self._store: TCPStore | None = TCPStore(
-            member.host,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-        self.address = f"{member.host}:{self._store.port}"
-
-    def close(self) -> None:
-        self._store = None
 
 
 class TorchCollective:
@@ -52,38 +39,50 @@ class TorchCollective:
 
     name = "torch"
 
-    def __init__(self, member: Member, use_gpu: bool) -> None:
+    def __init__(self, member: Member, use_gpu: bool, client: RendezvousClient) -> None:
         self.member = member
         self._use_gpu = use_gpu
+        self._client = client
         self.traffic = Traffic(member)
         self._syncs: list[TorchSync] = []
 
     @staticmethod
     def open_rendezvous(
         member: Member, members: list[Member], timeout_seconds: float, secret: bytes
-    ) -> TorchRendezvous:
-        return TorchRendezvous(member, timeout_seconds)
+    ) -> RendezvousServer:
+        return RendezvousServer(member.host, member.size, secret)
 
     @classmethod
     def connect(
         cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
     ) -> TorchCollective:
-        host, port = address.rsplit(":", 1)
-        timeout = timedelta(seconds=timeout_seconds)
-        values = {}
-        if interface := interface_of(member.host):
-            values = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-        with environment(values), peer_errors("joining the process group"):
-            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
-            # Both backends: metrics travel as CPU tensors also where gradients are on GPUs.
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
-                store=store,
-                rank=member.rank,
-                world_size=member.size,
-                timeout=timeout,
-            )
-        return cls(member, use_gpu)
+        client = RendezvousClient(member, address, secret, timeout_seconds)
+        try:
+            # All have imported what they need: Gloo's ports are open for as short as can be.
+            guard = PortGuard(machines_of(client, member, timeout_seconds))
+            with peer_errors("joining the process group"):
+                _join(member, MemberStore(client, guard, timeout_seconds), timeout_seconds, use_gpu)
+            # Every pair is connected: whoever comes to Gloo's port from here on is no member.
+            guard.shut()
+            collective = cls(member, use_gpu, client)
+            try:
+                collective._prove(shared_nonce(client, member, timeout_seconds), secret, timeout_seconds)
+            except BaseException:
+                collective.abort()
+                raise
+        except BaseException:
+            client.close()
+            raise
+        return collective
+
+    def _prove(self, nonce: bytes, secret: bytes, timeout_seconds: float) -> None:
+        """Finds out whether a stranger has taken the place of a rank on one of Gloo's connections."""
+        mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
+        theirs = torch.empty_like(mine)
+        with peer_errors("proving the connections"):
+            work = dist.all_to_all_single(theirs, mine, async_op=True)
+            work.wait(timedelta(seconds=min(timeout_seconds, PROOF_SECONDS)))
+        check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
     @property
     def rank(self) -> int:
@@ -200,6 +199,24 @@ class TorchCollective:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._client.close()
+
+
+def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: bool) -> None:
+    """Makes the default process group."""
+    # Lazily connected pairs would need Gloo's port open during the training.
+    values = {"TORCH_GLOO_LAZY_INIT": "0"}
+    if interface := interface_of(member.host):
+        values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    with environment(values):
+        # Both backends: metrics travel as CPU tensors also where gradients are on GPUs.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+            store=store,
+            rank=member.rank,
+            world_size=member.size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
 
 
 def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:

@@ -49,6 +49,19 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(str(getattr(value, "uuid", index)) for index, value in enumerate(properties))
 
 
+def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
+    """Refuses more workers than a host has GPUs, where Spark hands out none.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    if num_gpus < num_workers:
+        raise ValueError(
+            f"useGpu=True needs a GPU for each of the {num_workers} workers on host {host}, PyTorch sees "
+            f"{num_gpus} there; lower numWorkers or set useGpu=False"
+        )
+
+
 def assign_devices(claims: Sequence[Claim]) -> list[str]:
     """The torch device of every rank, in the order of `claims`.
 
@@ -98,11 +111,7 @@ def _indices(group: Sequence[Claim]) -> list[int]:
     """Device indices of ranks that see the same devices."""
     visible, host = group[0].visible, group[0].host
     if not group[0].addresses:
-        if len(visible) < len(group):
-            raise ValueError(
-                f"useGpu=True needs a GPU for each of the {len(group)} workers on host {host}, PyTorch sees "
-                f"{len(visible)} there; lower numWorkers or set useGpu=False"
-            )
+        check_enough(len(group), host, len(visible))
         return list(range(len(group)))
     names = [_plain(name) for name in visible]
     # More than one address where a task asks for several GPUs: a rank computes on the first.

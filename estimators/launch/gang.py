@@ -2,41 +2,25 @@
 
 The stage is a `mapInArrow(..., barrier=True)` of the DataFrame API, so Spark Connect runs it too.
 Each task learns its rank from the hosts of all tasks, rank 0 opens the rendezvous, everybody
-connects, and the work runs. A task never raises what the work raised: it returns the failure as
-its row, so Spark neither retries a deterministic error nor buries it in a JVM trace, and the
-peers, whose pending operations fail when the communicator is aborted, return theirs. Gangs of one
-driver that do not fit together take turns (`gang_queue`).
+connects, and the work runs (`gang_task`). Gangs of one driver that do not fit together take turns
+(`gang_queue`). What starts a gang again stands in `supervisor`.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
-import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
-from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.gang_queue import queue_of
+from ringspark.estimators.launch.gang_task import SCHEMA, GangTask, Work, assign_ranks
 from ringspark.estimators.launch.resources import StagePlan, profile_of, stage_plan
 from ringspark.estimators.launch.session import application_of
 from ringspark.estimators.launch.slots import count_slots
-from ringspark.estimators.training.status import Failure, Status, WorkerError
+from ringspark.estimators.launch.spark_job import SparkJob
+from ringspark.estimators.training.status import Failure, WorkerError
 from ringspark.pipelines.spark_errors import python_workers
-
-# Gets the connected collective, this rank's device and the status to keep; returns a short text.
-Work = Callable[[Collective, str, Status], str]
-
-# Of the key that a rank proves to know before any other is told anything.
-SECRET_BYTES = 32
-
-SCHEMA = "rank int, result string, failure string"
 
 
 def run_gang(
@@ -48,7 +32,7 @@ def run_gang(
     use_gpu: bool = False,
     timeout_seconds: float = 600.0,
 ) -> list[str]:
-    """Runs `work` on `num_workers` ranks at the same time; returns their texts in rank order.
+    """Runs `work` once on `num_workers` ranks at the same time; returns their texts in rank order.
 
     Args:
         work: Picklable. Its result is collected, so it must stay small.
@@ -58,167 +42,49 @@ def run_gang(
         WorkerError: A rank failed; names its rank, host and phase.
     """
     task = GangTask(collective=collective, work=work, use_gpu=use_gpu, timeout_seconds=timeout_seconds)
-    plan = stage_plan(spark, use_gpu)
-    if plan.is_problem:
-        warnings.warn(plan.reason, RuntimeWarning, stacklevel=2)
-    # Only where there is one: before Spark 4.0 the stages of a DataFrame take no profile.
-    profile = {"profile": profile_of(spark, plan.request)} if plan.request else {}
-    frame = spark.range(0, num_workers, 1, num_workers)
-    turn = queue_of(application_of(spark)).turn(num_workers, partial(_slots, spark, plan, use_gpu))
-    with turn, python_workers():
-        rows = frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect()
+    stage = GangStage(spark, use_gpu)
+    with stage.turn(num_workers):
+        rows = stage.run(task, num_workers, SparkJob(spark))
     failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
     if failures:
         # None: the driver's own stack says nothing about what happened on the rank.
         raise WorkerError(failures) from None
-    return [row.result for row in sorted(rows, key=lambda row: int(row.rank))]
+    return [str(row.result) for row in rows]
 
 
-def _slots(spark: SparkSession, plan: StagePlan, use_gpu: bool) -> int | None:
-    """How many slots the gangs share; none to share where only the local rank tells the GPUs apart."""
-    if use_gpu and not plan.gives_gpus:
-        return 0
-    return count_slots(spark, use_gpu)
+class GangStage:
+    """How gangs of one kind are scheduled in a session."""
+
+    def __init__(self, spark: SparkSession, use_gpu: bool) -> None:
+        self._spark = spark
+        self._use_gpu = use_gpu
+        self._plan: StagePlan = stage_plan(spark, use_gpu)
+        if self._plan.is_problem:
+            warnings.warn(self._plan.reason, RuntimeWarning, stacklevel=3)
+
+    def turn(self, num_workers: int) -> Any:
+        """A context manager that waits until the gangs of other threads leave room."""
+        return queue_of(application_of(self._spark)).turn(num_workers, self._shared_slots)
+
+    def slots(self) -> int | None:
+        """Workers that can run at the same time now."""
+        return count_slots(self._spark, self._use_gpu)
+
+    def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
+        """One barrier stage; its rows in rank order. Blocks until all ranks have ended."""
+        # Only where there is one: before Spark 4.0 the stages of a DataFrame take no profile.
+        request = self._plan.request
+        profile = {"profile": profile_of(self._spark, request)} if request else {}
+        frame = self._spark.range(0, num_workers, 1, num_workers)
+        with python_workers(), job.running():
+            rows = frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect()
+        return sorted(rows, key=lambda row: int(row.rank))
+
+    def _shared_slots(self) -> int | None:
+        """How many slots gangs share; none to share where only the local rank tells the GPUs apart."""
+        if self._use_gpu and not self._plan.gives_gpus:
+            return 0
+        return self.slots()
 
 
-def assign_ranks(hosts: Sequence[str]) -> list[Member]:
-    """The place of each task: ranks of one host are neighbours, hosts in order of first appearance.
-
-    Args:
-        hosts: Host of task 0, 1, ...; the result is in the same order.
-    """
-    names = list(dict.fromkeys(hosts))
-    local_sizes = {name: hosts.count(name) for name in names}
-    first_rank, ranks_before = {}, 0
-    for name in names:
-        first_rank[name] = ranks_before
-        ranks_before += local_sizes[name]
-    seen = dict.fromkeys(names, 0)
-    members = []
-    for host in hosts:
-        local_rank = seen[host]
-        seen[host] += 1
-        # The "cross" group of a rank: those with its local rank on all hosts that have one.
-        cross = [name for name in names if local_sizes[name] > local_rank]
-        members.append(
-            Member(
-                rank=first_rank[host] + local_rank,
-                size=len(hosts),
-                local_rank=local_rank,
-                local_size=local_sizes[host],
-                cross_rank=cross.index(host),
-                cross_size=len(cross),
-                host=host,
-            )
-        )
-    return members
-
-
-@dataclass(frozen=True, kw_only=True)
-class GangTask:
-    """The function of the barrier stage. Runs on every rank."""
-
-    collective: str
-    work: Work
-    use_gpu: bool
-    timeout_seconds: float
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        from pyspark import BarrierTaskContext
-
-        context = BarrierTaskContext.get()
-        members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
-        member = members[context.partitionId()]
-        result, failure = self._run(context, member, members)
-        yield pa.RecordBatch.from_arrays(
-            [
-                pa.array([member.rank], pa.int32()),
-                pa.array([result], pa.string()),
-                pa.array([failure.to_json() if failure else None], pa.string()),
-            ],
-            names=["rank", "result", "failure"],
-        )
-
-    def _run(self, context: Any, member: Member, members: list[Member]) -> tuple[str | None, Failure | None]:
-        import torch
-
-        status = Status()
-        # One task has as many cores as Spark gave it; torch would take all of the host's.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, context.cpus()))
-        try:
-            return self._connected(context, member, members, status), None
-        # SystemExit too: sys.exit() in a user's code would end the Python worker without a word.
-        except (Exception, SystemExit) as error:
-            return None, Failure.of(
-                error, member.rank, status.phase, from_peer=isinstance(error, CollectiveError)
-            )
-        finally:
-            torch.set_num_threads(threads)
-
-    def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
-        """Agrees with the others on where to meet and on the devices, connects, works, leaves or aborts."""
-        kind = collective_class(self.collective)
-        status.phase = "opening the rendezvous"
-        rendezvous, claim, problem = None, Claim(host=member.host), ""
-        try:
-            claim = self._claim(context, member)
-            if member.rank == 0:
-                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds, self.secret)
-        except Exception as error:
-            problem = str(error)
-        offer = {
-            "address": rendezvous.address if rendezvous else "",
-            "claim": asdict(claim),
-            "problem": problem,
-        }
-        # Every task reaches this exchange, also one that cannot go on: the others must hear of it.
-        told = [json.loads(text) for text in context.allGather(json.dumps(offer))]
-        try:
-            if problem:
-                raise RuntimeError(problem)
-            if any(entry["problem"] for entry in told):
-                raise CollectiveError("another rank could not start")
-            status.phase = "choosing the devices"
-            device = self._device([Claim.from_json(entry["claim"]) for entry in told], context)
-            address = next(entry["address"] for entry in told if entry["address"])
-            status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)
-            try:
-                result = self.work(collective, device, status)
-                status.phase = "leaving the gang"
-                collective.barrier()
-            except BaseException:
-                collective.abort()
-                raise
-            collective.close()
-            return result
-        finally:
-            if rendezvous is not None:
-                rendezvous.close()
-
-    def _claim(self, context: Any, member: Member) -> Claim:
-        """What this task was given, for the others to see that it is theirs alone."""
-        if not self.use_gpu:
-            return Claim(host=member.host)
-        gpu = context.resources().get("gpu")
-        return Claim(
-            host=member.host, addresses=tuple(gpu.addresses) if gpu else (), visible=visible_devices()
-        )
-
-    def _device(self, claims: list[Claim], context: Any) -> str:
-        """This rank's device: the table that every rank makes from the same claims has it."""
-        if not self.use_gpu:
-            return "cpu"
-        import torch
-
-        task: int = context.partitionId()
-        device = assign_devices(claims)[task]
-        torch.cuda.set_device(device)
-        return device
-
-
-__all__ = ["GangTask", "WorkerError", "assign_ranks", "run_gang"]
+__all__ = ["GangStage", "GangTask", "Work", "WorkerError", "assign_ranks", "run_gang"]

@@ -7,12 +7,15 @@ checks again for minutes. So the driver asks first.
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.launch.devices import check_enough
 from ringspark.estimators.launch.resources import (
     TaskRequest,
     is_local,
@@ -40,12 +43,15 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
 
     Raises:
         ValueError: The gang is larger than the cluster, with both numbers; or the cluster changes its
-            size by itself, which no barrier stage runs on.
+            size by itself, which no barrier stage runs on; or a local master lacks the GPUs.
     """
     conf = spark_conf(spark)
     check_fixed_size(conf)
     request = plan_stage(conf, str(spark.version), use_gpu).request
     expected = slots_of_conf(conf, request)
+    if use_gpu and is_local(conf.get("spark.master", "")) and not is_remote(spark):
+        # The workers will see what this process sees: no gang need start to find out.
+        check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
     deadline = time.monotonic() + REGISTRATION_SECONDS
     slots = _count(spark, conf, request)
     while may_grow(slots, num_workers, expected) and time.monotonic() < deadline:

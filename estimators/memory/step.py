@@ -8,8 +8,10 @@ micro-batches run: from the second on, each finds the gradients of those before 
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -98,11 +100,23 @@ def measure_step(
         torch.random.fork_rng(devices=gpus),
         torch.autograd.set_multithreading_enabled(False),
         FakeTensorMode(allow_non_fake_inputs=True),
+        _quiet(),
         meter,
     ):
         # What a network or an optimizer has to say it says again when it trains.
         warnings.simplefilter("ignore")
         return _Step(config, objects, empty, device, meter).run(inputs, labels, update)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of an error that the caller gets: shapes that do not fit are one sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class _Step:

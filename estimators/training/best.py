@@ -6,7 +6,9 @@ Every rank sees the same numbers and so comes to the same decision without askin
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
+from typing import Any
 
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint import assist_checkpoint, save_checkpoint
@@ -43,6 +45,15 @@ class Best:
         self.epoch, self.value = record.epoch, value
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and value, as JSON."""
+        return {"epoch": self.epoch, "value": None if math.isnan(self.value) else self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes `state_dict`'s result over."""
+        self.epoch = int(state["epoch"])
+        self.value = math.nan if state["value"] is None else float(state["value"])
+
 
 class EarlyStopping(Callback):
     """Stops when the monitored value has not improved for `patience` epochs (Prechelt 1998)."""
@@ -50,6 +61,12 @@ class EarlyStopping(Callback):
     def __init__(self, best: Best, patience: int) -> None:
         self._best = best
         self._patience = patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._best.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best.load_state_dict(state)
 
     def on_epoch_end(self, state: TrainingState) -> None:
         record = state.history[-1]
@@ -73,29 +90,53 @@ def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
 
 
 class BestCheckpoint(Callback):
-    """Writes the weights of the best epoch so far; the folder of a worse one is removed after that.
+    """Writes the weights of the best epoch so far.
+
+    The folder of a worse one is removed after that; where checkpoints of the whole training are written,
+    at the end only: an older one, should the training go on from it, names it as the best so far.
 
     Attributes:
         uri: Folder of the best checkpoint, None before the first.
     """
 
-    def __init__(self, best: Best, root: str) -> None:
+    def __init__(self, best: Best, root: str, keeps_worse: bool = False) -> None:
         self._best = best
         self._root = root
+        self._keeps_worse = keeps_worse
         self.uri: str | None = None
 
     @property
     def epoch(self) -> int:
         return self._best.epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._best.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # The folder follows from the epoch: no path is taken from a file.
+        self._best.load_state_dict(state)
+        self.uri = self._folder() if self._best.epoch else None
+
+    def _folder(self) -> str:
+        return f"{self._root}-{self._best.epoch}"
+
     def on_epoch_end(self, state: TrainingState) -> None:
         if not self._best.improves(state.history[-1]):
             return
-        last, self.uri = self.uri, f"{self._root}-{self._best.epoch}"
+        last, self.uri = self.uri, self._folder()
         if state.rank == 0:
             save_checkpoint(self.uri, state.module, epoch=state.epoch, step=state.step)
-            if last is not None:
+            if last is not None and not self._keeps_worse:
                 with suppress(OSError):
                     storage.remove(last, recursive=True)
         else:
             assist_checkpoint(state.module)
+
+    def remove_others(self) -> None:
+        """Removes the folders of all worse epochs, also those of an earlier attempt. Runs on rank 0."""
+        parent, _, prefix = self._root.rpartition("/")
+        kept = "" if self.uri is None else self.uri.rpartition("/")[2]
+        with suppress(OSError):
+            for name in storage.list_names(parent):
+                if re.fullmatch(rf"{re.escape(prefix)}-[0-9]+", name) and name != kept:
+                    storage.remove(storage.join(parent, name), recursive=True)

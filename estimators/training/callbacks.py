@@ -2,13 +2,16 @@
 
 They run on every rank, each rank with its own copy, so what a callback collects stays there; one
 that writes or logs asks for `state.rank == 0`. A callback that raises ends the training with its
-name. None of them is called per batch unless it overrides `on_step_end`.
+name. None of them is called per batch unless it overrides `on_step_end`. What one must still know after a
+restart it gives in `state_dict`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,8 +54,18 @@ class TrainingState:
 class Callback:
     """The base of callbacks: override what you need. Instances must be picklable."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback on this rank: values that JSON has."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes `state_dict`'s result over, when a training goes on; with other workers, that of rank 0.
+
+        After `on_train_start`. Tuples come back as lists.
+        """
+
     def on_train_start(self, state: TrainingState) -> None:
-        """Before the first step."""
+        """Before the first step; of a training that goes on, `state.step` were taken already."""
 
     def on_step_end(self, state: TrainingState) -> None:
         """After each optimizer step."""
@@ -78,3 +91,37 @@ class Callbacks:
         """Calls the method `event` of each."""
         for callback in self._callbacks:
             getattr(callback, event)(state)
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """The state of each, in order.
+
+        Raises:
+            ValueError: One has values that JSON lacks.
+        """
+        return [_checked(callback) for callback in self._callbacks]
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes the states over.
+
+        Raises:
+            ValueError: They are of other callbacks.
+        """
+        if len(states) != len(self._callbacks):
+            raise ValueError(
+                f"the checkpoint is of a training with {len(states)} callbacks, this one has "
+                f"{len(self._callbacks)}; give the same callbacks, or runUri a folder of its own"
+            )
+        for callback, state in zip(self._callbacks, states, strict=True):
+            callback.load_state_dict(state)
+
+
+def _checked(callback: Callback) -> dict[str, Any]:
+    state = callback.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"callback {type(callback).__name__} must return values that JSON has from state_dict, got "
+            f"{state!r:.200} ({error}); return numbers, texts, lists and dicts"
+        ) from error
+    return state

@@ -37,7 +37,11 @@ COMMIT = "checkpoint.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """The committed record of a checkpoint; `checkpoint_id` tells it from any other."""
+    """The committed record of a checkpoint; `checkpoint_id` tells it from any other.
+
+    Attributes:
+        training_sha256: Of `training.json` beside it, None where there are weights only.
+    """
 
     epoch: int
     step: int
@@ -45,6 +49,7 @@ class CheckpointInfo:
     num_tensors: int
     checkpoint_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     format_version: int = FORMAT_VERSION
+    training_sha256: str | None = None
 
 
 def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0) -> CheckpointInfo:
@@ -60,8 +65,15 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
     with replacing(uri, WEIGHTS) as target:
         num_bytes = safetensors_file.write(state, target)
     info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes, num_tensors=len(state))
-    storage.write_atomic(storage.join(uri, COMMIT), json.dumps(asdict(info)).encode())
+    commit_checkpoint(uri, info)
     return info
+
+
+def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
+    """Makes the files in folder `uri` a checkpoint, atomically."""
+    # What is None stays out: older versions know no such entry.
+    values = {key: value for key, value in asdict(info).items() if value is not None}
+    storage.write_atomic(storage.join(uri, COMMIT), json.dumps(values).encode())
 
 
 def assist_checkpoint(module: nn.Module) -> None:
@@ -177,15 +189,23 @@ def map_checkpoint(
 @contextmanager
 def weights_file(uri: str, info: CheckpointInfo | None = None, cache: str | None = None) -> Iterator[str]:
     """A local path of the checkpoint's tensors; may be gone afterwards, what was mapped stays."""
-    if storage.is_local(uri):
-        yield os.path.join(uri, WEIGHTS)
-    elif cache is not None and info is not None:
+    if cache is not None and info is not None and not storage.is_local(uri):
         yield _shared_copy(uri, info, cache)
-    else:
-        with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
-            path = os.path.join(folder, WEIGHTS)
-            _download(uri, path)
-            yield path
+        return
+    with local_file(uri, WEIGHTS) as path:
+        yield path
+
+
+@contextmanager
+def local_file(uri: str, name: str) -> Iterator[str]:
+    """A local path of the file `name` in folder `uri`; a copy is gone afterwards, what was mapped stays."""
+    if storage.is_local(uri):
+        yield os.path.join(uri, name)
+        return
+    with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
+        path = os.path.join(folder, name)
+        _download(storage.join(uri, name), path)
+        yield path
 
 
 def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
@@ -197,7 +217,7 @@ def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
         # Released when the file is closed, also by the death of the process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
-            _download(uri, f"{path}.part")
+            _download(storage.join(uri, WEIGHTS), f"{path}.part")
             # The copy serves under this id from now on.
             _check_still(uri, info)
             os.replace(f"{path}.part", path)
@@ -215,7 +235,7 @@ def _replaced(uri: str) -> ValueError:
 
 
 def _download(uri: str, path: str) -> None:
-    with storage.open_file(storage.join(uri, WEIGHTS), "rb") as source, open(path, "wb") as target:
+    with storage.open_file(uri, "rb") as source, open(path, "wb") as target:
         shutil.copyfileobj(source, target, safetensors_file.BLOCK_BYTES)
 
 
@@ -236,4 +256,8 @@ def _of_this_model(uri: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ValueError(f"the checkpoint {uri} is not of this model: {error}") from error
+        # torch puts each difference on a line of its own.
+        differences = " ".join(str(error).split())
+        raise ValueError(
+            f"the checkpoint {uri} is not of this model: {differences}; take the model that it was made of"
+        ) from error

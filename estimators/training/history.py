@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,8 +27,9 @@ PROGRESS_SECONDS = 0.5
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
-    `skipped_steps`, a part of `steps`, changed no weights: their gradients overflowed in fp16. Of their
-    rows, those whose loss overflowed too are left out of `train_loss`.
+    `skipped_steps`, a part of `steps`, changed no weights: their gradients overflowed in fp16, or were not
+    finite with onNonFinite 'skip'. Of their rows, those whose loss was not finite are left out of
+    `train_loss`.
     """
 
     epoch: int
@@ -86,6 +88,12 @@ class RunLog:
     def epoch(self, record: EpochRecord) -> None:
         self.history.append(record)
         if self._writes:
+            self._write(HISTORY, [asdict(r) for r in self.history])
+
+    def restore(self, history: Sequence[EpochRecord]) -> None:
+        """Goes on after these epochs: later ones of an attempt that was lost are forgotten."""
+        self.history[:] = history
+        if self._writes and (history or storage.exists(storage.join(self._run_uri, HISTORY))):
             self._write(HISTORY, [asdict(r) for r in self.history])
 
     def _write(self, name: str, value: object) -> None:

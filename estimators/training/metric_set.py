@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, save
+from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators.collectives import Collective
@@ -30,10 +31,13 @@ class MetricSet:
         self.names = tuple(names)
         self._num_classes = num_classes
         self._ignored = ignored
+        self._device = device
         # float64, so that sums over many millions of rows stay exact to the printed digits.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._metrics = {name: self._make(name, device) for name in self.names}
         self._rows = 0
+        # Of ranks that are no more, as they left them: merged when the values are asked for.
+        self._carried: list[dict[str, torch.Tensor]] = []
 
     def _make(self, name: str, device: torch.device) -> Any:
         # A metric's own dtype holds through `to` only if set by this method of torchmetrics.
@@ -120,16 +124,17 @@ class MetricSet:
         if not self.names:
             return {}
         # Every rank reaches this call, also one that saw no rows: it gives its empty state.
-        gathered = collective.all_gather(torch.frombuffer(bytearray(self._states()), dtype=torch.uint8))
+        mine = save({f"{i}/{key}": t for i, own in enumerate(self.states()) for key, t in own.items()})
+        gathered = collective.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
         for piece in gathered:
-            states = load(piece.numpy().tobytes())
-            num_rows += int(states["rows"])
-            for name, metric in merged.items():
-                own = _of_prefix(states, f"{name}/")
-                if own:
-                    metric.merge_state(own)
+            for states in _pieces(load(piece.numpy().tobytes())):
+                num_rows += int(states["rows"])
+                for name, metric in merged.items():
+                    own = _of_prefix(states, f"{name}/")
+                    if own:
+                        metric.merge_state(own)
         if not num_rows:
             return dict.fromkeys(self.names, nan)
         with warnings.catch_warnings():
@@ -137,8 +142,8 @@ class MetricSet:
             warnings.simplefilter("ignore", UserWarning)
             return {name: float(METRICS[name].finish(metric)) for name, metric in merged.items()}
 
-    def _states(self) -> bytes:
-        """All states as safetensors, whose bytes need no unpickling."""
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """Copies on the CPU of all states: this rank's own, then those that it carries for former ranks."""
         states = {"rows": torch.tensor(self._rows)}
         for name, metric in self._metrics.items():
             for key, state in metric.metric_state.items():
@@ -147,13 +152,61 @@ class MetricSet:
                         states[f"{name}/{key}/list"] = torch.cat(state).cpu()
                 else:
                     states[f"{name}/{key}"] = state.cpu().clone()
-        return save(states)
+        return [states, *self._carried]
+
+    def load_states(self, states: Sequence[dict[str, torch.Tensor]], carried: bool = False) -> None:
+        """Goes on from what `states` gave, in the place of all rows so far.
+
+        Args:
+            states: Of one rank, or one after the other of several.
+            carried: They are of other ranks than this one: kept beside this rank's own rows.
+
+        Raises:
+            ValueError: They are of other metrics.
+        """
+        self.reset()
+        if carried or not states:
+            self._carried = [dict(own) for own in states]
+            return
+        first, *rest = states
+        self._carried = [dict(own) for own in rest]
+        self._rows = int(first["rows"])
+        for name, metric in self._metrics.items():
+            # Clones: what comes from a file is mapped.
+            own = {
+                key: [part.to(self._device, copy=True) for part in state]
+                if isinstance(state, list)
+                else state.to(self._device, copy=True)
+                for key, state in _of_prefix(first, f"{name}/").items()
+            }
+            if not isinstance(metric, nn.Module):
+                metric.merge_state(own)
+                continue
+            # Not merged into zeros: a state without a sum to merge by would change its shape.
+            unknown = sorted(set(own) - set(metric.metric_state))
+            if unknown:
+                raise ValueError(
+                    f"the checkpoint's metric {name!r} has a state {unknown[0]!r}, which this version of it "
+                    "lacks; go on with the torchmetrics that wrote it, or start anew"
+                )
+            for key, state in own.items():
+                setattr(metric, key, state)
 
     def reset(self) -> None:
         """Forgets all rows."""
         for metric in self._metrics.values():
             metric.reset()
         self._rows = 0
+        self._carried = []
+
+
+def _pieces(states: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The states "<number>/<key>" by their numbers."""
+    pieces: dict[int, dict[str, torch.Tensor]] = {}
+    for key, state in states.items():
+        number, rest = key.split("/", 1)
+        pieces.setdefault(int(number), {})[rest] = state
+    return [pieces[number] for number in sorted(pieces)]
 
 
 def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:

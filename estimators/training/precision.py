@@ -90,6 +90,7 @@ class LossScaler:
         device: torch.device,
         combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
+        guards: bool = False,
         init_scale: float = 2.0**16,
         growth_interval: int = 2000,
     ) -> None:
@@ -97,16 +98,22 @@ class LossScaler:
 
         Args:
             combine: Maximum of a tensor (1,) over all ranks, which all of them call once per step; for
-                ranks that hold different gradients. Unused without loss scaling.
+                ranks that hold different gradients. Unused where no step is ever skipped.
+            guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
+                fixed scale of 1.
         """
-        self.enabled = precision == "fp16"
+        self.enabled = precision == "fp16" or guards
+        self._scales = precision == "fp16"
         self.skipped = False
         self.skipped_steps = 0
         self._device = device
         self._combine = combine
         self._overflow: torch.Tensor | None = None  # of this step, once known; 0 or above
         self._scaler = torch.amp.GradScaler(
-            device.type, enabled=self.enabled, init_scale=init_scale, growth_interval=growth_interval
+            device.type,
+            enabled=self.enabled,
+            init_scale=init_scale if self._scales else 1.0,
+            growth_interval=growth_interval,
         )
         # It makes its tensors at the first loss, and a rank without rows has none.
         self._scaler.scale(torch.zeros((), device=device))
@@ -158,7 +165,7 @@ class LossScaler:
     def update(self) -> None:
         """Ends the step: the scale for the next one."""
         if self.enabled:
-            self._scaler.update()
+            self._scaler.update(None if self._scales else 1.0)
             self._overflow = None
 
     @property
@@ -169,7 +176,7 @@ class LossScaler:
     @property
     def advice(self) -> str:
         """What skipped steps add to the message about a loss that is not finite."""
-        if not self.skipped_steps:
+        if not self.skipped_steps or not self._scales:
             return ""
         return f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set precision='bf16'"
 
@@ -179,6 +186,11 @@ class LossScaler:
         Raises:
             FloatingPointError: All of `num_steps` overflowed; on every rank alike.
         """
+        if num_steps and self.skipped_steps == num_steps and not self._scales:
+            raise FloatingPointError(
+                f"onNonFinite 'skip' trains by the steps whose loss and gradients are finite, and none of "
+                f"{num_steps} was; lower learningRate, or look for rows that are not finite"
+            )
         if num_steps and self.skipped_steps == num_steps:
             raise FloatingPointError(
                 f"precision 'fp16' trains by the steps that do not overflow, and all {num_steps} did, at "
@@ -186,15 +198,19 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers that `load_state_dict` goes on from; empty without loss scaling."""
-        return {**self._scaler.state_dict(), "skipped_steps": self.skipped_steps} if self.enabled else {}
+        """Numbers that `load_state_dict` goes on from; empty where no step is ever skipped."""
+        if not self.enabled:
+            return {}
+        scaling = self._scaler.state_dict() if self._scales else {}
+        return {**scaling, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from the state of a scaler; from an empty one, of another precision, as new."""
         if self.enabled and state:
             own = dict(state)
             self.skipped_steps = own.pop("skipped_steps")
-            self._scaler.load_state_dict(own)
+            if self._scales and own:
+                self._scaler.load_state_dict(own)
 
 
 __all__ = ["DTYPES", "MIN_SCALE", "LossScaler", "autocast", "keep_norms_fp32"]

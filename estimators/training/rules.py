@@ -133,7 +133,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "gradientAccumulation * numWorkers > batchSize",
         lambda c: c.gradient_accumulation * c.num_workers > c.batch_size,
         "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
-        "batchSize ({batch_size}): a micro-batch would have no rows",
+        "batchSize ({batch_size}): a micro-batch would have no rows; lower gradientAccumulation or raise "
+        "batchSize",
     ),
     Combination(
         "minWorkers > numWorkers",

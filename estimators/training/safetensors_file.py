@@ -78,7 +78,7 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
         ValueError: As `check_state`.
     """
     check_state(state)
-    names = _order(state)
+    names = ordered(state)
     header: dict[str, object] = {}
     end = 0
     for name in names:
@@ -106,11 +106,11 @@ def assist(state: Mapping[str, torch.Tensor]) -> None:
         ValueError: As `check_state`, so that no rank waits for the others.
     """
     check_state(state)
-    for name in _order(state):
+    for name in ordered(state):
         whole(state[name])
 
 
-def _order(state: Mapping[str, torch.Tensor]) -> list[str]:
+def ordered(state: Mapping[str, torch.Tensor]) -> list[str]:
     """The widest numbers first, so that each tensor starts at a multiple of its own width."""
     return sorted(state, key=lambda name: (-state[name].element_size(), name))
 

@@ -145,12 +145,23 @@ class Rates:
         self.scales = list(scales)
         self._last = None
 
+    def take_changes(self) -> None:
+        """Takes into `scales` what others have changed since the last step, before a checkpoint is written.
+
+        Raises:
+            ValueError: As `set`.
+        """
+        groups = self._optimizer.param_groups
+        if self._last is None:
+            return
+        for index, (group, last) in enumerate(zip(groups, self._last, strict=True)):
+            if float(group["lr"]) != last:
+                self._rescale(index, float(group["lr"]), last)
+        self._last = [float(group["lr"]) for group in groups]
+
     def _set_rates(self, planned: list[float]) -> None:
         groups = self._optimizer.param_groups
-        if self._last is not None:
-            for index, (group, last) in enumerate(zip(groups, self._last, strict=True)):
-                if float(group["lr"]) != last:
-                    self._rescale(index, float(group["lr"]), last)
+        self.take_changes()
         for group, rate, scale in zip(groups, planned, self.scales, strict=True):
             group["lr"] = rate * scale
         self._last = [float(group["lr"]) for group in groups]

@@ -8,6 +8,12 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 
+from ringspark.pipelines.readers import retry
+
+
+class WorkerStoppedError(RuntimeError):
+    """Somebody else ended this rank's work: another driver goes on with the run."""
+
 
 class Status:
     """The rank's present phase, in words; set by whoever starts one.
@@ -18,6 +24,7 @@ class Status:
 
     def __init__(self, phase: str = "starting") -> None:
         self._phase = phase
+        self._stop: str | None = None
         self.ticks = 0
 
     @property
@@ -26,12 +33,22 @@ class Status:
 
     @phase.setter
     def phase(self, value: str) -> None:
+        self.tick()
         self._phase = value
-        self.ticks += 1
 
     def tick(self) -> None:
-        """Notes progress within a phase."""
+        """Notes progress within a phase.
+
+        Raises:
+            WorkerStoppedError: After `stop`.
+        """
+        if self._stop is not None:
+            raise WorkerStoppedError(self._stop)
         self.ticks += 1
+
+    def stop(self, reason: str) -> None:
+        """Ends the work at its next sign of progress. From any thread."""
+        self._stop = reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +57,7 @@ class Failure:
 
     Attributes:
         from_peer: The rank only noticed that another one was gone.
+        may_pass: The same work, started again, may succeed: a fault of processes, network or store.
     """
 
     rank: int
@@ -49,6 +67,7 @@ class Failure:
     message: str
     trace: str
     from_peer: bool
+    may_pass: bool = False
     seconds: float = field(default_factory=time.time)
 
     @classmethod
@@ -61,6 +80,21 @@ class Failure:
             message=str(error),
             trace="".join(traceback.format_exception(type(error), error, error.__traceback__)),
             from_peer=from_peer,
+            may_pass=from_peer or _may_pass(error),
+        )
+
+    @classmethod
+    def lost(cls, rank: int, host: str, phase: str, message: str) -> Failure:
+        """The failure of a rank that could not report one itself."""
+        return cls(
+            rank=rank,
+            host=host,
+            phase=phase,
+            type="WorkerLost",
+            message=message,
+            trace="",
+            from_peer=False,
+            may_pass=True,
         )
 
     def to_json(self) -> str:
@@ -70,17 +104,49 @@ class Failure:
     def from_json(cls, text: str) -> Failure:
         return cls(**json.loads(text))
 
+    @property
+    def sentence(self) -> str:
+        """The failure in one line."""
+        said = (self.message.splitlines() or [""])[0]
+        return (
+            f"rank {self.rank} on host {self.host} failed in phase '{self.phase}': "
+            f"{self.type}{': ' if said else ''}{said}"
+        )
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the error is of a store or a network, which the next attempt may find well again.
+
+    Readers raise a RuntimeError that names the file, from the store's error. Arrow raises a bare OSError,
+    without a number, for damaged files: those stay damaged.
+    """
+    cause = error.__cause__ if isinstance(error, RuntimeError) else error
+    if not isinstance(cause, OSError) or not retry.may_pass(cause):
+        return False
+    return cause.errno is not None or isinstance(cause, (ConnectionError, TimeoutError))
+
 
 class WorkerError(RuntimeError):
-    """A rank failed. The message names its rank, host and phase; `failures` has every rank's trace."""
+    """A rank failed. The message names its rank, host and phase; `failures` has every rank's trace.
 
-    def __init__(self, failures: list[Failure]) -> None:
+    Attributes:
+        first: The failure that is the cause.
+        may_pass: No rank failed by its own doing: the same work, started again, may succeed.
+        advice: What the message says after the cause.
+    """
+
+    def __init__(self, failures: list[Failure], advice: str = "") -> None:
         # The rank that raised by itself is the cause; those that lost a peer are the effect.
-        first = min(failures, key=lambda f: (f.from_peer, f.seconds))
+        first = min(failures, key=lambda f: (f.from_peer, f.may_pass, f.seconds))
         self.failures = failures
+        self.advice = advice
         self.rank = first.rank
+        self.first = first
+        self.may_pass = all(failure.may_pass for failure in failures)
         trace = first.trace.rstrip().replace("\n", "\n  | ")
+        message = f"{first.type}: {first.message}" if first.message else first.type
         super().__init__(
-            f"rank {first.rank} on host {first.host} failed in phase '{first.phase}': "
-            f"{first.type}: {first.message}\n  | {trace}"
+            f"rank {first.rank} on host {first.host} failed in phase '{first.phase}': {message}"
+            + advice
+            + (f"\n  | {trace}" if trace else "")
         )

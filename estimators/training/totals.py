@@ -25,3 +25,20 @@ class Totals:
         losses, weights = collective.all_reduce(self._sums.cpu().flatten()).view_as(self._sums)
         means: list[float] = (losses / weights).tolist()
         return means
+
+    def state(self) -> torch.Tensor:
+        """A copy of the sums on the CPU, (2, num_losses)."""
+        return self._sums.detach().cpu().clone()
+
+    def load(self, state: torch.Tensor) -> None:
+        """Goes on from `state`'s result, or from the sum of several ranks' results.
+
+        Raises:
+            ValueError: It is of another number of losses.
+        """
+        if state.shape != self._sums.shape:
+            raise ValueError(
+                f"the checkpoint has sums of {state.shape[-1]} losses, this training has "
+                f"{self._sums.shape[1]}; give runUri a folder of its own"
+            )
+        self._sums.copy_(state)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,8 +26,11 @@ from ringspark.estimators.training.criterion import Criterion
 from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress, RunLog
 from ringspark.estimators.training.metric_set import MetricSet
+from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, RollBackError, poisoned
 from ringspark.estimators.training.outputs import as_outputs
 from ringspark.estimators.training.precision import LossScaler, autocast
+from ringspark.estimators.training.rank_state import RankParts
+from ringspark.estimators.training.recovery import Recovery, Running, raise_first_bad
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.estimators.training.schedules import Rates
 from ringspark.estimators.training.status import Status
@@ -65,7 +69,13 @@ class Trainer:
     """Trains one module on one rank's shards of every global batch."""
 
     def __init__(
-        self, config: TrainConfig, collective: Collective, parts: Parts, log: RunLog, status: Status
+        self,
+        config: TrainConfig,
+        collective: Collective,
+        parts: Parts,
+        log: RunLog,
+        status: Status,
+        recovery: Recovery | None = None,
     ) -> None:
         self._config = config
         self._collective = collective
@@ -75,7 +85,10 @@ class Trainer:
         self._status = status
         # Ranks with parts of the gradients must agree on overflows; with all of them, they see the same.
         combine = partial(collective.all_reduce, op="max") if config.sharding != "none" else None
-        self._scaler = LossScaler(config.precision, parts.device, combine)
+        self._guards = config.on_non_finite != "stop"
+        self._scaler = LossScaler(config.precision, parts.device, combine, guards=self._guards)
+        self._first_bad = FirstBadLoss(parts.device)
+        self._recovery = recovery or Recovery(config, collective, status)
         self._seen: list[_Seen] = []
         self._num_losses = parts.criterion.num_losses
         # In training mode an ensemble gives the logits of its members, not a prediction.
@@ -99,41 +112,96 @@ class Trainer:
         return self._state
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
-        """Runs all epochs, or fewer where a callback stops them. Runs on every rank."""
-        start = time.monotonic()
+        """Runs all epochs, or fewer where a callback stops them. Runs on every rank.
+
+        Where the run has a checkpoint, it goes on from the newest good one.
+        """
         self._state.num_steps = self._config.epochs * train.num_steps
+        # Before anything is loaded: the bases are the rates that the user gave.
         self._rates = self._parts.make_rates(self._state.num_steps)
+        running = self._running(train.num_steps)
+        goes_on = self._recovery.begin(running)
         self._call("on_train_start")
-        for epoch in range(self._config.epochs):
-            epoch_start, skipped_before = time.monotonic(), self._scaler.skipped_steps
-            self._state.epoch = epoch + 1
-            values = self._train_epoch(epoch, train, start)
-            # Every rank sees the same mean, so all of them stop here together.
-            if not np.isfinite(values["train_loss"]):
-                raise FloatingPointError(
-                    f"the training loss is {values['train_loss']} after epoch {epoch + 1}; "
-                    f"lower learningRate, set maxGradNorm, or scale the features{self._scaler.advice}"
-                )
-            if validation is not None:
-                values |= self._validate(epoch, validation)
-            self._log.epoch(
-                EpochRecord(
-                    epoch=epoch + 1,
-                    steps=train.num_steps,
-                    rows=train.manifest.num_rows,
-                    seconds=time.monotonic() - epoch_start,
-                    learning_rate=self._sync.optimizer.param_groups[0]["lr"],
-                    train_loss=values.pop("train_loss"),
-                    validation_loss=values.pop("validation_loss", None),
-                    skipped_steps=self._scaler.skipped_steps - skipped_before,
-                    metrics=values,
-                )
-            )
-            self._call("on_epoch_end")
-            if self._all_stop():
-                break
+        if goes_on:
+            self._recovery.load(running)
+        else:
+            self._recovery.begin_anew(running)
+        is_over = False
+        while not is_over:
+            try:
+                is_over = self._epoch(running, train, validation)
+            except RollBackError as event:
+                self._seen.clear()
+                self._recovery.roll_back(event.found, running)
         self._scaler.check_trained(self._state.step)
         self._call("on_train_end")
+
+    def _running(self, steps_per_epoch: int) -> Running:
+        parts = self._parts
+        return Running(
+            sync=self._sync,
+            scaler=self._scaler,
+            rates=self._rates,
+            own=RankParts(
+                module=self._module,
+                totals=Totals(self._num_losses, self._device),
+                metrics=parts.metrics,
+                callbacks=parts.callbacks,
+                state=self._state,
+                device=self._device,
+            ),
+            log=self._log,
+            first_bad=self._first_bad,
+            steps_per_epoch=steps_per_epoch,
+            epoch_start=time.monotonic(),
+        )
+
+    def _epoch(self, running: Running, train: ShardReader, validation: ShardReader | None) -> bool:
+        """Runs what is left of an epoch; whether it was the last one. Runs on every rank."""
+        epoch = running.finished_epochs
+        if epoch >= self._config.epochs:
+            return True
+        self._state.epoch = epoch + 1
+        is_due = self._train_epoch(epoch, train, running)
+        values = self._values("train", running.own.totals)
+        # Every rank sees the same mean, so all of them stop here together.
+        if not np.isfinite(values["train_loss"]):
+            self._raise_not_finite(epoch, values["train_loss"])
+        if validation is not None:
+            values |= self._validate(epoch, validation)
+        self._log.epoch(
+            EpochRecord(
+                epoch=epoch + 1,
+                steps=train.num_steps,
+                rows=train.manifest.num_rows,
+                seconds=time.monotonic() - running.epoch_start,
+                learning_rate=self._sync.optimizer.param_groups[0]["lr"],
+                train_loss=values.pop("train_loss"),
+                validation_loss=values.pop("validation_loss", None),
+                skipped_steps=self._scaler.skipped_steps - running.skipped_before,
+                metrics=values,
+            )
+        )
+        running.finished_epochs, running.step_in_epoch = epoch + 1, 0
+        running.skipped_before = self._scaler.skipped_steps
+        running.epoch_start = time.monotonic()
+        running.own.totals = Totals(self._num_losses, self._device)
+        self._call("on_epoch_end")
+        if self._all_stop() or epoch + 1 == self._config.epochs:
+            return True  # the final weights are written next
+        if self._recovery.after_epoch(epoch + 1) or is_due:
+            self._recovery.save(running)
+        return False
+
+    def _raise_not_finite(self, epoch: int, loss: float) -> None:
+        mine = self._first_bad.step
+        # Collective calls carry numbers: no step is 0.
+        noted = self._collective.all_gather(torch.tensor([mine or 0]))
+        raise_first_bad(epoch + 1, [int(step) or None for step in noted], self._scaler.advice)
+        raise FloatingPointError(
+            f"the training loss is {loss} after epoch {epoch + 1}; "
+            f"lower learningRate, set maxGradNorm, or scale the features{self._scaler.advice}"
+        )
 
     def _call(self, event: str) -> None:
         if len(self._parts.callbacks):
@@ -156,36 +224,49 @@ class Trainer:
         self._state.stop_reason = said[0]
         return True
 
-    def _train_epoch(self, epoch: int, reader: ShardReader, start: float) -> dict[str, float]:
-        totals = Totals(self._num_losses, self._device)
+    def _train_epoch(self, epoch: int, reader: ShardReader, running: Running) -> bool:
+        """Takes the steps that are left of an epoch; whether a checkpoint is due after it."""
         plan = reader.plan(epoch)
-        rows = epoch * reader.manifest.num_rows
+        first = running.step_in_epoch
+        rows = epoch * reader.manifest.num_rows + sum(plan.global_rows(step) for step in range(first))
+        is_due = False
+        self._first_bad.reset()
         self._sync.module.train()
-        for step, columns in enumerate(reader.batches(epoch)):
-            self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
-            self._rates.set(self._state.step)
-            global_rows = plan.global_rows(step)
-            self._train_step(self._batch(columns), global_rows, totals)
-            rows += global_rows
-            self._state.step += 1
-            if self._parts.callbacks.has_step_end:
-                self._call("on_step_end")
-            self._log.progress(
-                Progress(
-                    epoch=epoch + 1,
-                    epochs=self._config.epochs,
-                    step=self._state.step,
-                    num_steps=self._state.num_steps,
-                    rows=rows,
-                    seconds=time.monotonic() - start,
+        # Closed also when the training goes back: the reader has threads.
+        with closing(cast("Any", reader.batches(epoch, first))) as batches:
+            for step, columns in enumerate(batches, first):
+                self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
+                self._rates.set(self._state.step)
+                global_rows = plan.global_rows(step)
+                self._train_step(self._batch(columns), global_rows, running.own.totals, step)
+                rows += global_rows
+                self._state.step += 1
+                running.step_in_epoch = step + 1
+                if self._parts.callbacks.has_step_end:
+                    self._call("on_step_end")
+                self._log.progress(
+                    Progress(
+                        epoch=epoch + 1,
+                        epochs=self._config.epochs,
+                        step=self._state.step,
+                        num_steps=self._state.num_steps,
+                        rows=rows,
+                        seconds=self._recovery.seconds,
+                    )
                 )
-            )
+                if self._recovery.after_step(self._state.step):
+                    # After the last step, the epoch's record and what callbacks make of it come first.
+                    is_due = step + 1 == reader.num_steps
+                    if not is_due:
+                        self._recovery.save(running)
         self._status.phase = f"training, end of epoch {epoch + 1}"
-        return self._values("train", totals)
+        return is_due
 
-    def _train_step(self, batch: Batch, global_rows: int, totals: Totals) -> None:
+    def _train_step(self, batch: Batch, global_rows: int, totals: Totals, step: int = 0) -> None:
         # A set gradient would be added to: set_to_none is left out, Horovod's zero_grad lacks it.
         self._sync.optimizer.zero_grad()
+        # What a forward pass does to running statistics is undone if the step is.
+        buffers = [(b, b.clone()) for b in self._module.buffers()] if self._guards else []
         weight = self._global_weights(batch, global_rows)
         if batch.num_rows:
             micro_batches = batch.split(self._config.gradient_accumulation)
@@ -197,15 +278,48 @@ class Trainer:
         with backward_errors():
             self._sync.reduce()
         if self._config.max_grad_norm is not None:
+            # First looks for what is not finite: the norm would spread it over all gradients.
             self._scaler.unscale(self._sync.optimizer)
             self._sync.clip_gradients(self._config.max_grad_norm)
         self._sync.step(self._scaler)
         self._scaler.update()
+        if self._guards and self._scaler.skipped:
+            self._on_skipped(step + 1, buffers)
+        elif not self._scaler.skipped:
+            self._note_losses(step + 1)
         self._count(totals, finite_only=self._scaler.skipped)
+
+    def _on_skipped(self, step: int, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Says whose losses made all ranks skip a step, and goes back if that is asked for."""
+        bad = any(not bool(seen.losses.isfinite().all()) for seen in self._seen)
+        flags = self._collective.all_gather(torch.tensor([int(bad)]))
+        ranks = tuple(rank for rank, flag in enumerate(flags) if int(flag))
+        if not ranks and self._config.precision == "fp16":
+            return  # an overflow of the loss scale, which finds its size
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+        goes_back = self._config.on_non_finite == "rollback"
+        found = NonFiniteStep(
+            epoch=self._state.epoch, step=step, ranks=ranks, action="rolled back" if goes_back else "skipped"
+        )
+        self._recovery.report(found)
+        if goes_back:
+            raise RollBackError(found)
+
+    def _note_losses(self, step: int) -> None:
+        for seen in self._seen:
+            self._first_bad.note(seen.losses, step)
+        if self._first_bad.at_once and (bad := self._first_bad.step) is not None:
+            # The other ranks notice that this one is gone.
+            noted = [*[None] * self._collective.rank, bad]
+            raise_first_bad(self._state.epoch, noted, self._scaler.advice)
 
     def _backward(self, batch: Batch, global_weights: torch.Tensor) -> None:
         losses = self._losses(self._sync.module, batch, "train")
         loss = self._parts.criterion.total(losses / global_weights)
+        if self._guards:
+            loss = poisoned(loss)
         scaled = self._scaler.scale(loss * self._sync.loss_factor)
         with backward_errors():
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -281,6 +395,7 @@ class Trainer:
         self._module.eval()
         with torch.no_grad():
             for columns in reader.batches(0):
+                self._status.tick()
                 batch = self._batch(columns)
                 if not batch.num_rows:
                     # The others may need this rank's parts of the weights.

@@ -6,7 +6,6 @@ Plain arguments, importable, no pyspark: the same function serves a barrier task
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ringspark.estimators.collectives import Collective, GradientSync
+from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.parallel import STRATEGIES
 from ringspark.estimators.training.batch_norm import accept_single_rows
 from ringspark.estimators.training.best import BestCheckpoint, EarlyStopping, best_of
@@ -27,9 +27,12 @@ from ringspark.estimators.training.criterion import Criterion, ignored_label
 from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.losses import resolve_loss
 from ringspark.estimators.training.metric_set import make_metrics
+from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
+from ringspark.estimators.training.random_state import shared_generators_kept
+from ringspark.estimators.training.recovery import Recovery
 from ringspark.estimators.training.schedules import make_rates
 from ringspark.estimators.training.skeleton import changed_state, skeleton
 from ringspark.estimators.training.status import Status
@@ -41,7 +44,14 @@ from ringspark.pipelines.readers import ShardReader
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What comes back through Spark: a few kilobytes, never weights."""
+    """What comes back through Spark: a few kilobytes, never weights.
+
+    Attributes:
+        seconds: Of the whole run, over all its continuations; steps that a failure lost are not in it.
+        resumed_steps: Optimizer steps at which the run was continued from a checkpoint.
+        checkpoint_errors: One sentence for each checkpoint that could not be written; of rank 0.
+        non_finite: The first steps that `onNonFinite` had to do with.
+    """
 
     run_uri: str
     checkpoint_uri: str
@@ -53,6 +63,9 @@ class TrainResult:
     lost_state: tuple[str, ...]
     stop_reason: str | None
     history: tuple[EpochRecord, ...]
+    resumed_steps: tuple[int, ...] = ()
+    checkpoint_errors: tuple[str, ...] = ()
+    non_finite: tuple[NonFiniteStep, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -62,6 +75,11 @@ class TrainResult:
         values = json.loads(text)
         values["lost_state"] = tuple(values["lost_state"])
         values["history"] = tuple(EpochRecord(**entry) for entry in values["history"])
+        for name in ("resumed_steps", "checkpoint_errors"):
+            values[name] = tuple(values.get(name, ()))
+        values["non_finite"] = tuple(
+            NonFiniteStep.from_values(entry) for entry in values.get("non_finite", ())
+        )
         return cls(**values)
 
 
@@ -87,67 +105,104 @@ def train_worker(
     objects = objects or UserObjects()
     status = status or Status()
     torch_device = torch.device(device)
-    start = time.monotonic()
     gpus = [torch_device] if torch_device.type == "cuda" else []
+    recovery = Recovery(config, collective, status)
     # Seeds are set inside the fork only: a reused Python worker keeps its own random state.
-    with torch.random.fork_rng(devices=gpus):
-        status.phase = "opening the shards"
-        manifest = ShardManifest.load(config.shards_uri)
-        train, validation = _open_readers(config, collective, manifest)
-        status.phase = "building the model"
-        # Any whole number is a seed; torch takes 64 bits.
-        torch.manual_seed(config.seed % 2**63)
-        module = build_module(config, objects)
-        if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
-            # Lazy layers learn their sizes from a first pass, as on the driver.
-            probe(module, config, manifest)
-        module = module.to(torch_device)
-        accept_single_rows(module)
-        if config.precision != "fp32":
-            keep_norms_fp32(module)
-        start_state = skeleton(module)
-        if config.gradient_checkpointing != "none":
-            apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
-        status.phase = "sharing the first weights"
-        sync = STRATEGIES[config.sharding]().prepare(
-            module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
-        )
-        # Dropout differs between the ranks, as it does between the rows of one batch.
-        torch.manual_seed((config.seed * 1_000_003 + collective.rank) % 2**63)
-        best = None
-        if config.keep == "best":
-            best = BestCheckpoint(best_of(config), storage.join(config.run_uri, "best"))
-        trainer = Trainer(
-            config,
-            collective,
-            _parts(config, objects, manifest, module, sync, best, torch_device),
-            RunLog(config.run_uri, writes=collective.rank == 0),
-            status,
-        )
-        trainer.fit(train, validation)
-    state = trainer.state
-    if best is not None and best.uri is not None:
-        checkpoint_uri, checkpoint_epoch = best.uri, best.epoch
-    else:
-        status.phase = "writing the checkpoint"
-        checkpoint_uri, checkpoint_epoch = storage.join(config.run_uri, "checkpoint"), state.epoch
-        if collective.rank == 0:
-            save_checkpoint(checkpoint_uri, module, epoch=state.epoch, step=state.step)
-        else:
-            assist_checkpoint(module)
+    with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept():
+        return _train(config, collective, objects, torch_device, status, recovery)
+
+
+def _train(
+    config: TrainConfig,
+    collective: Collective,
+    objects: UserObjects,
+    device: torch.device,
+    status: Status,
+    recovery: Recovery,
+) -> TrainResult:
+    status.phase = "opening the shards"
+    manifest = ShardManifest.load(config.shards_uri)
+    train, validation = _open_readers(config, collective, manifest)
+    status.phase = "looking at the memory"
+    check_on_rank(config, objects, manifest, collective)
+    status.phase = "building the model"
+    module = _build(config, objects, manifest, device)
+    start_state = skeleton(module)
+    if config.gradient_checkpointing != "none":
+        apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
+    status.phase = "sharing the first weights"
+    sync = STRATEGIES[config.sharding]().prepare(
+        module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
+    )
+    # Dropout differs between the ranks, as it does between the rows of one batch.
+    torch.manual_seed((config.seed * 1_000_003 + collective.rank) % 2**63)
+    best = None
+    if config.keep == "best":
+        root = storage.join(config.run_uri, "best")
+        best = BestCheckpoint(best_of(config), root, keeps_worse=recovery.is_asked)
+    parts = _parts(config, objects, manifest, module, sync, best, device)
+    log = RunLog(config.run_uri, writes=collective.rank == 0)
+    trainer = Trainer(config, collective, parts, log, status, recovery)
+    trainer.fit(train, validation)
+    recovery.finish()
+    checkpoint_uri, checkpoint_epoch = _final_weights(config, collective, module, trainer, best, status)
+    recovery.remove()
     status.phase = "done"
+    state = trainer.state
     return TrainResult(
         run_uri=config.run_uri,
         checkpoint_uri=checkpoint_uri,
         checkpoint_epoch=checkpoint_epoch,
         rows=state.epoch * train.manifest.num_rows,
         steps=state.step,
-        seconds=time.monotonic() - start,
+        seconds=recovery.seconds,
         bytes_sent=collective.bytes_sent,
         lost_state=tuple(changed_state(start_state, module)),
         stop_reason=state.stop_reason,
         history=tuple(state.history),
+        resumed_steps=recovery.resumed_steps,
+        checkpoint_errors=recovery.errors,
+        non_finite=tuple(recovery.non_finite),
     )
+
+
+def _build(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, device: torch.device
+) -> nn.Module:
+    # Any whole number is a seed; torch takes 64 bits.
+    torch.manual_seed(config.seed % 2**63)
+    module = build_module(config, objects)
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+        # Lazy layers learn their sizes from a first pass, as on the driver.
+        probe(module, config, manifest)
+    module = module.to(device)
+    accept_single_rows(module)
+    if config.precision != "fp32":
+        keep_norms_fp32(module)
+    return module
+
+
+def _final_weights(
+    config: TrainConfig,
+    collective: Collective,
+    module: nn.Module,
+    trainer: Trainer,
+    best: BestCheckpoint | None,
+    status: Status,
+) -> tuple[str, int]:
+    """Where the weights are that the training was for, and of which epoch. Runs on every rank."""
+    state = trainer.state
+    if best is not None and best.uri is not None:
+        if collective.rank == 0:
+            best.remove_others()
+        return best.uri, best.epoch
+    status.phase = "writing the checkpoint"
+    uri = storage.join(config.run_uri, "checkpoint")
+    if collective.rank == 0:
+        save_checkpoint(uri, module, epoch=state.epoch, step=state.step)
+    else:
+        assist_checkpoint(module)
+    return uri, state.epoch
 
 
 def _parts(

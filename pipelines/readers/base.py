@@ -282,12 +282,17 @@ class ShardReader(ABC):
 
     def _block_steps(self) -> int:
         widths = [kind.row_bytes for kind in self._kinds.values()]
-        rows = min(
-            _BLOCK_ROWS,
-            _BLOCK_COLUMN_BYTES // max(widths),
-            self.num_shards * _BLOCK_BYTES // sum(widths),
-        )
-        return max(1, rows // self.batch_size)
+        return block_steps(widths, self.num_shards, self.batch_size)
+
+
+def block_steps(widths: Sequence[int], num_shards: int, batch_size: int) -> int:
+    """Returns the steps of a block.
+
+    Args:
+        widths: Bytes of a row of every column.
+    """
+    rows = min(_BLOCK_ROWS, _BLOCK_COLUMN_BYTES // max(widths), num_shards * _BLOCK_BYTES // sum(widths))
+    return max(1, rows // batch_size)
 
 
 def _one_chunk(column: Any) -> Any:

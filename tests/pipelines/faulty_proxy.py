@@ -135,6 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "reset_before":
             self._reset()
             return
+        if fault == "stall_before":
+            self.server.stall()
+            self._reset()
         if fault in _ANSWERS:
             self._answer(*_ANSWERS[fault])
             return

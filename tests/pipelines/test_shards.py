@@ -399,32 +399,6 @@ def test_more_files_than_rows_are_fewer_files(rows: Any, tmp_path: Path) -> None
     assert 1 <= len(manifest.files) <= 2
 
 
-def test_settings_out_of_range_are_refused_before_spark_runs(rows: Any, tmp_path: Path) -> None:
-    uri = str(tmp_path / "s")
-    for settings, message in (
-        ({"num_files": 0}, "num_files must be at least 1, got 0"),
-        ({"row_group_rows": 0}, "row_group_rows must be at least 1, got 0"),
-        ({"compression": "rar"}, "compression must be one of zstd, .*, got 'rar'"),
-        ({"validation_fraction": "0.1"}, "validation_fraction must be a number between 0 and 1, got '0.1'"),
-        ({"validation_fraction": 0.1, "seed": 2**70}, "seed must be a whole number of 64 bits"),
-        ({"columns": ["id"]}, "columns must map names to kinds"),
-        ({"validation_fraction": 1.0}, "must be a number between 0 and 1, got 1.0"),
-        ({"validation_fraction": 0.1, "validation_col": "flag"}, "or validation_fraction, not both"),
-        ({"handle_invalid": "drop"}, "must be one of error, skip, keep, got 'drop'"),
-        ({"handle_invalid": {"nope": "skip"}}, "handle_invalid names 'nope', which is not among the columns"),
-        ({"validation_col": "nope"}, "validation_col 'nope' is not a column; known: id, i"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            write_shards(rows, uri, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="there is no column to write"):
-        write_shards(rows.select("held_out"), uri, validation_col="held_out")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        write_shards(rows.select("i"), str(tmp_path / "file" / "s"))
-    with pytest.raises(ValueError, match="takes a batch DataFrame, got a streaming one"):
-        write_shards(rows.sparkSession.readStream.format("rate").load(), uri)
-
-
 @pytest.mark.parametrize("compression", ["zstd", "snappy", "lz4", "gzip", "none"])
 def test_every_codec_reads_back(rows: Any, tmp_path: Path, compression: str) -> None:
     manifest = write_shards(rows.select("i"), str(tmp_path / "s"), compression=compression)

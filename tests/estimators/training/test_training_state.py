@@ -16,7 +16,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES
 from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.status import Status
 from ringspark.estimators.training.training_state import load_training_state, save_training_state
@@ -72,10 +72,10 @@ def _resume(
     with torch.no_grad():
         for parameter in sync.network.parameters():
             parameter.mul_(0.0)
-    info = load_training_state(uri, sync)
-    _steps(sync, collective, info.step, 20)
+    record, _ = load_training_state(uri, sync)
+    _steps(sync, collective, record.position.step, 20)
     save_training_state(target, sync, rank=collective.rank, epoch=2, step=20)
-    return json.dumps([info.epoch, info.step])
+    return json.dumps([record.position.epoch, record.position.step])
 
 
 def _both(
@@ -132,9 +132,31 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
     other: Any = STRATEGIES["none"]().prepare(
         nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, 1
     )
+    with pytest.raises(
+        ValueError, match=r"with optimizer AdamW in 1 parameter groups, this one has Adam in 1"
+    ):
+        load_training_state(str(tmp_path), other)
+    other = STRATEGIES["none"]().prepare(
+        nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), local, 1
+    )
     with pytest.raises(ValueError, match=r"of another network: it has '0.bias', which this one lacks"):
         load_training_state(str(tmp_path), other)
     with open(tmp_path / "optimizer.safetensors", "ab") as file:
         file.write(b"x")
     with pytest.raises(ValueError, match="the file is damaged, take another training state"):
         load_training_state(str(tmp_path), sync)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+    local = LocalCollective()
+    expected = _prepare(local, "none", optimizer)
+    _steps(expected, local, 0, 8)
+    first, second = _prepare(local, "none", optimizer), _prepare(local, "none", optimizer)
+    _steps(first, local, 0, 5)
+    save_training_state(str(tmp_path), first, rank=0, step=5)
+    load_training_state(str(tmp_path), second)
+    _steps(second, local, 5, 8)
+    wanted, got = expected.network.state_dict(), second.network.state_dict()
+    assert [name for name in wanted if not wanted[name].equal(got[name])] == []
+    assert not wanted["0.weight"].equal(first.network.state_dict()["0.weight"])

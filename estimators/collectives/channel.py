@@ -1,0 +1,139 @@
+"""A connection between two members of one run: who is there is proved first, every message after it too.
+
+Both ends know the 32-byte secret of the run. Each sends a random number, and each answers the other's by
+an HMAC-SHA256 over both numbers: nothing that was heard on another connection can be played again, and
+nothing but bytes of a fixed number is read from a peer that has not answered. From the numbers both derive
+a key, and every later message carries its own HMAC over a counter: what somebody on the network
+changes, drops, repeats or puts in between ends the connection. Nothing is encrypted.
+
+    server: MAGIC, 32 random bytes
+    client: 32 random bytes, rank (4 bytes), HMAC(secret, "client" + all so far)
+    server: HMAC(secret, "server" + all so far)
+    then frames: length (4 bytes), payload, HMAC(session key, direction + counter + length + payload)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import time
+
+MAGIC = b"ringspark/rdv/1\n"
+NONCE_BYTES = 32
+MAC_BYTES = 32
+# Of both together; a member answers within milliseconds.
+HANDSHAKE_SECONDS = 5.0
+# A frame holds a few addresses of a few hundred bytes.
+MAX_FRAME_BYTES = 16 << 20
+
+
+class ChannelError(OSError):
+    """The peer is no member of this run, or the connection was tampered with."""
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+class Channel:
+    """One proved connection; `send` and `receive` carry whole messages. Not for several threads at once."""
+
+    def __init__(self, connection: socket.socket, key: bytes, *, serves: bool) -> None:
+        self._connection = connection
+        self._key = key
+        self._sends, self._hears = (b"server", b"client") if serves else (b"client", b"server")
+        self._sent = self._heard = 0
+
+    def send(self, payload: bytes) -> None:
+        """Raises: OSError: The connection is gone. ValueError: The message is over `MAX_FRAME_BYTES`."""
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ValueError(f"a message may have {MAX_FRAME_BYTES} bytes, got {len(payload)}")
+        length = struct.pack("!I", len(payload))
+        mac = _mac(self._key, self._sends, struct.pack("!Q", self._sent), length, payload)
+        self._sent += 1
+        self._connection.sendall(length + payload + mac)
+
+    def receive(self) -> bytes:
+        """The next message.
+
+        Raises:
+            ChannelError: It is not what a member has sent.
+            OSError: The connection is gone.
+        """
+        length = read_exactly(self._connection, 4)
+        (num_bytes,) = struct.unpack("!I", length)
+        if num_bytes > MAX_FRAME_BYTES:
+            raise ChannelError(f"a message of {num_bytes} bytes was announced, {MAX_FRAME_BYTES} are allowed")
+        payload = read_exactly(self._connection, num_bytes)
+        mac = _mac(self._key, self._hears, struct.pack("!Q", self._heard), length, payload)
+        self._heard += 1
+        if not hmac.compare_digest(mac, read_exactly(self._connection, MAC_BYTES)):
+            raise ChannelError("a message does not carry the mark of a member of this run")
+        return payload
+
+
+def prove_as_server(connection: socket.socket, secret: bytes) -> tuple[Channel, int]:
+    """Lets a client in that knows the secret; returns its channel and rank.
+
+    Raises:
+        OSError: It does not, or said nothing in time.
+    """
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    connection.settimeout(HANDSHAKE_SECONDS)
+    hello = MAGIC + os.urandom(NONCE_BYTES)
+    connection.sendall(hello)
+    answer = read_exactly(connection, NONCE_BYTES + 4 + MAC_BYTES, deadline)
+    said, mac = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(secret, b"client", hello, said)):
+        raise ChannelError("the peer does not know the secret of this run")
+    connection.sendall(_mac(secret, b"server", hello, answer))
+    connection.settimeout(None)
+    (rank,) = struct.unpack("!I", said[-4:])
+    return Channel(connection, _mac(secret, b"session", hello, answer), serves=True), rank
+
+
+def prove_as_client(connection: socket.socket, secret: bytes, rank: int) -> Channel:
+    """Proves to the server that this is a member, and has it prove the same.
+
+    Raises:
+        ChannelError: The server does not know the secret.
+        OSError: The connection was closed, or nothing came in time.
+    """
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    connection.settimeout(HANDSHAKE_SECONDS)
+    hello = read_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
+    if not hello.startswith(MAGIC):
+        raise ChannelError("the server does not speak this protocol")
+    said = os.urandom(NONCE_BYTES) + struct.pack("!I", rank)
+    answer = said + _mac(secret, b"client", hello, said)
+    connection.sendall(answer)
+    mac = read_exactly(connection, MAC_BYTES, deadline)
+    if not hmac.compare_digest(mac, _mac(secret, b"server", hello, answer)):
+        raise ChannelError("the server does not know the secret of this run")
+    connection.settimeout(None)
+    return Channel(connection, _mac(secret, b"session", hello, answer), serves=False)
+
+
+def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
+    """Reads that many bytes; ConnectionError where the peer ends before, TimeoutError past the deadline.
+
+    Args:
+        deadline: By `time.monotonic()`, for all of them together: a peer that sends a byte now and then
+            does not get more time.
+    """
+    chunks, missing = [], num_bytes
+    while missing:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the peer did not prove itself in time")
+            connection.settimeout(left)
+        chunk = connection.recv(min(missing, 1 << 16))
+        if not chunk:
+            raise ConnectionError("the peer closed the connection")
+        chunks.append(chunk)
+        missing -= len(chunk)
+    return b"".join(chunks)

@@ -1,0 +1,203 @@
+"""What a task of the gang's barrier stage does: it becomes a rank, works, and returns one row.
+
+A task never raises what the work raised: it returns the failure as its row, so Spark neither retries a
+deterministic error nor buries it in a JVM trace, and the peers, whose pending operations fail when the
+communicator is aborted, return theirs. Where a process dies, Spark starts all tasks of the stage again;
+beyond what `maxRestarts` leaves, such a start ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
+from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
+from ringspark.estimators.training.status import Failure, Status
+
+# Gets the connected collective, this rank's device and the status to keep; returns a short text.
+Work = Callable[[Collective, str, Status], str]
+
+# Of the key that a rank proves to know before any other is told anything.
+SECRET_BYTES = 32
+
+SCHEMA = "rank int, attempt int, result string, failure string"
+
+
+class NoRestartLeftError(CollectiveError):
+    """Spark has started the stage once more than `maxRestarts` allows."""
+
+
+def assign_ranks(hosts: Sequence[str]) -> list[Member]:
+    """The place of each task: ranks of one host are neighbours, hosts in order of first appearance.
+
+    Args:
+        hosts: Host of task 0, 1, ...; the result is in the same order.
+    """
+    names = list(dict.fromkeys(hosts))
+    local_sizes = {name: hosts.count(name) for name in names}
+    first_rank, ranks_before = {}, 0
+    for name in names:
+        first_rank[name] = ranks_before
+        ranks_before += local_sizes[name]
+    seen = dict.fromkeys(names, 0)
+    members = []
+    for host in hosts:
+        local_rank = seen[host]
+        seen[host] += 1
+        # The "cross" group of a rank: those with its local rank on all hosts that have one.
+        cross = [name for name in names if local_sizes[name] > local_rank]
+        members.append(
+            Member(
+                rank=first_rank[host] + local_rank,
+                size=len(hosts),
+                local_rank=local_rank,
+                local_size=local_sizes[host],
+                cross_rank=cross.index(host),
+                cross_size=len(cross),
+                host=host,
+            )
+        )
+    return members
+
+
+def _all_gather(context: Any, text: str) -> list[str]:
+    """Spark's exchange between the tasks of a stage, which fails where one of them is lost."""
+    try:
+        return list(context.allGather(text))
+    except Exception as error:
+        raise CollectiveError(f"the workers could not meet: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangTask:
+    """The function of the barrier stage. Runs on every rank.
+
+    Attributes:
+        pulse: Where the ranks give signs of life; None for none.
+        restarts_left: How often Spark may start all tasks of the stage again; counted where there is a pulse.
+    """
+
+    collective: str
+    work: Work
+    use_gpu: bool
+    timeout_seconds: float
+    pulse: Pulse | None = None
+    restarts_left: int = 3
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
+        member = members[context.partitionId()]
+        result, failure, attempt = self._run(context, member, members)
+        yield pa.RecordBatch.from_arrays(
+            [
+                pa.array([member.rank], pa.int32()),
+                pa.array([attempt], pa.int32()),
+                pa.array([result], pa.string()),
+                pa.array([failure.to_json() if failure else None], pa.string()),
+            ],
+            names=["rank", "attempt", "result", "failure"],
+        )
+
+    def _run(
+        self, context: Any, member: Member, members: list[Member]
+    ) -> tuple[str | None, Failure | None, int]:
+        import torch
+
+        status = Status()
+        # One task has as many cores as Spark gave it; torch would take all of the host's.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, context.cpus()))
+        task: int = context.partitionId()
+        heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task, self.restarts_left)
+        with heartbeat:
+            try:
+                result = self._connected(context, member, members, status, heartbeat)
+                return result, None, heartbeat.attempt
+            # SystemExit too: sys.exit() in a user's code would end the Python worker without a word.
+            except (Exception, SystemExit) as error:
+                from_peer = isinstance(error, CollectiveError)
+                failure = Failure.of(error, member.rank, status.phase, from_peer=from_peer)
+                heartbeat.fail(failure)
+                return None, failure, heartbeat.attempt
+            finally:
+                torch.set_num_threads(threads)
+
+    def _connected(
+        self, context: Any, member: Member, members: list[Member], status: Status, heartbeat: Heartbeat
+    ) -> str:
+        """Agrees with the others on where to meet and on the devices, connects, works, leaves or aborts."""
+        kind = collective_class(self.collective)
+        status.phase = "opening the rendezvous"
+        rendezvous, claim, problem = None, Claim(host=member.host), ""
+        try:
+            claim = self._claim(context, member)
+            if member.rank == 0:
+                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds, self.secret)
+        except Exception as error:
+            problem = str(error)
+        offer = {
+            "address": rendezvous.address if rendezvous else "",
+            "claim": asdict(claim),
+            "problem": problem,
+            "attempt": heartbeat.attempt,
+        }
+        # Every task reaches this exchange, also one that cannot go on: the others must hear of it.
+        told = [json.loads(text) for text in _all_gather(context, json.dumps(offer))]
+        try:
+            heartbeat.attempt = max(int(entry["attempt"]) for entry in told)
+            if heartbeat.attempt > self.restarts_left:
+                raise NoRestartLeftError("Spark lost a worker, and maxRestarts allows no further start")
+            if problem:
+                raise RuntimeError(problem)
+            if any(entry["problem"] for entry in told):
+                raise CollectiveError("another rank could not start")
+            status.phase = "choosing the devices"
+            device = self._device([Claim.from_json(entry["claim"]) for entry in told], context)
+            address = next(entry["address"] for entry in told if entry["address"])
+            status.phase = f"connecting by {self.collective}"
+            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)
+            try:
+                result = self.work(collective, device, status)
+                status.phase = "leaving the gang"
+                collective.barrier()
+            except BaseException:
+                collective.abort()
+                raise
+            collective.close()
+            return result
+        finally:
+            if rendezvous is not None:
+                rendezvous.close()
+
+    def _claim(self, context: Any, member: Member) -> Claim:
+        """What this task was given, for the others to see that it is theirs alone."""
+        if not self.use_gpu:
+            return Claim(host=member.host)
+        gpu = context.resources().get("gpu")
+        return Claim(
+            host=member.host, addresses=tuple(gpu.addresses) if gpu else (), visible=visible_devices()
+        )
+
+    def _device(self, claims: list[Claim], context: Any) -> str:
+        """This rank's device: the table that every rank makes from the same claims has it."""
+        if not self.use_gpu:
+            return "cpu"
+        import torch
+
+        task: int = context.partitionId()
+        device = assign_devices(claims)[task]
+        torch.cuda.set_device(device)
+        return device

@@ -1,0 +1,267 @@
+"""Signs of life: what every rank of a gang writes into the run directory while it works.
+
+`run/heartbeat/rank-<k>.json` holds one `Beat`, replaced every few seconds by a daemon thread of the
+rank's Python worker; whoever wants to find the process of a rank reads its `host` and `pid` there. The
+driver judges by what changes between two looks, never by the time of another machine's clock. A store
+that fails must not end a training, so writing fails in silence.
+
+The thread also ends what nobody wants any more: a worker whose parent process died exits; and rank 0,
+which alone writes into the run directory, stops where another driver, or a later launch of the same
+one, has taken the run over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ringspark.estimators.training.status import Failure, Status
+from ringspark.pipelines import storage
+
+FOLDER = "heartbeat"
+OWNER = "owner.json"
+LONGEST_INTERVAL_SECONDS = 5.0
+# Often enough to leave quickly where the parent died or the work is done.
+_TICK_SECONDS = 0.25
+
+_logger = logging.getLogger(__name__)
+
+
+def interval_seconds(timeout_seconds: float) -> float:
+    """Seconds between two beats."""
+    return min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Attempt:
+    """Which start of the gang: the driver's `launch`, and within it Spark's own retry of the stage."""
+
+    launch: int = 0
+    stage: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """One rank's last sign of life.
+
+    Attributes:
+        token: Of the driver that started the rank.
+        task: Spark's number of it in the stage.
+        pid: Of the Python worker, on `host`.
+        ticks: See `Status.ticks`.
+        beats: How many were written before this one.
+        ended: The rank has nothing more to do.
+        failure: What it failed with, as `Failure.to_json`.
+    """
+
+    token: str
+    rank: int
+    host: str
+    task: int
+    pid: int
+    launch: int
+    attempt: int
+    phase: str
+    ticks: int
+    beats: int
+    ended: bool = False
+    failure: str | None = None
+
+    @property
+    def of(self) -> Attempt:
+        return Attempt(launch=self.launch, stage=self.attempt)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Beat | None:
+        """The beat, None where the text is none."""
+        try:
+            values = json.loads(data)
+            beat = cls(**values)
+            # Checked here, since whoever may write into the folder may write nonsense.
+            numbers = (beat.rank, beat.task, beat.pid, beat.launch, beat.attempt, beat.ticks, beat.beats)
+            texts = (beat.token, beat.host, beat.phase, beat.failure or "")
+            if not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
+                return None
+            if beat.failure is not None:
+                Failure.from_json(beat.failure)
+        except (ValueError, TypeError):
+            return None
+        return beat
+
+
+def beat_uri(run_uri: str, rank: int) -> str:
+    """The file of one rank."""
+    return storage.join(run_uri, FOLDER, f"rank-{rank}.json")
+
+
+def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Beat]:
+    """The last beats of one launch, of those ranks that have any. Runs on the driver.
+
+    Raises:
+        OSError: The store cannot be asked now.
+    """
+    found = []
+    for rank in range(num_ranks):
+        try:
+            beat = Beat.from_json(storage.read_bytes(beat_uri(run_uri, rank)))
+        except FileNotFoundError:
+            continue
+        if beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank):
+            found.append(beat)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """What a rank needs in order to give signs of life, as Spark ships it.
+
+    Attributes:
+        run_uri: The run directory.
+        token: Of the driver.
+        launch: How often the driver had started the gang before.
+    """
+
+    run_uri: str
+    token: str
+    launch: int = 0
+    timeout_seconds: float = 600.0
+
+
+class Heartbeat:
+    """A context manager around a rank's work: beats until the work ends. Runs on every rank.
+
+    Attributes:
+        attempt: How often Spark had started the rank before, as far as its last beat tells; the ranks agree
+            on the most that any of them knows of, and set it.
+    """
+
+    def __init__(
+        self, pulse: Pulse | None, status: Status, rank: int, host: str, task: int, restarts_left: int = 0
+    ) -> None:
+        self._pulse = pulse
+        self._status = status
+        self._parent = os.getppid()
+        self._done = threading.Event()
+        self._failure: Failure | None = None
+        self._thread = threading.Thread(target=self._run, name="ringspark-heartbeat", daemon=True)
+        self._beat = Beat(
+            token=pulse.token if pulse else "",
+            rank=rank,
+            host=host,
+            task=task,
+            pid=os.getpid(),
+            launch=pulse.launch if pulse else 0,
+            attempt=0,
+            phase="",
+            ticks=0,
+            beats=0,
+        )
+        self.attempt = self._count_attempts()
+        # A start that is one too many leaves the last words of the one before for the driver to read.
+        self._beats = pulse is not None and self.attempt <= restarts_left
+
+    def __enter__(self) -> Heartbeat:
+        if self._beats:
+            self._thread.start()
+        return self
+
+    def fail(self, failure: Failure) -> None:
+        """Says in the last beat what the rank failed with: its row may never reach the driver."""
+        self._failure = failure
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+        if self._beats:
+            # A store that does not answer must not keep the result back.
+            self._thread.join(LONGEST_INTERVAL_SECONDS)
+
+    def _run(self) -> None:
+        assert self._pulse is not None
+        interval = interval_seconds(self._pulse.timeout_seconds)
+        # The first beat may only be written after the look: this rank may be a late one.
+        self._look_for_successor()
+        left = 0.0
+        while True:
+            if left <= 0:
+                self._write(ended=False)
+                self._look_for_successor()
+                left = interval
+            if self._done.wait(min(_TICK_SECONDS, left)):
+                self._write(ended=True)
+                return
+            left -= _TICK_SECONDS
+            if os.getppid() != self._parent:
+                # Nobody is there any more to take the result or to end this process.
+                os._exit(1)
+
+    def _write(self, *, ended: bool) -> None:
+        assert self._pulse is not None
+        self._beat = replace(
+            self._beat,
+            attempt=self.attempt,
+            phase=self._failure.phase if self._failure else self._status.phase,
+            ticks=self._status.ticks,
+            beats=self._beat.beats + 1,
+            ended=ended,
+            failure=self._failure.to_json() if self._failure else None,
+        )
+        # What a store's client raises is no matter here, whatever its type.
+        with suppress(Exception):
+            data = json.dumps(asdict(self._beat)).encode()
+            storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data)
+
+    def _count_attempts(self) -> int:
+        """How often Spark had started this rank before: it tells a Python worker nothing of that."""
+        if self._pulse is None:
+            return 0
+        with suppress(Exception):
+            last = Beat.from_json(storage.read_bytes(beat_uri(self._pulse.run_uri, self._beat.rank)))
+            if last is not None and (last.token, last.launch) == (self._pulse.token, self._pulse.launch):
+                return last.attempt + 1
+        return 0
+
+    def _look_for_successor(self) -> None:
+        """Stops rank 0 where somebody else writes into the run directory."""
+        if self._beat.rank != 0 or self._pulse is None:
+            return
+        with suppress(Exception):
+            owner = read_owner(self._pulse.run_uri)
+            if owner is None:
+                return
+            if owner["token"] != self._pulse.token:
+                self._status.stop(
+                    f"another driver has taken over the run in {self._pulse.run_uri!r}; "
+                    "let one driver alone work on a run"
+                )
+            elif int(owner["launch"]) > self._pulse.launch:
+                self._status.stop("the driver has started the workers again without this one")
+            before = Beat.from_json(storage.read_bytes(beat_uri(self._pulse.run_uri, 0)))
+            if (
+                before is not None
+                and before.token == self._pulse.token
+                and before.pid != self._beat.pid
+                and before.attempt > self.attempt
+            ):
+                self._status.stop("Spark has started the workers again without this one")
+
+
+def write_owner(run_uri: str, token: str, launch: int) -> None:
+    """Takes the run: ranks of other drivers, and of earlier launches, end. Runs on the driver."""
+    data = json.dumps({"token": token, "launch": launch}).encode()
+    storage.write_atomic(storage.join(run_uri, OWNER), data)
+
+
+def read_owner(run_uri: str) -> dict[str, Any] | None:
+    """Token and launch of the driver that runs it now, None where there is none."""
+    try:
+        owner = json.loads(storage.read_bytes(storage.join(run_uri, OWNER)))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        return None
+    return owner if isinstance(owner, dict) and {"token", "launch"} <= owner.keys() else None

@@ -1,0 +1,119 @@
+"""The driver's thread beside the Spark job of a gang: reads the signs of life and acts on them.
+
+The thread that waits for the job can do nothing else. This one cancels the job where a rank hangs, or
+where Spark waits for slots that are gone (it tries a barrier stage again without asking whether the
+cluster still has room), and writes down each start of the stage that Spark makes by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ringspark.estimators.launch import slots
+from ringspark.estimators.launch.heartbeat import Beat, Pulse, interval_seconds, read_beats
+from ringspark.estimators.launch.spark_job import SparkJob
+from ringspark.estimators.launch.watch import Watch
+from ringspark.estimators.training.status import Failure
+from ringspark.pipelines import storage
+
+POLL_SECONDS = 0.5
+
+
+class Overseer:
+    """A context manager around one job.
+
+    Attributes:
+        verdict: Why this thread cancelled the job, None where it did not.
+    """
+
+    def __init__(
+        self,
+        pulse: Pulse,
+        num_workers: int,
+        job: SparkJob,
+        count_slots: Callable[[], int | None],
+        note_restart: Callable[[str], None],
+    ) -> None:
+        self._pulse = pulse
+        self._num_workers = num_workers
+        self._job = job
+        self._count_slots = count_slots
+        self._note_restart = note_restart
+        self._watch = Watch(num_workers, pulse.timeout_seconds)
+        self._noted = 0
+        self._full_at = time.monotonic()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ringspark-overseer", daemon=True)
+        self.verdict: Failure | None = None
+
+    @property
+    def beats(self) -> list[Beat]:
+        """The last signs of life of the newest start."""
+        return self._watch.beats
+
+    def __enter__(self) -> Overseer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+        self._thread.join()
+        # What the ranks said last.
+        with suppress(OSError):
+            self._look()
+
+    def note_attempts(self, stage: int) -> None:
+        """Writes down the starts that Spark made, up to its number `stage`."""
+        while self._noted < stage:
+            self._noted += 1
+            self._note_restart("Spark lost a worker and started the stage again")
+
+    def _run(self) -> None:
+        # A far store is asked no more often than there is news.
+        interval = interval_seconds(self._pulse.timeout_seconds)
+        poll = POLL_SECONDS if storage.is_local(self._pulse.run_uri) else max(POLL_SECONDS, interval / 2)
+        while not self._done.wait(poll):
+            # Neither the store nor Spark need answer at once, and a training must not end by that.
+            with suppress(Exception):
+                self.verdict = self._judge()
+            if self.verdict is not None:
+                self._job.cancel()
+                return
+
+    def _look(self) -> None:
+        before, old = self._watch.attempt, self._watch.beats
+        beats = read_beats(self._pulse.run_uri, self._num_workers, self._pulse.token, self._pulse.launch)
+        self._watch.look(beats, time.monotonic())
+        now = self._watch.attempt
+        if before is not None and now is not None and now.stage > before.stage:
+            silent = [beat for beat in old if not beat.ended]
+            for beat in silent[:1]:
+                self._noted += 1
+                self._note_restart(
+                    Failure.lost(beat.rank, beat.host, beat.phase, "Spark lost its process").sentence
+                )
+        if now is not None:
+            self.note_attempts(now.stage)
+
+    def _judge(self) -> Failure | None:
+        self._look()
+        now = time.monotonic()
+        hung = self._watch.hung(now)
+        if hung is not None:
+            host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
+            message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"
+            return Failure.lost(hung.rank, host, phase, message)
+        if not self._watch.nobody_works(now):
+            self._full_at = now
+            return None
+        room = self._count_slots()
+        if room is None or room >= self._num_workers:
+            self._full_at = now
+        elif now - self._full_at >= slots.REGISTRATION_SECONDS:
+            message = f"Spark has {room} task slots left for {self._num_workers} workers"
+            return Failure.lost(0, "unknown", "starting", message)
+        return None

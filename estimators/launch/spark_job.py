@@ -1,0 +1,100 @@
+"""One Spark job that can be cancelled from another thread, on Spark Classic and Spark Connect.
+
+The job carries a tag of its own. Spark interrupts nothing by itself: where a task is cancelled, the
+executor kills its Python worker (SIGKILL, so a stopped process goes too) after at most
+`spark.python.task.killTimeout` and the two seconds between Spark's looks.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from ringspark.estimators.launch.session import is_remote
+
+# What Spark says of a job that somebody cancelled: by group, by tag, all jobs, or with the session.
+_CANCELLED = re.compile(
+    r"(?:Job|Stage|Query) \S+ (?:was )?cancell?ed|JOB_CANCELL?ED|OPERATION_CANCELL?ED|OPERATION_ABANDONED"
+    r"|SparkContext was shut down",
+    re.IGNORECASE,
+)
+# A job that Spark gave up since processes died under it; an error of a task's Python code is none of these.
+_LOST = re.compile(
+    r"aborted due to stage failure|Job aborted|ExecutorLost|exited unexpectedly|Could not recover"
+)
+_KILL_SECONDS = 5.0
+_RAISED = re.compile(r"Traceback \(most recent call last\)|PythonException|PicklingError")
+_REASON = re.compile(r"(?:Most recent failure|Lost task|ExecutorLostFailure|Python worker exited)[^\n]*")
+
+
+class SparkJob:
+    """The tag of one job. `cancel` may be called from any thread, also when the job has ended."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark: Any = spark
+        self.tag = f"ringspark-gang-{uuid.uuid4().hex[:12]}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the action: what leaves it by an exception, as Ctrl-C, cancels the job."""
+        owner = self._spark if is_remote(self._spark) else self._spark.sparkContext
+        add = owner.addTag if is_remote(self._spark) else owner.addJobTag
+        remove = owner.removeTag if is_remote(self._spark) else owner.removeJobTag
+        add(self.tag)
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            # The session may be gone by now.
+            with suppress(Exception):
+                remove(self.tag)
+
+    def wait_until_ended(self, seconds: float) -> None:
+        """After the job has failed: waits until its tasks have ended too, at most so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._has_tasks(deadline - seconds):
+            time.sleep(0.1)
+
+    def _has_tasks(self, began: float) -> bool:
+        if is_remote(self._spark):
+            # A client is not told: as long as an executor takes to kill a Python worker.
+            return time.monotonic() - began < _KILL_SECONDS
+        try:
+            tracker = self._spark.sparkContext.statusTracker()
+            jobs = self._spark.sparkContext._jsc.sc().statusTracker().getJobIdsForTag(self.tag)
+            infos = [tracker.getJobInfo(int(job)) for job in jobs]
+            stages = [tracker.getStageInfo(id) for info in infos if info for id in info.stageIds]
+        except Exception:
+            return False  # the session is gone, and its executors with it
+        return any(stage is not None and stage.numActiveTasks > 0 for stage in stages)
+
+    def cancel(self) -> None:
+        """Ends the job, if it runs."""
+        with suppress(Exception):
+            if is_remote(self._spark):
+                self._spark.interruptTag(self.tag)
+            else:
+                self._spark.sparkContext.cancelJobsWithTag(self.tag)
+
+
+def was_cancelled(error: BaseException) -> bool:
+    """Whether Spark says that somebody cancelled the job."""
+    return _CANCELLED.search(str(error)) is not None
+
+
+def lost_workers(error: BaseException) -> str | None:
+    """What Spark says of the processes that it lost, in a line; None for any other error."""
+    text = str(error)
+    if was_cancelled(error) or _RAISED.search(text) or not _LOST.search(text):
+        return None
+    found = _REASON.search(text)
+    line = found[0] if found else next((line for line in text.splitlines() if _LOST.search(line)), "")
+    return " ".join(line.split())[:300]

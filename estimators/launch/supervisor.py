@@ -1,0 +1,208 @@
+"""Keeps a gang training until it has ended well: notices what hangs, starts again what was lost.
+
+A gang is started again, up to `max_restarts` times, where its infrastructure failed: a process or an
+executor died, a rank hung, a collective broke without any rank having raised, a store failed for a
+while. What user code or data raise ends it at once, and so does a cancelled job. Two things start a
+gang: Spark, which runs a barrier stage again whose task died, and this driver. Both count.
+
+Every start goes on from the newest good checkpoint of the run directory, by itself (`train_worker`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from ringspark.estimators.launch import slots
+from ringspark.estimators.launch.gang import GangStage
+from ringspark.estimators.launch.gang_task import GangTask, NoRestartLeftError, Work
+from ringspark.estimators.launch.heartbeat import Beat, Pulse, write_owner
+from ringspark.estimators.launch.overseer import Overseer
+from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
+from ringspark.estimators.training.status import Failure, WorkerError
+
+# After a cancelled job: as long as Spark takes to kill a Python worker that does not react, and more.
+END_SECONDS = 15.0
+
+# The task that Spark's report of a failed job blames.
+_TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
+
+_logger = logging.getLogger(__name__)
+
+
+class TrainingCancelledError(RuntimeError):
+    """Somebody cancelled the Spark job of the training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a gang returned in the end.
+
+    Attributes:
+        texts: Of the ranks, in their order.
+        restarts: Why it was started again, a line for each time.
+    """
+
+    texts: list[str]
+    restarts: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Supervisor:
+    """Runs one gang, as often as it takes.
+
+    Attributes:
+        make_work: Gives the work of a gang of so many ranks.
+        run_uri: The run directory; signs of life go there.
+        token: Of this driver: see `heartbeat.write_owner`.
+        min_workers: Ranks with which it may go on; None: `num_workers`.
+    """
+
+    spark: SparkSession
+    make_work: Callable[[int], Work]
+    run_uri: str
+    token: str
+    num_workers: int
+    collective: str
+    use_gpu: bool
+    timeout_seconds: float
+    max_restarts: int = 0
+    min_workers: int | None = None
+    restarts: list[str] = field(default_factory=list)
+    _stage: Any = None
+
+    def run(self) -> Outcome:
+        """Blocks until the gang has ended well, or for good.
+
+        Raises:
+            WorkerError: A rank failed by its own doing, or the last start that was allowed failed.
+            TrainingCancelledError: The Spark job was cancelled.
+            RuntimeError: The cluster has no room for the workers any more.
+        """
+        self._stage = GangStage(self.spark, self.use_gpu)
+        launch = 0
+        with self._stage.turn(self.num_workers):
+            while True:
+                try:
+                    return Outcome(texts=self._launch(launch), restarts=tuple(self.restarts))
+                except WorkerError as error:
+                    if not error.may_pass or len(self.restarts) >= self.max_restarts:
+                        raise self._final(error) from None
+                    self._note(error.first.sentence)
+                    self._make_room(error.first)
+                launch += 1
+
+    def _launch(self, launch: int) -> list[str]:
+        """One job."""
+        write_owner(self.run_uri, self.token, launch)
+        pulse = Pulse(
+            run_uri=self.run_uri, token=self.token, launch=launch, timeout_seconds=self.timeout_seconds
+        )
+        left = self.max_restarts - len(self.restarts)
+        task = GangTask(
+            collective=self.collective,
+            work=self.make_work(self.num_workers),
+            use_gpu=self.use_gpu,
+            timeout_seconds=self.timeout_seconds,
+            pulse=pulse,
+            restarts_left=left,
+        )
+        job = SparkJob(self.spark)
+        overseer = Overseer(pulse, self.num_workers, job, self._stage.slots, self._note)
+        try:
+            with overseer:
+                rows = self._stage.run(task, self.num_workers, job)
+        except Exception as error:
+            job.wait_until_ended(END_SECONDS)
+            raise self._cause(error, overseer) from None
+        except BaseException:
+            # Ctrl-C: the folder may be removed next, and no rank may write into it any more.
+            job.wait_until_ended(END_SECONDS)
+            raise
+        overseer.note_attempts(min(left, max(int(row.attempt) for row in rows)))
+        failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
+        if any(failure.type == NoRestartLeftError.__name__ for failure in failures):
+            failures += _lost(overseer.beats, "its process died")
+        if failures:
+            raise WorkerError(failures)
+        return [str(row.result) for row in rows]
+
+    def _cause(self, error: Exception, overseer: Overseer) -> Exception:
+        """What to tell of a job that failed."""
+        if overseer.verdict is not None:
+            return WorkerError([overseer.verdict, *_told(overseer.beats)])
+        if was_cancelled(error):
+            return TrainingCancelledError(f"the training was cancelled in Spark ({_first_line(error)})")
+        reason = lost_workers(error)
+        if reason is None:
+            return error
+        blamed = _TASK.search(str(error))
+        lost = _lost(
+            overseer.beats, f"its process died ({reason})", task=int(blamed[1]) if blamed else None
+        ) or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
+        return WorkerError([*lost, *_told(overseer.beats)])
+
+    def _final(self, error: WorkerError) -> WorkerError:
+        if not error.may_pass or not self.restarts:
+            return error
+        times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
+        return WorkerError(error.failures, f"; the workers had been started again {times} (maxRestarts)")
+
+    def _note(self, reason: str) -> None:
+        self.restarts.append(reason)
+        _logger.warning(
+            "the workers are started again (%d of %d times): %s",
+            len(self.restarts),
+            self.max_restarts,
+            reason,
+        )
+
+    def _make_room(self, cause: Failure) -> None:
+        """Waits until the workers fit again; where they do not, lets fewer of them go on.
+
+        Raises:
+            RuntimeError: Not even `min_workers` fit.
+        """
+        deadline = time.monotonic() + (0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS)
+        while (room := self._stage.slots()) is not None and room < self.num_workers:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.25)
+        if room is None or room >= self.num_workers:
+            return
+        least = self.min_workers or self.num_workers
+        if room < least:
+            raise RuntimeError(
+                f"the cluster has {room} task slots left for the {self.num_workers} workers of the training "
+                f"after {cause.sentence}; add executors, or set minWorkers to at most {max(1, room)}"
+            ) from None
+        _logger.warning("the training goes on with %d workers instead of %d", room, self.num_workers)
+        self.num_workers = room
+
+
+# The type of the failure of a gang whose workers Spark has no slots for.
+NO_ROOM = "NoRoom"
+
+
+def _told(beats: list[Beat]) -> list[Failure]:
+    """What the ranks said in their last beats: their rows were lost with the job."""
+    return [Failure.from_json(beat.failure) for beat in beats if beat.failure is not None]
+
+
+def _lost(beats: list[Beat], message: str, task: int | None = None) -> list[Failure]:
+    """The ranks that never said that they had ended; of several the one whose task Spark blames."""
+    silent = [beat for beat in beats if not beat.ended]
+    blamed = [beat for beat in silent if beat.task == task] or silent
+    return [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    found = [line for line in lines if "ancel" in line] or lines or [""]
+    return found[0].strip()[:200]

@@ -1,0 +1,135 @@
+"""Which rank of a gang hangs: judged from its signs of life, by the driver's clock alone.
+
+A rank is silent when its beats stand still (its process is stopped, its host lost), and stalled when
+its beats go on but its ticks stand still (a loader that never gives the next batch, user code that never
+returns). A rank that waits for a silent one stalls as well, so a silent rank is blamed first; and before
+a stalled one is blamed, those that only wait for it get the time to end by their own timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ringspark.estimators.launch.heartbeat import Attempt, Beat, interval_seconds
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """The last beat of a rank, and when the driver saw its counts change."""
+
+    beat: Beat
+    beat_changed: float
+    tick_changed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hung:
+    """The rank that keeps the others waiting.
+
+    Attributes:
+        beat: Its last sign of life, None where it never gave one.
+    """
+
+    rank: int
+    beat: Beat | None
+    reason: str
+
+
+class Watch:
+    """What the driver has seen of one launch of a gang. All times are seconds of one monotonic clock."""
+
+    def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
+        self._num_ranks = num_ranks
+        self._timeout = timeout_seconds
+        # Two beats may be missed: the store hiccups, the machine is loaded.
+        self._grace = 2 * interval_seconds(timeout_seconds) + 1.0
+        self._attempt: Attempt | None = None
+        self._began = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._stalled_since: float | None = None
+        self._last_look: float | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest start of the gang that gave a sign of life."""
+        return self._attempt
+
+    @property
+    def beats(self) -> list[Beat]:
+        """The last beats of the newest attempt, in rank order."""
+        return [self._seen[rank].beat for rank in sorted(self._seen)]
+
+    def look(self, beats: Iterable[Beat], now: float) -> None:
+        """Takes in what the ranks have written last; of an older attempt than the newest it is ignored."""
+        beats = list(beats)
+        if self._last_look is not None and now - self._last_look > self._grace:
+            # The driver itself was stopped or could not read: nothing is known of the time between.
+            self._forgive(now - self._last_look)
+        self._last_look = now
+        newest = max((beat.of for beat in beats), default=None)
+        if newest is None:
+            return
+        if self._attempt is None or newest > self._attempt:
+            self._attempt, self._began, self._seen, self._stalled_since = newest, now, {}, None
+        for beat in beats:
+            if beat.of != self._attempt:
+                continue
+            seen = self._seen.get(beat.rank)
+            if seen is None:
+                self._seen[beat.rank] = _Seen(beat=beat, beat_changed=now, tick_changed=now)
+                continue
+            if (beat.beats, beat.pid) != (seen.beat.beats, seen.beat.pid):
+                seen.beat_changed = now
+            if beat.ticks != seen.beat.ticks or beat.ended:
+                seen.tick_changed = now
+            seen.beat = beat
+
+    def hung(self, now: float) -> Hung | None:
+        """The rank that hangs, None while none does."""
+        if self._attempt is None:
+            return None
+        running = {rank: seen for rank, seen in self._seen.items() if not seen.beat.ended}
+        # A peer that has given up waits for nobody any more: what is silent now will not come back.
+        given_up = any(seen.beat.failure is not None for seen in self._seen.values())
+        patience = min(self._grace, self._timeout) if given_up else self._timeout
+        for rank in range(self._num_ranks):
+            if rank not in self._seen and now - self._began >= self._timeout:
+                return Hung(rank=rank, beat=None, reason="has not started")
+        silent = [seen for seen in running.values() if now - seen.beat_changed >= patience]
+        if silent:
+            seen = min(silent, key=lambda s: (s.beat_changed, s.beat.rank))
+            quiet = now - seen.beat_changed
+            return Hung(
+                rank=seen.beat.rank,
+                beat=seen.beat,
+                reason=f"has given no sign of life for {quiet:.0f} s",
+            )
+        stalled = [seen for seen in running.values() if now - seen.tick_changed >= self._timeout]
+        if not stalled:
+            self._stalled_since = None
+            return None
+        if self._stalled_since is None:
+            self._stalled_since = now
+        if now - self._stalled_since < self._grace:
+            return None
+        # In step with the others but for the one that they wait for: it has done the least.
+        seen = min(stalled, key=lambda s: (s.beat.ticks, s.beat.rank))
+        return Hung(
+            rank=seen.beat.rank,
+            beat=seen.beat,
+            reason=f"has made no progress for {now - seen.tick_changed:.0f} s",
+        )
+
+    def nobody_works(self, now: float) -> bool:
+        """Whether no rank of the newest attempt has given a sign of life lately and is not done."""
+        return not any(
+            not seen.beat.ended and now - seen.beat_changed < self._grace for seen in self._seen.values()
+        )
+
+    def _forgive(self, seconds: float) -> None:
+        self._began += seconds
+        self._stalled_since = None
+        for seen in self._seen.values():
+            seen.beat_changed += seconds
+            seen.tick_changed += seconds

@@ -1,0 +1,152 @@
+"""What a worker may use of its host's memory: the limits that Linux and Spark set, from where they stand.
+
+Every figure is the most that could be had: memory that the kernel can take back, and free swap, count as
+available. None is for a limit that is not there, or not on this system.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringspark.estimators.memory.sizes import parse_bytes, show_bytes
+
+PYSPARK_MEMORY = "spark.executor.pyspark.memory"
+
+# What cgroup v1 says where there is no limit: the largest number of whole pages.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Available:
+    """Bytes for one worker.
+
+    Attributes:
+        source: Where they come from, for a message.
+        workers: Workers that share one host's memory.
+        how: What to set for more, as the end of a sentence; empty where nothing is to set.
+    """
+
+    num_bytes: int
+    source: str
+    workers: int = 1
+    how: str = ""
+
+
+def of_spark_workers(conf: Mapping[str, str]) -> Available | None:
+    """What Spark leaves to each Python worker: it divides an executor's amount by its cores."""
+    text = conf.get(PYSPARK_MEMORY)
+    if text is None:
+        return None
+    # A bare number counts MiB.
+    amount = parse_bytes(f"{text}m" if text.strip().isdigit() else text, PYSPARK_MEMORY)
+    cores = max(1, int(conf.get("spark.executor.cores", "1")))
+    shared = f" for {cores} cores" if cores > 1 else ""
+    return Available(
+        num_bytes=amount // cores,
+        source=f"{PYSPARK_MEMORY} is {show_bytes(amount)}{shared}",
+        how=f" by {PYSPARK_MEMORY}",
+    )
+
+
+def of_process() -> Available | None:
+    """What this process's limit of addresses leaves: Spark sets it for `spark.executor.pyspark.memory`."""
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit == resource.RLIM_INFINITY:
+            return None
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (ImportError, OSError):
+        return None
+    return Available(
+        num_bytes=max(0, limit - used),
+        source=f"of the {show_bytes(limit)} that this process is limited to",
+        how=f" by {PYSPARK_MEMORY}",
+    )
+
+
+def of_machine(workers: int, *, same_cgroup: bool = False, root: str = "/") -> Available | None:
+    """A worker's share of what this host has available now.
+
+    Args:
+        workers: Those on this host.
+        same_cgroup: Whether all of them are in this process's control groups, too: else their limit
+            counts as this worker's alone.
+        root: Where `proc` and `sys` are.
+    """
+    found = []
+    with suppress(OSError, KeyError, ValueError):
+        values = _fields(Path(root, "proc/meminfo"))
+        machine = 1024 * (values["MemAvailable"] + values.get("SwapFree", 0))
+        shared = f" for {workers} workers" if workers > 1 else ""
+        source = f"{show_bytes(machine)} on host {socket.gethostname()}{shared}"
+        found.append(Available(num_bytes=machine // workers, source=source, workers=workers))
+    group = of_cgroups(root)
+    if group is not None:
+        sharing = workers if same_cgroup else 1
+        shared = f" for {workers} workers" if sharing > 1 else ""
+        source = f"{show_bytes(group)} under the container's limit on host {socket.gethostname()}{shared}"
+        found.append(Available(num_bytes=group // sharing, source=source, workers=sharing))
+    return min(found, key=lambda limit: limit.num_bytes, default=None)
+
+
+def of_cgroups(root: str = "/") -> int | None:
+    """Bytes that the control groups of this process leave, in v1 and v2; None without a limit."""
+    try:
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    left = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = Path(root, "sys/fs/cgroup", *(["memory"] if controllers else []))
+        names = _V1 if controllers else _V2
+        # A container often sees its own group as the root of all, whatever its path says; and any of the
+        # groups above may have the limit.
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == base.parent:
+                break
+            with suppress(OSError, KeyError, ValueError):
+                left.append(_left_in(folder, *names))
+    return max(0, min(left)) if left else None
+
+
+# File of the limit, file of the usage, fields of memory.stat: caches of files, and what of them is no file.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem")
+_V2 = ("memory.max", "memory.current", "file", "shmem")
+
+
+def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: str) -> int:
+    """Raises ValueError where the group has no limit, OSError where there is no such file."""
+    limit = int((folder / limit_name).read_text())  # "max" is no number
+    if limit >= _NO_LIMIT:
+        raise ValueError(limit)
+    stat = _fields(folder / "memory.stat")
+    usage = int((folder / usage_name).read_text()) - stat[cache] + stat.get(shmem, 0)
+    return limit - usage + _swap_left(folder)
+
+
+def _swap_left(folder: Path) -> int:
+    """Swap that the group may use, v2; v1 counts memory and swap together, and is taken to have none."""
+    try:
+        used = int((folder / "memory.swap.current").read_text())
+        text = (folder / "memory.swap.max").read_text().strip()
+        free = 1024 * _fields(Path("/proc/meminfo")).get("SwapFree", 0)
+        return free if text == "max" else max(0, min(free, int(text) - used))
+    except (OSError, ValueError):
+        return 0
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines such as "MemAvailable:  123 kB" or "file 123"."""
+    return {name: int(count) for name, count in re.findall(r"^([\w()]+):?\s+(\d+)", path.read_text(), re.M)}

@@ -1,0 +1,203 @@
+"""The folder of one training: new or the user's own, begun, gone on with, finished, or removed.
+
+    run/
+      owner.json      the driver that works on it now; its presence says that a run has begun here
+      run.json        what makes it this run: see `run_identity`
+      config.json     the settings of its last start
+      shards/         its rows, where `fit` wrote them for a run of the user's
+      heartbeat/ history.json progress.json checkpoints/ checkpoint/ best-<epoch>/
+      result.json     the finished training: its presence says so
+
+A folder that the user names is kept after a failure if a checkpoint in it is worth going on with. All
+others are removed: no fit starts from another's weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ringspark.estimators.fit_data import discard
+from ringspark.estimators.launch.heartbeat import FOLDER as HEARTBEAT
+from ringspark.estimators.launch.heartbeat import OWNER, read_owner, write_owner
+from ringspark.estimators.launch.supervisor import TrainingCancelledError
+from ringspark.estimators.run_identity import FORMAT_VERSION, differences
+from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.status import WorkerError
+from ringspark.pipelines import storage
+
+IDENTITY = "run.json"
+RESULT = "result.json"
+SHARDS = "shards"
+CHECKPOINTS = "checkpoints"
+COMMIT = "checkpoint.json"
+
+_logger = logging.getLogger(__name__)
+
+
+def check_run_uri(run_uri: str | None, resume: bool) -> None:
+    """Refuses a folder that a fit may not use.
+
+    Raises:
+        ValueError: `resume` without a folder; a folder with a run that is not to be resumed, or with
+            something else in it; a folder that cannot be written.
+    """
+    if run_uri is None:
+        if resume:
+            raise ValueError("resume=True goes on with the run of a folder; set runUri to that folder")
+        return
+    storage.check_writable(run_uri)
+    uri = storage.normalize(run_uri)
+    names = storage.list_names(uri)
+    begun = OWNER in names or IDENTITY in names
+    if begun and not resume:
+        raise ValueError(
+            f"runUri {uri!r} holds a run; set resume=True to go on with it, or give another folder"
+        )
+    if names and not begun:
+        raise ValueError(
+            f"runUri must be a new or empty folder or one with a run, and {uri!r} holds {names[0]!r}; give "
+            "another folder"
+        )
+
+
+class RunFolder:
+    """One fit's hold on a run directory.
+
+    Attributes:
+        uri: The folder.
+        token: Of this driver: ranks of another one end when they see it.
+        is_given: The user named the folder, and may come back to it.
+    """
+
+    def __init__(self, uri: str, *, is_given: bool) -> None:
+        self.uri = storage.normalize(uri)
+        self.token = uuid.uuid4().hex
+        self.is_given = is_given
+        # What is there already survives a fit that is refused.
+        self._is_mine = True
+
+    @classmethod
+    def new(cls, root: str) -> RunFolder:
+        """A folder that was never used before."""
+        return cls(storage.join(root, f"run-{uuid.uuid4().hex[:12]}"), is_given=False)
+
+    @classmethod
+    def given(cls, run_uri: str, resume: bool) -> RunFolder:
+        """The folder that the user named, taken over from whatever driver had it."""
+        check_run_uri(run_uri, resume)
+        folder = cls(run_uri, is_given=True)
+        folder._is_mine = folder.identity() is None
+        if folder._is_mine:
+            # Nothing was trained here: what a driver that died has left is of no use.
+            for name in storage.list_names(folder.uri):
+                storage.remove(storage.join(folder.uri, name), recursive=True)
+            write_owner(folder.uri, folder.token, 0)
+        return folder
+
+    def identity(self) -> dict[str, Any] | None:
+        """What the run was begun with, None where none was.
+
+        Raises:
+            ValueError: `run.json` is no such thing.
+        """
+        uri = storage.join(self.uri, IDENTITY)
+        try:
+            values = json.loads(storage.read_bytes(uri))
+            if values["format_version"] > FORMAT_VERSION or not isinstance(values["identity"], dict):
+                raise ValueError(f"its format is {values['format_version']}, of a later ringspark")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the run in {self.uri!r} cannot be resumed: {IDENTITY} is damaged ({error}); give another "
+                "folder"
+            ) from None
+        return dict(values)
+
+    def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
+        """Writes what the run is, or checks that it is still that. From now on it is this driver's.
+
+        Raises:
+            ValueError: The run was begun with other settings, data or another model; lists them.
+        """
+        known = self.identity()
+        if known is not None:
+            changed = differences(known["identity"], identity)
+            if changed:
+                raise self.refusal(changed)
+        if self.result() is not None:
+            return
+        self._is_mine = True
+        write_owner(self.uri, self.token, 0)
+        storage.write_atomic(storage.join(self.uri, "config.json"), config.to_json().encode())
+        if known is None:
+            values = {"format_version": FORMAT_VERSION, "identity": identity, "rows_key": rows_key}
+            data = json.dumps(values, indent=1).encode()
+            storage.write_atomic(storage.join(self.uri, IDENTITY), data)
+
+    def refusal(self, changed: list[str]) -> ValueError:
+        """The error of a run that is not what it was."""
+        return ValueError(
+            f"the run in {self.uri!r} cannot be resumed, since it was begun with others: "
+            f"{'; '.join(changed)}; set them back, or give another folder"
+        )
+
+    def result(self) -> str | None:
+        """The finished training as JSON, None where it has not finished."""
+        try:
+            return storage.read_bytes(storage.join(self.uri, RESULT)).decode()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def finish(self, result: str) -> None:
+        """Says that the training has finished; keeps of the rows only what tells them apart."""
+        storage.write_atomic(storage.join(self.uri, RESULT), result.encode())
+        discard(storage.join(self.uri, HEARTBEAT))
+        shards = storage.join(self.uri, SHARDS)
+        if self.is_given:
+            for name in storage.list_names(shards):
+                if name != "manifest.json":
+                    discard(storage.join(shards, name))
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around the training: a failure keeps the folder and says so, or leaves nothing of it."""
+        try:
+            yield
+        except BaseException as error:
+            advice = self._leave()
+            if not advice:
+                raise
+            if isinstance(error, WorkerError):
+                raise WorkerError(error.failures, error.advice + advice) from None
+            if isinstance(error, TrainingCancelledError):
+                raise TrainingCancelledError(f"{error}{advice}") from None
+            _logger.warning("the training ended by %s%s", type(error).__name__, advice)
+            raise
+
+    def _leave(self) -> str:
+        """Removes the folder unless it is worth keeping; then what to tell of it."""
+        if not self._is_mine:
+            return ""
+        with suppress(OSError):
+            owner = read_owner(self.uri)
+            if owner is not None and owner["token"] != self.token:
+                return ""  # another driver's by now
+            if self.is_given and self.has_checkpoint():
+                return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
+        discard(self.uri)
+        return ""
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from."""
+        folder = storage.join(self.uri, CHECKPOINTS)
+        return any(
+            storage.exists(storage.join(folder, name, COMMIT))
+            for name in storage.list_names(folder)
+            if name.startswith("step-")
+        )

@@ -1,0 +1,92 @@
+"""Steps whose loss or gradient is not finite: found on every rank alike, and what is done about them.
+
+- 'stop': each rank looks at its own losses, on a GPU without waiting for them. The training ends with an
+  error that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end, or where the next
+  checkpoint would be written.
+- 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its own gradients so, and
+  these the sum over the ranks, so that the check of the summed gradients finds both without asking anybody.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Action = Literal["skipped", "rolled back"]
+
+# What a result and a checkpoint tell of; the log has all.
+MAX_REPORTED = 20
+
+_NEVER = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteStep:
+    """One such step.
+
+    Attributes:
+        step: In its epoch, from 1, like the epoch.
+        ranks: Whose loss was not finite; none where only the summed gradients were not.
+    """
+
+    epoch: int
+    step: int
+    ranks: tuple[int, ...]
+    action: Action
+
+    def __str__(self) -> str:
+        where = f"epoch {self.epoch}, step {self.step}"
+        if not self.ranks:
+            return f"{where}: the summed gradients are not finite, {self.action}"
+        ranks = ", ".join(str(rank) for rank in self.ranks)
+        return f"{where}: the loss of rank {ranks} is not finite, {self.action}"
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> NonFiniteStep:
+        return cls(**{**values, "ranks": tuple(int(rank) for rank in values["ranks"])})
+
+
+class RollBackError(Exception):
+    """Unwinds the loop to where the last checkpoint is loaded; never leaves the trainer."""
+
+    def __init__(self, found: NonFiniteStep) -> None:
+        super().__init__(str(found))
+        self.found = found
+
+
+class FirstBadLoss:
+    """Notes the first step of a rank whose loss is not finite.
+
+    Attributes:
+        at_once: Whether `step` may be asked for after each step without waiting for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.at_once = device.type == "cpu"
+        self._first = torch.full((), _NEVER, dtype=torch.int64, device=device)
+
+    def note(self, losses: torch.Tensor, step: int) -> None:
+        """Takes in the losses of one step, (num_losses,), without waiting for the device."""
+        if not self.at_once:
+            self._first = torch.minimum(self._first, torch.where(losses.isfinite().all(), _NEVER, step))
+        elif not all(map(math.isfinite, losses.tolist())):
+            self._first.fill_(min(int(self._first), step))
+
+    @property
+    def step(self) -> int | None:
+        """The step, None where there was none; reads the device."""
+        first = int(self._first)
+        return None if first == _NEVER else first
+
+    def reset(self) -> None:
+        """Forgets it."""
+        self._first.fill_(_NEVER)
+
+
+def poisoned(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, whose gradients are NaN where it is not finite itself; nothing waits for the device."""
+    factor = torch.where(loss.detach().isfinite(), 1.0, math.nan)
+    return loss * factor

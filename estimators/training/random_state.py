@@ -1,0 +1,74 @@
+"""The random numbers of a rank: torch's on the CPU and the GPU, NumPy's and Python's own.
+
+As tensors and plain numbers, so that they can be saved without pickle.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+# Odd numbers that keep the streams of (seed, step, rank) apart.
+_STEP_FACTOR = 7_368_787
+_RANK_FACTOR = 1_000_003
+
+
+def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
+    """Where all generators stand: their words, and the few numbers beside them."""
+    _, words, position, has_gauss, gauss = np.random.get_state()
+    version, python, python_gauss = random.getstate()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        # The format has no unsigned 32 bits.
+        "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
+        "python": torch.tensor(python, dtype=torch.int64),
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    plain = {"numpy": [int(position), int(has_gauss), float(gauss)], "python": [version, python_gauss]}
+    return tensors, plain
+
+
+def set_random_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
+    """Puts all generators where `random_state` found them.
+
+    Raises:
+        ValueError: The numbers are no state of these generators.
+    """
+    try:
+        torch.set_rng_state(tensors["torch"].clone())
+        if device.type == "cuda" and "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"].clone(), device)
+        position, has_gauss, gauss = plain["numpy"]
+        words = tensors["numpy"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", words, position, has_gauss, gauss))
+        version, python_gauss = plain["python"]
+        random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"the random state is damaged ({error}); take another checkpoint") from error
+
+
+def seed_anew(seed: int, step: int, rank: int) -> None:
+    """Seeds all generators for a rank that goes on from what other ranks have left at `step`."""
+    mixed = (seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63
+    torch.manual_seed(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
+
+
+@contextmanager
+def shared_generators_kept() -> Iterator[None]:
+    """Gives NumPy's and Python's generators back as they were: the process may serve others after us."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

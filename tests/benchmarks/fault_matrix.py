@@ -1,0 +1,200 @@
+"""What a training survives, and how soon it trains again: every fault at moments drawn from a seed.
+
+Real drivers, executors, ranks, disks and servers: see tests/faults. A cell of the matrix says
+
+- how many of the trainings went through by themselves, e.g. `18/20`, and with `+2` how many ended as one
+  error and gave the same weights after `resume=True`; `WRONG` counts those where something was lost, was
+  wrong or was left behind, and the list below the table says what;
+- how many steps were trained twice, median and worst;
+- the seconds until it trained again, median and worst: the longest time without a step of rank 0 since
+  the fault, less what Spark needed to start an executor or the driver's session, shown after a plus. A
+  rank that hangs is noticed after timeoutSeconds, 8 s here, and these are part of it.
+
+    python tests/benchmarks/fault_matrix.py --repeats 20
+    python tests/benchmarks/fault_matrix.py --repeats 3 --only "rank 0" "executor JVM"
+
+Ends with 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import harness
+
+from ringspark.jobs import cli
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
+
+from moments import Lab, Moment
+from scenarios import FAULTS, KINDS, TARGETS, Fault
+
+Cells = dict[tuple[str, str], list[Moment]]
+
+
+def main() -> int:
+    """Runs the moments, prints the matrix; 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeats", type=cli.positive_int, default=20, metavar="N", help="moments of a cell")
+    parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, or cells as 'row/column'")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="for faults.json and faults.png")
+    args = parser.parse_args()
+    faults = [f for f in FAULTS if not args.only or {f.target, f"{f.target}/{f.kind}"} & set(args.only)]
+    if not faults:
+        parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
+    # Those of one place follow each other: every change of it costs a start of Spark.
+    faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
+    cells: Cells = defaultdict(list)
+    skipped: dict[tuple[str, str], str] = {}
+    with Lab() as lab:
+        for fault in faults:
+            if reason := lab.reason_not_to(fault):
+                skipped[fault.target, fault.kind] = reason
+                continue
+            for seed in range(args.seed, args.seed + args.repeats):
+                moment = run(lab, fault, seed)
+                cells[fault.target, fault.kind].append(moment)
+                print(line_of(moment, fault), flush=True)
+                save(args.output, cells)
+    report(cells, skipped, lab.problems)
+    if args.output is not None:
+        draw(cells, args.output / "faults.png")
+    wrong = [problem for moments in cells.values() for m in moments for problem in m.problems]
+    return 1 if wrong or lab.problems else 0
+
+
+def run(lab: Lab, fault: Fault, seed: int) -> Moment:
+    """One moment; what the harness itself did not expect is a problem of that moment only."""
+    try:
+        return lab.run(fault, seed)
+    except Exception as error:
+        traceback.print_exc()
+        lab.start_anew()
+        problem = f"{type(error).__name__}: {str(error)[:500]}"
+        return Moment(
+            target=fault.target,
+            kind=fault.kind,
+            seed=seed,
+            step=0,
+            ended="",
+            repeated=0,
+            pause_seconds=0.0,
+            spark_seconds=0.0,
+            problems=(problem,),
+        )
+
+
+def line_of(moment: Moment, fault: Fault) -> str:
+    """Progress of a long run."""
+    became = "WRONG" if moment.problems else "resumed" if moment.ended else "survived"
+    return (
+        f"{moment.target}/{moment.kind} ({fault.what}), seed {moment.seed}, step {moment.step}: {became}, "
+        f"{moment.repeated} steps twice, {moment.pause_seconds:.1f} s, Spark's {moment.spark_seconds:.1f} s"
+        + "".join(f"\n    {text}" for text in (moment.ended, *moment.problems) if text)
+    )
+
+
+def report(cells: Cells, skipped: dict[tuple[str, str], str], left: list[str]) -> None:
+    """Three tables of the same rows and columns, and what was wrong."""
+    rows = [target for target in TARGETS if any(key[0] == target for key in [*cells, *skipped])]
+    for title, text_of in (
+        ("survived by itself + after resume", outcome),
+        ("steps trained twice: median, worst", steps),
+        ("seconds until training again: median, worst, and Spark's own starts", seconds),
+    ):
+        table = [
+            [
+                target,
+                *(
+                    "skipped" if (target, kind) in skipped else text_of(cells.get((target, kind), []))
+                    for kind in KINDS
+                ),
+            ]
+            for target in rows
+        ]
+        harness.print_table(title, ("hit", *KINDS), table)
+    for (target, kind), reason in skipped.items():
+        print(f"skipped {target}/{kind}: {reason}")
+    for moments in cells.values():
+        for m in moments:
+            for problem in m.problems:
+                print(f"WRONG {m.target}/{m.kind}, seed {m.seed}, step {m.step}: {problem}")
+    for line in left:
+        print(f"WRONG {line}")
+
+
+def outcome(moments: list[Moment]) -> str:
+    """`18/20 +2`, and how many are wrong."""
+    if not moments:
+        return "-"
+    good = [m for m in moments if not m.problems]
+    resumed = sum(bool(m.ended) for m in good)
+    text = f"{len(good) - resumed}/{len(moments)}"
+    text += f" +{resumed}" if resumed else ""
+    return text + (f" WRONG {len(moments) - len(good)}" if len(good) < len(moments) else "")
+
+
+def steps(moments: list[Moment]) -> str:
+    """Median and worst number of steps trained twice."""
+    values = [m.repeated for m in moments if not m.problems]
+    return f"{median(values):.0f}, {max(values)}" if values else "-"
+
+
+def seconds(moments: list[Moment]) -> str:
+    """Median and worst pause without Spark's part, and the median of that."""
+    good = [m for m in moments if not m.problems]
+    values = [m.pause_seconds - m.spark_seconds for m in good]
+    if not values:
+        return "-"
+    spark = median(m.spark_seconds for m in good)
+    return f"{median(values):.1f}, {max(values):.1f} s" + (f" + {spark:.1f}" if spark >= 0.05 else "")
+
+
+def save(folder: Path | None, cells: Cells) -> None:
+    """Every moment as JSON."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    moments = [moment.to_json() for group in cells.values() for moment in group]
+    (folder / "faults.json").write_text(json.dumps(moments, indent=1))
+
+
+def draw(cells: Cells, path: Path) -> None:
+    """The matrix as a picture: the colour is the share of good moments, the text the median pause."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [target for target in TARGETS if any(key[0] == target for key in cells)]
+    shares = [
+        [
+            sum(not m.problems for m in moments) / len(moments)
+            if (moments := cells.get((target, kind), []))
+            else float("nan")
+            for kind in KINDS
+        ]
+        for target in rows
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
+    axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.6)
+    axes.set_xticks(range(len(KINDS)), KINDS)
+    axes.set_yticks(range(len(rows)), rows)
+    for y, target in enumerate(rows):
+        for x, kind in enumerate(KINDS):
+            moments = cells.get((target, kind), [])
+            text = f"{outcome(moments)}\n{seconds(moments)}" if moments else "-"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    axes.set_title("survived + resumed, and seconds until training again (median, worst)", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

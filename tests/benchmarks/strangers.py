@@ -1,0 +1,59 @@
+"""A gang of two with strangers at every port it listens on, beside one that nobody calls.
+
+One stranger comes from another machine (on loopback: from 127.0.0.2) from before the ranks connect until the
+end, one from the same machine once they have. They send garbage, HTTP, the first messages of torch's and of
+our own rendezvous, Gloo's pair number and huge lengths, and keep their connections open.
+Target: in every run the weights are those of the quiet run, and nothing grows.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import harness
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "estimators" / "collectives"))
+import attacked_gang
+
+from ringspark.estimators import WorkerError
+
+STEPS = 300
+
+
+def main() -> None:
+    """One quiet run and `--repeats` attacked ones of each collective."""
+    options = harness.parse(__doc__)
+    rows = []
+    for collective in ("horovod", "torch"):
+        with tempfile.TemporaryDirectory() as folder:
+            quiet = attacked_gang.run(collective, Path(folder), steps=STEPS, attacked=False)
+            for number in range(options.repeats):
+                try:
+                    found = attacked_gang.run(collective, Path(folder), steps=STEPS, attacked=True)
+                except WorkerError as error:
+                    rows.append(
+                        [f"{collective} {number + 1}", "failed", str(error).splitlines()[0], *[""] * 4]
+                    )
+                    continue
+                rows.append(
+                    [
+                        f"{collective} {number + 1}",
+                        "equal" if found.weights == quiet.weights else "DIFFERENT",
+                        f"{found.reached}",
+                        f"{found.refused}",
+                        f"{found.grown_bytes / 2**20:.1f}",
+                        f"{found.grown_descriptors}",
+                        f"{found.seconds:.1f} ({quiet.seconds:.1f})",
+                    ]
+                )
+    harness.print_table(
+        f"strangers: gang of 2, {STEPS} steps, bytes to the quiet run's weights",
+        ["", "weights", "let in", "turned away", "MiB grown", "descriptors", "s (quiet)"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

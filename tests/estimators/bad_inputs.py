@@ -1,0 +1,1143 @@
+"""What a user can give that cannot work, one row each: what is done, and what the one sentence must say.
+
+`test_bad_inputs.py` asserts every row, `tests/benchmarks/bad_inputs.py` times them. A row's `do` gets a
+`Place` with a table, shards, a model and a saved one, and must raise its error.
+
+To add one: a row in the list of its part; `python tests/benchmarks/bad_inputs.py` shows what is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    TorchRegressor,
+    plan_memory,
+)
+from ringspark.jobs import cli, etl, score, shards, train
+from ringspark.models import ModelSpec
+from ringspark.pipelines import Padded, ShardManifest, open_reader, plan_epoch, write_shards
+
+SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+JOBS = {"etl": etl, "train": train, "score": score, "shards": shards}
+
+
+NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
+
+
+class RefusedError(Exception):
+    """What a job printed in place of its work."""
+
+
+class Place:
+    """What the rows use. `root` is new for each of them; what it holds, `prepared` has put there.
+
+    Attributes:
+        table: 60 rows with columns of all sorts.
+        storage: `storageUri` of the fits: an empty folder, which every row leaves empty.
+    """
+
+    def __init__(self, spark: Any, folder: Path) -> None:
+        self.spark = spark
+        self.table = spark.range(0, 60, 1, 2).select(
+            F.array((F.col("id") / 60).cast("float"), F.lit(1.0).cast("float")).alias("features"),
+            (F.col("id") % 2).cast("double").alias("label"),
+            F.col("id").cast("string").alias("text"),
+            F.when(F.col("id") != 7, F.col("id").cast("double")).alias("holey"),
+            F.when(F.col("id") == 7, F.lit(float("nan"))).otherwise(1.0).alias("broken"),
+            F.when(F.col("id") == 7, F.lit(float("inf"))).otherwise(1.0).alias("endless"),
+            F.col("id").alias("many"),
+            (F.col("id") / 60).alias("half"),
+            (F.col("id") - 30).cast("double").alias("negative"),
+            F.lit(0.0).alias("zero"),
+            F.lit(False).alias("never"),
+            F.col("id").cast("string").cast("binary").alias("bytes"),
+            F.when(F.col("id") == 7, F.array("id")).otherwise(F.array("id", "id")).alias("uneven"),
+            F.struct("id").alias("pair"),
+            F.create_map(F.lit("k"), F.col("id")).alias("lookup"),
+            F.col("id").cast("decimal(38,2)").alias("exact"),
+        )
+        self.pair = self.table.select("features", "label")
+        self._shards = folder / "shards"
+        write_shards(self.table.select("features", "label", *NUMBERS), str(self._shards), num_files=1)
+        self._run, self._saved = folder / "run", folder / "saved"
+        estimator = TorchClassifier(model=SPEC, runUri=str(self._run), showProgress=False)
+        self.model = estimator.fitOnShards(str(self._shards))
+        self.model.save(str(self._saved))
+        self.enter(folder / "warm")
+
+    def enter(self, root: Path) -> None:
+        """Starts a row in an empty folder."""
+        self.root, self.storage = root, str(root / "storage")
+        (root / "storage").mkdir(parents=True)
+        self.before = self.holds()
+
+    def prepared(self, copy_of: str = "", damage: Callable[[Path], Any] | None = None) -> str:
+        """A folder for the row: empty, or a copy of the "shards", the "run" or the "saved" model."""
+        folder = self.root / "given"
+        if copy_of:
+            shutil.copytree({"shards": self._shards, "run": self._run, "saved": self._saved}[copy_of], folder)
+        else:
+            folder.mkdir()
+        if damage is not None:
+            damage(folder)
+        self.before = self.holds()
+        return str(folder)
+
+    def holds(self) -> set[tuple[str, int]]:
+        """Every file and folder below the root, with its size."""
+        return {(str(path), path.stat().st_size if path.is_file() else 0) for path in self.root.rglob("*")}
+
+    def train(self, kind: Any = TorchClassifier, **changes: Any) -> Any:
+        """The same on shards that are there: no job of Spark's is needed to refuse it."""
+        return self.fit(kind, lambda estimator: estimator.fitOnShards(str(self._shards)), **changes)
+
+    def fit(self, kind: Any = TorchClassifier, run: Any = None, **changes: Any) -> Any:
+        """A small fit with some settings changed, or what `run` does with its estimator."""
+        params: dict[str, Any] = {"model": SPEC, "epochs": 2, "batchSize": 8, "storageUri": self.storage}
+        if "runUri" in changes:
+            params["storageUri"] = None
+        estimator = kind(**(params | {"showProgress": False} | changes))
+        return estimator.fit(self.table) if run is None else run(estimator)
+
+    def write(self, *columns: str, **settings: Any) -> Any:
+        """A write of some columns."""
+        given = self.table.select(*columns) if columns else self.pair
+        return write_shards(given, **({"uri": f"{self.storage}/shards"} | settings))
+
+    def stream(self) -> Any:
+        """A write of a DataFrame that never ends."""
+        return write_shards(self.spark.readStream.format("rate").load(), self.storage)
+
+    def on_damaged(self, damage: Callable[[str], Callable[[Path], None]]) -> Any:
+        """A fit on shards of which one is damaged."""
+        uri = self.prepared("shards", damage("_shards*/*.parquet"))
+        return self.fit(run=lambda estimator: estimator.fitOnShards(uri))
+
+    def load(self, damage: Callable[[Path], Any], kind: Any = TorchClassificationModel) -> Any:
+        """Loads the saved model after some damage."""
+        return kind.load(self.prepared("saved", damage))
+
+    def job(self, name: str, *options: str) -> None:
+        """A job's command line, in this process."""
+        errors = StringIO()
+        with redirect_stderr(errors):
+            try:
+                code = cli.main(JOBS[name].build_parser(), JOBS[name].run, options)
+            except SystemExit as ended:
+                code = ended.code
+        if code:
+            raise RefusedError(errors.getvalue().removesuffix("\n"))
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One row: its sentence must match `subject`, and `remedy` behind that.
+
+    Attributes:
+        do: Raises `error`.
+        remedy: What to do, or the values that can be used.
+    """
+
+    name: str
+    do: Callable[[Place], Any]
+    subject: str
+    remedy: str
+    error: type[Exception] = ValueError
+
+    def problem(self, error: BaseException) -> str:
+        """What is wrong with what was raised; empty where nothing is."""
+        text = str(error)
+        if type(error) is not self.error:
+            return f"raised {type(error).__name__}, not {self.error.__name__}"
+        if "\n" in text or "Traceback" in text or "py4j" in text:
+            return "is more than one line"
+        if re.search(f"{self.subject}.*{self.remedy}", text) is None:
+            return f"lacks /{self.subject}/ or, behind it, /{self.remedy}/"
+        return ""
+
+
+def edited(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Damage: changes the JSON of a file below the folder."""
+
+    def damage(folder: Path) -> None:
+        path = folder / name
+        value = json.loads(path.read_text())
+        path.write_text(json.dumps(change(value)))
+
+    return damage
+
+
+def cut(pattern: str) -> Callable[[Path], None]:
+    """Damage: the first file of that pattern loses its second half."""
+
+    def damage(folder: Path) -> None:
+        path = next(iter(sorted(folder.glob(pattern))))
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return damage
+
+
+def gone(pattern: str) -> Callable[[Path], None]:
+    """Damage: the first file of that pattern is removed."""
+    return lambda folder: next(iter(sorted(folder.glob(pattern)))).unlink()
+
+
+def blocked(place: Place) -> str:
+    """A folder that nobody can make: there is a file in its way."""
+    place.prepared(damage=lambda folder: (folder / "file").write_text("no folder"))
+    return str(place.root / "given" / "file" / "inside")
+
+
+def huge() -> ModelSpec:
+    return ModelSpec("mlp", {"in_features": 2, "hidden": [20_000] * 150, "out_features": 1})
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 1).requires_grad_(False)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.linear(x)
+
+
+class Locked(nn.Module):
+    """Cannot travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import threading
+
+        self.linear, self.lock = nn.Linear(2, 1), threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+R = BadInput
+WRITING = [
+    R("write: string column", lambda p: p.write("text"), "column 'text' has type string", "Vocabulary"),
+    R("write: binary column", lambda p: p.write("bytes"), "column 'bytes' has type binary", "Binary"),
+    R(
+        "write: struct column",
+        lambda p: p.write("pair"),
+        "column 'pair' has type struct",
+        "select its fields",
+    ),
+    R("write: map column", lambda p: p.write("lookup"), "column 'lookup' has type map", "; "),
+    R("write: wide decimal", lambda p: p.write("exact"), r"'exact' has type decimal\(38,2\)", "cast it"),
+    R("write: nulls", lambda p: p.write("holey"), "'holey' has nulls in 1 of 60", "fill or drop them"),
+    R(
+        "write: arrays of two lengths",
+        lambda p: p.write("uneven"),
+        "'uneven' has arrays of 1 to 2",
+        "pad or cut",
+    ),
+    R("write: no row", lambda p: write_shards(p.pair.limit(0), p.storage), "no training rows", "nothing was"),
+    R(
+        "write: two columns of one name",
+        lambda p: p.write("label", "label"),
+        "two columns .* 'label'",
+        "rename",
+    ),
+    R(
+        "write: a pandas frame",
+        lambda p: write_shards(pd.DataFrame(), p.storage),
+        "got pandas",
+        "createDataFrame",
+    ),
+    R("write: no folder", lambda p: p.write(uri=""), "storage URI must not be empty", "pass a folder"),
+    R("write: unwritable folder", lambda p: p.write(uri=blocked(p)), "cannot be written", "choose a folder"),
+    R(
+        "write: unknown store",
+        lambda p: p.write(uri="nosuch://bucket/x"),
+        "URI 'nosuch:.*cannot be reached",
+        "install",
+    ),
+    R(
+        "write: folder in use",
+        lambda p: write_shards(p.pair, p.prepared("shards")),
+        "holds shards already",
+        "choose another folder or pass overwrite=True",
+    ),
+    R("write: num_files=0", lambda p: p.write(num_files=0), "num_files", "at least 1, got 0"),
+    R(
+        "write: row_group_rows=-1",
+        lambda p: p.write(row_group_rows=-1),
+        "row_group_rows",
+        "at least 1, got -1",
+    ),
+    R("write: compression", lambda p: p.write(compression="zip"), "compression", "one of zstd, .* got 'zip'"),
+    R("write: handle_invalid", lambda p: p.write(handle_invalid="drop"), "handle_invalid", "one of error, "),
+    R(
+        "write: handle_invalid of no column",
+        lambda p: p.write(handle_invalid={"x": "skip"}),
+        "handle_invalid names 'x'",
+        "not among the columns",
+    ),
+    R("write: kind of no column", lambda p: p.write(columns={"x": Padded()}), "columns names 'x'", ";"),
+    R("write: kind by name", lambda p: p.write(columns={"label": "pad"}), r"columns\['label'\]", "such as"),
+    R(
+        "write: no validation_col",
+        lambda p: p.write(validation_col="x"),
+        "validation_col 'x'",
+        "known: features",
+    ),
+    R(
+        "write: validation_col of fractions",
+        lambda p: p.write("features", "half", validation_col="half"),
+        "validation_col 'half'",
+        "must be boolean or 0/1, got values from 0.0 to",
+    ),
+    R(
+        "write: fraction as text",
+        lambda p: p.write(validation_fraction="0.1"),
+        "validation_fraction",
+        "a number between 0 and 1",
+    ),
+    R(
+        "write: long seed",
+        lambda p: p.write(validation_fraction=0.1, seed=2**70),
+        "seed must be",
+        "whole number of 64",
+    ),
+    R(
+        "write: list of kinds",
+        lambda p: p.write(columns=["label"]),
+        "columns must map names to kinds",
+        "e.g.",
+    ),
+    R(
+        "write: two ways to hold out",
+        lambda p: p.write(validation_fraction=0.1, validation_col="label"),
+        "validation_col or validation_fraction",
+        "not both",
+    ),
+    R(
+        "write: a stream",
+        lambda p: p.stream(),
+        "takes a batch DataFrame, got a streaming",
+        "call it in foreachBatch",
+    ),
+    R(
+        "write: no column but the split",
+        lambda p: p.write("never", validation_col="never"),
+        "no column to write",
+        "select",
+    ),
+    R(
+        "write: half a split",
+        lambda p: p.write(validation_fraction=1.5),
+        "validation_fraction",
+        "between 0 and 1",
+    ),
+    R(
+        "write: everything held out",
+        lambda p: write_shards(p.pair.withColumn("v", F.lit(True)), p.storage, validation_col="v"),
+        "no training rows",
+        "of 60, 60 are for validation",
+    ),
+]
+
+READING = [
+    R("read: no shards", lambda p: ShardManifest.load(p.prepared()), "holds no shards", "write_shards"),
+    R(
+        "read: manifest cut",
+        lambda p: ShardManifest.load(p.prepared("shards", cut("manifest.json"))),
+        "manifest in .* cannot be used",
+        "write the shards again",
+    ),
+    R(
+        "read: newer manifest",
+        lambda p: ShardManifest.load(
+            p.prepared("shards", edited("manifest.json", lambda m: m | {"format_version": 9}))
+        ),
+        "its format is 9",
+        "upgrade ringspark",
+    ),
+    R(
+        "read: manifest with a path out of its folder",
+        lambda p: ShardManifest.load(
+            p.prepared(
+                "shards", edited("manifest.json", lambda m: m | {"files": [m["files"][0] | {"path": "../x"}]})
+            )
+        ),
+        r"manifest .* only name files in its own folder, got '\.\./x'",
+        "write the shards again",
+    ),
+    R(
+        "read: shard missing",
+        lambda p: ShardManifest.load(p.prepared("shards", gone("_shards*/*.parquet"))).verify_files(),
+        r"shard file '.*\.parquet' is missing",
+        "write the shards again",
+    ),
+    R(
+        "read: shard cut",
+        lambda p: ShardManifest.load(p.prepared("shards", cut("_shards*/*.parquet"))).verify(),
+        r"shard file '.*\.parquet' has \d+ bytes where",
+        "write the shards again",
+    ),
+    R(
+        "read: a path",
+        lambda p: open_reader(p.prepared("shards")),
+        "takes a manifest, got",
+        "ShardManifest.load",
+    ),
+    R("read: unknown column", lambda p: reader(p, columns=["x"]), "no column 'x'", "known: features, label"),
+    R("read: columns as text", lambda p: reader(p, columns="label"), "columns must be a list", "got 'label'"),
+    R(
+        "read: shard 2 of 2",
+        lambda p: reader(p, shard=2, num_shards=2),
+        "shard must be",
+        "from 0 to 1, got 2",
+    ),
+    R("read: no rows a batch", lambda p: reader(p, batch_size=0), "batch_size must be", "at least 1, got 0"),
+    R(
+        "read: unknown engine",
+        lambda p: reader(p, engine="dask"),
+        "reader must be",
+        "one of arrow, petastorm",
+    ),
+    R("read: unknown cache", lambda p: reader(p, cache="gpu"), "cache must be", "memory, disk, got 'gpu'"),
+    R(
+        "read: no room in the cache",
+        lambda p: reader(p, cache="memory", cache_bytes=0),
+        "cache_bytes",
+        "at least 1",
+    ),
+    R(
+        "read: unknown split",
+        lambda p: manifest_of(p).select("test"),
+        "split must be",
+        "train, validation, got",
+    ),
+    R(
+        "read: step after the last",
+        lambda p: reader(p).batches(0, start_step=9),
+        "start_step must be",
+        "0 to 1, got 9",
+    ),
+    R(
+        "plan: negative row groups",
+        lambda p: plan_epoch([-1], num_shards=1, batch_size=1, epoch=0, seed=0),
+        "row_groups must not be negative",
+        "got -1",
+    ),
+]
+
+
+def manifest_of(place: Place) -> ShardManifest:
+    return ShardManifest.load(place.prepared("shards"))
+
+
+def reader(place: Place, **settings: Any) -> Any:
+    return open_reader(manifest_of(place), engine=settings.pop("engine", "arrow"), **settings)
+
+
+def of_two_outputs(place: Place, **changes: Any) -> Any:
+    return place.train(TorchEstimator, model=TwoOutputs(), **changes)
+
+
+COLUMNS = [
+    R(
+        "fit: typo in a column",
+        lambda p: p.fit(featuresCol="featurez"),
+        "'featurez'",
+        "did you mean 'features'",
+    ),
+    R(
+        "fit: typo in the label",
+        lambda p: p.fit(labelCol="labelz"),
+        "labelCol 'labelz'",
+        "did you mean 'label'",
+    ),
+    R(
+        "fit: no weight column",
+        lambda p: p.fit(weightCol="w"),
+        "weightCol 'w' is not a column",
+        "the DataFrame has",
+    ),
+    R("fit: string feature", lambda p: p.fit(inputCols=["text"]), "'text' has type string", "StringIndexer"),
+    R("fit: string label", lambda p: p.fit(labelCol="text"), "'text' has type string", "StringIndexer"),
+    R(
+        "fit: binary feature",
+        lambda p: p.fit(inputCols=["bytes"]),
+        "'bytes' has type binary",
+        "decode it into",
+    ),
+    R(
+        "fit: struct feature",
+        lambda p: p.fit(inputCols=["pair"]),
+        "'pair' has type struct",
+        "select its fields",
+    ),
+    R(
+        "fit: wide decimal",
+        lambda p: p.fit(inputCols=["exact"]),
+        r"'exact' has type decimal\(38,2\)",
+        "cast it to",
+    ),
+    R(
+        "fit: nulls",
+        lambda p: p.fit(inputCols=["holey"]),
+        "'holey' has nulls in 1 of 60",
+        "handleInvalid='skip'",
+    ),
+    R(
+        "fit: uneven arrays",
+        lambda p: p.fit(inputCols=["uneven"]),
+        "'uneven' has arrays of 1 to 2",
+        "pad or cut",
+    ),
+    R(
+        "fit: NaN label",
+        lambda p: p.train(labelCol="broken"),
+        "'broken' has 1 NaN values",
+        "filter or replace",
+    ),
+    R(
+        "fit: infinite label",
+        lambda p: p.train(TorchRegressor, labelCol="endless"),
+        "'endless' has 1 infinite values",
+        "filter or replace",
+    ),
+    R(
+        "fit: label out of range",
+        lambda p: p.train(labelCol="many"),
+        r"'many' must lie in 0\.\.1",
+        "StringIndexer",
+    ),
+    R(
+        "fit: label of fractions",
+        lambda p: p.train(labelCol="half"),
+        "'half' must hold whole class",
+        "StringIndexer",
+    ),
+    R(
+        "fit: arrays as labels",
+        lambda p: p.train(labelCol="features"),
+        "'features' must hold one class number per row",
+        "got an array",
+    ),
+    R(
+        "fit: no rows",
+        lambda p: p.fit(run=lambda e: e.fit(p.table.limit(0))),
+        "no training rows",
+        "nothing was written",
+    ),
+    R(
+        "fit: negative weights",
+        lambda p: p.train(weightCol="negative"),
+        "weightCol 'negative' must not be",
+        "got -30",
+    ),
+    R(
+        "fit: weights all 0",
+        lambda p: p.train(weightCol="zero"),
+        "weightCol 'zero' is 0 in all",
+        "leave the column",
+    ),
+    R(
+        "fit: indicator is an input",
+        lambda p: p.fit(inputCols=["many"], validationIndicatorCol="many"),
+        "validationIndicatorCol 'many' must be a column of its own",
+        "copy it",
+    ),
+    R(
+        "fit: best of no held-out rows",
+        lambda p: p.fit(validationIndicatorCol="never", keep="best"),
+        "validationIndicatorCol holds out none of the 60 rows",
+        "hold out more",
+    ),
+    R(
+        "fit: two ways to hold out",
+        lambda p: p.fit(validationIndicatorCol="never", validationFraction=0.1),
+        "validationFraction or validationIndicatorCol",
+        "not both",
+    ),
+    R(
+        "fit: half a split",
+        lambda p: p.fit(validationFraction=1.5),
+        "validationFraction must lie",
+        "between 0 and 1",
+    ),
+    R(
+        "fit: output column there",
+        lambda p: p.fit(predictionCol="half"),
+        "column half already exists",
+        "drop it",
+    ),
+    R(
+        "fit: one column for two",
+        lambda p: p.fit(predictionCol="probability"),
+        "output columns must differ",
+        "got",
+    ),
+]
+
+SETTINGS = [
+    R(
+        "fit: no model",
+        lambda p: TorchClassifier().fit(p.table),
+        "TorchClassifier needs a model",
+        "ModelSpec",
+    ),
+    R(
+        "fit: model is a class",
+        lambda p: p.fit(model=nn.Linear),
+        "model must be",
+        "pass an instance",
+        TypeError,
+    ),
+    R(
+        "fit: no such Param",
+        lambda p: p.fit(bachSize=8),
+        "no Param 'bachSize'",
+        "mean 'batchSize'",
+        TypeError,
+    ),
+    R(
+        "fit: unknown optimizer",
+        lambda p: p.fit(optimizer="adamm"),
+        "optimizer must be",
+        "did you mean 'adam",
+    ),
+    R(
+        "fit: unknown loss",
+        lambda p: p.fit(loss="cross_entropi"),
+        "loss must be",
+        "did you mean 'cross_entropy'",
+    ),
+    R(
+        "fit: unknown metric",
+        lambda p: p.fit(metrics=["acuracy"]),
+        "metrics must be",
+        "did you mean 'accuracy'",
+    ),
+    R("fit: metric of values", lambda p: p.fit(metrics=["rmse"]), "metrics 'rmse'", "classification"),
+    R("fit: no patience", lambda p: p.fit(patience=0), "patience must be at least 1", "leave it unset"),
+    R(
+        "fit: warm-up longer than all",
+        lambda p: p.train(warmupSteps=500),
+        "warmupSteps must be below",
+        "got 500",
+    ),
+    R(
+        "fit: schedule without step",
+        lambda p: p.train(lrSchedule=lambda: 1.0),
+        "lrSchedule",
+        "got one with 0 arg",
+    ),
+    R(
+        "fit: optimizer makes none",
+        lambda p: p.train(optimizer=lambda parameters: None),
+        "optimizer must return a torch.optim.Optimizer",
+        "got NoneType",
+    ),
+    R("fit: two losses, one label", lambda p: p.fit(loss=["mse", "mse"]), "loss must be one for all", "got"),
+    R(
+        "fit: unknown schedule",
+        lambda p: p.fit(lrSchedule="cosin"),
+        "lrSchedule must be",
+        "did you mean 'cosine'",
+    ),
+    R(
+        "fit: unknown monitor",
+        lambda p: p.train(monitor="train_los", keep="best"),
+        "monitor 'train_los'",
+        "did you mean 'train_loss'",
+    ),
+    R(
+        "fit: unknown collective",
+        lambda p: p.fit(collective="mpi"),
+        "collective must be",
+        "'torch'.* got 'mpi'",
+    ),
+    R("fit: unknown precision", lambda p: p.fit(precision="fp8"), "precision must be", "'bf16'.* got 'fp8'"),
+    R(
+        "fit: loss of values for classes",
+        lambda p: p.train(loss="KLDivLoss"),
+        "loss 'KLDivLoss' takes",
+        "take 'cross",
+    ),
+    R(
+        "fit: loss of two logits",
+        lambda p: p.train(loss="cross_entropy"),
+        "'cross_entropy' needs one logit",
+        "set loss",
+    ),
+    R("fit: text as a number", lambda p: p.fit(epochs="ten"), "epochs", "int", TypeError),
+    R("fit: no epoch", lambda p: p.fit(epochs=0), "epochs must be", "at least 1, got 0"),
+    R("fit: negative rate", lambda p: p.fit(learningRate=-1.0), "learningRate must be", "above 0 and finite"),
+    R(
+        "fit: too many workers",
+        lambda p: p.fit(numWorkers=999, batchSize=4096),
+        r"numWorkers \(999\)",
+        "lower numW",
+    ),
+    R(
+        "fit: less rows than workers",
+        lambda p: p.fit(numWorkers=9),
+        "batchSize .* numWorkers",
+        "raise batchSize",
+    ),
+    R(
+        "fit: empty micro-batches",
+        lambda p: p.fit(gradientAccumulation=9),
+        r"gradientAccumulation \(9\) times .* batchSize \(8\)",
+        "lower gradientAccumulation or raise batchSize",
+    ),
+    R("fit: GPUs where there are none", lambda p: p.fit(useGpu=True), "useGpu", "useGpu=False"),
+    R(
+        "fit: offload to where it is",
+        lambda p: p.fit(activationOffload="host"),
+        "'host'",
+        "activationOffload='disk'",
+    ),
+    R(
+        "fit: parameters in parts with horovod",
+        lambda p: p.fit(sharding="parameters", collective="horovod", numWorkers=2),
+        "sharding 'parameters'",
+        "set collective='torch'",
+    ),
+    R(
+        "fit: no chain to recompute",
+        lambda p: p.train(gradientCheckpointing="sqrt"),
+        "found no chain of blocks",
+        ";",
+    ),
+    R(
+        "fit: larger than the host",
+        lambda p: p.train(model=huge()),
+        "training needs at least .* per worker .* are available",
+        "take an optimizer",
+    ),
+    R("fit: budget of no size", lambda p: p.fit(memoryBudget="4x"), "memoryBudget must be", "such as '4g'"),
+    R("fit: budget too small", lambda p: p.train(memoryBudget=10), "memoryBudget is 10 B", "no settings fit"),
+    R(
+        "fit: one threshold",
+        lambda p: p.train(thresholds=[0.5]),
+        "thresholds must hold",
+        "each of the 2 classes, got 1",
+    ),
+    R(
+        "fit: callback is a class",
+        lambda p: p.fit(callbacks=[dict]),
+        "callbacks must be",
+        "pass an inst",
+        TypeError,
+    ),
+    R("fit: no such parameter", lambda p: p.train(parameterGroups=[{"params": "x"}]), "'x'", "linear"),
+    R(
+        "fit: unwritable storage",
+        lambda p: p.fit(storageUri=blocked(p)),
+        "cannot be written",
+        "choose a folder",
+    ),
+    R("fit: shards gone", lambda p: p.on_damaged(gone), "parquet' is missing", "write the shards again"),
+    R(
+        "fit: shards cut",
+        lambda p: p.on_damaged(cut),
+        r"parquet' has \d+ bytes where",
+        "write the shards again",
+    ),
+    R(
+        "fit: no shards",
+        lambda p: p.fit(run=lambda e: e.fitOnShards(p.storage)),
+        "holds no shards",
+        "write_shards",
+    ),
+]
+
+NETWORKS = [
+    R(
+        "model: nothing to train",
+        lambda p: p.train(model=nn.Flatten()),
+        "Flatten has no trainable",
+        "unfreeze some",
+    ),
+    R(
+        "model: all frozen",
+        lambda p: p.train(model=frozen()),
+        "Linear has no trainable parameters",
+        "unfreeze some",
+    ),
+    R(
+        "model: other inputs",
+        lambda p: p.train(model=ModelSpec("linear", {"in_features": 5, "out_features": 1})),
+        r"Linear cannot take the input columns \[features \(2, 2\) float32\]",
+        "match the model",
+    ),
+    R(
+        "model: more inputs",
+        lambda p: p.train(inputCols=["features", "half"]),
+        "Linear cannot take",
+        "match the model",
+    ),
+    R(
+        "model: other outputs",
+        lambda p: p.train(TorchRegressor, model=nn.Linear(2, 3)),
+        r"Linear must return \(batch,\) or \(batch, 1\) for labelCol 'label', got \(2, 3\)",
+        "change the model's last layer",
+    ),
+    R("model: two outputs, one label", of_two_outputs, "TwoOutputs", "labelCols"),
+    R(
+        "model: cannot travel",
+        lambda p: p.fit(model=Locked()),
+        "cannot be sent to the workers",
+        "without references",
+    ),
+    R("spec: unknown name", lambda p: ModelSpec("mlpp"), "unknown model 'mlpp'", "did you mean 'mlp'"),
+    R(
+        "spec: no such module",
+        lambda p: ModelSpec("no.such:Net").build(),
+        "'no.such:Net' could not be imported",
+        "give the class",
+    ),
+    R(
+        "spec: of the main script",
+        lambda p: ModelSpec("__main__:Net"),
+        "'__main__:Net' is defined in",
+        "move the class",
+    ),
+    R(
+        "spec: not JSON",
+        lambda p: ModelSpec("mlp", {"hidden": torch.ones(1)}),
+        "argument 'hidden'",
+        "must be JSON",
+    ),
+    R(
+        "spec: wrong argument",
+        lambda p: ModelSpec("linear", {"width": 2}).build(),
+        "'linear' does not take",
+        "it takes in_features",
+    ),
+    R(
+        "spec: no network",
+        lambda p: ModelSpec("json:loads").build(),
+        "'json:loads' must be",
+        "torch.nn.Module",
+    ),
+    R("memory: no batch", lambda p: plan_memory(SPEC, None), "batch must be", r"\(inputs, labels\)"),
+    R(
+        "memory: other shapes",
+        lambda p: plan_memory(SPEC, columns(3)),
+        "memory of model linear",
+        "check the batch",
+    ),
+    R(
+        "memory: rows of two numbers",
+        lambda p: plan_memory(SPEC, uneven()),
+        "same number of rows",
+        "first dimension",
+    ),
+    R(
+        "memory: budget of no size",
+        lambda p: plan_memory(SPEC, columns(2), budget="x"),
+        "budget",
+        "such as '4g'",
+    ),
+    R(
+        "memory: unknown setting",
+        lambda p: plan_memory(SPEC, columns(2), sharding="all"),
+        "sharding",
+        "'optimizer'",
+    ),
+]
+
+
+def columns(width: int) -> tuple[Any, Any]:
+    """A batch for `plan_memory`."""
+    return (((4, width), "float32"), ((4,), "float32"))
+
+
+def uneven() -> tuple[Any, Any]:
+    return (((4, 2), "float32"), ((5,), "float32"))
+
+
+RECOVERY = [
+    R(
+        "fit: more workers than there are",
+        lambda p: p.fit(minWorkers=2),
+        "minWorkers .2. .* numWorkers",
+        "lower",
+    ),
+    R("fit: restarts below 0", lambda p: p.fit(maxRestarts=-1), "maxRestarts must be", "0 is for no restart"),
+    R(
+        "fit: a checkpoint every 0 steps",
+        lambda p: p.fit(checkpointEverySteps=0),
+        "checkpointEverySteps",
+        "least 1",
+    ),
+    R(
+        "fit: negative interval",
+        lambda p: p.fit(checkpointEverySeconds=-1),
+        "checkpointEverySeconds",
+        "0 or above",
+    ),
+    R("fit: keeps no checkpoint", lambda p: p.fit(keepCheckpoints=0), "keepCheckpoints", "at least 1, got 0"),
+    R("fit: no time", lambda p: p.fit(timeoutSeconds=0.0), "timeoutSeconds", "above 0 and finite"),
+    R("fit: unknown onNonFinite", lambda p: p.fit(onNonFinite="ignore"), "onNonFinite", "'rollback'"),
+    R(
+        "fit: back to no checkpoint",
+        lambda p: p.fit(onNonFinite="rollback", checkpointEverySeconds=0),
+        "'rollback' goes back to the last checkpoint, and none is asked for",
+        "set checkpointEverySteps",
+    ),
+    R(
+        "resume: no folder",
+        lambda p: p.fit(resume=True),
+        "resume=True goes on with",
+        "set runUri to that folder",
+    ),
+    R("resume: not asked for", lambda p: p.train(runUri=p.prepared("run")), "holds a run", "set resume=True"),
+    R("resume: no run", lambda p: go_on(p, "shards"), "must be a new or empty folder", "give another folder"),
+    R(
+        "resume: unwritable folder",
+        lambda p: p.train(runUri=blocked(p)),
+        "cannot be written",
+        "choose a folder",
+    ),
+    R(
+        "resume: other settings",
+        lambda p: go_on(p, "run", learningRate=0.5),
+        "cannot be resumed, .* learningRate: 0.001 -> 0.5",
+        "set them back, or give another folder",
+    ),
+    R(
+        "resume: other network",
+        lambda p: go_on(p, "run", model=nn.Linear(2, 1)),
+        "cannot be resumed, .* model: ",
+        "set them back",
+    ),
+    R(
+        "resume: damaged record",
+        lambda p: p.train(runUri=p.prepared("run", cut("run.json")), resume=True),
+        "run.json is damaged",
+        "give another folder",
+    ),
+    R(
+        "resume: one folder for two fits",
+        lambda p: p.fit(run=lambda e: e.fit(p.pair, [{e.epochs: 1}, {e.epochs: 2}]), runUri=p.prepared()),
+        "is the folder of one training, and 2 parameter maps",
+        "leave runUri unset",
+    ),
+]
+
+
+def go_on(place: Place, copy_of: str, **changes: Any) -> Any:
+    """Resumes the run in a copy of a folder."""
+    settings = {"epochs": 1, "batchSize": 1024, "runUri": place.prepared(copy_of), "resume": True}
+    return place.train(**(settings | changes))
+
+
+MODELS = [
+    R(
+        "transform: no weights",
+        lambda p: TorchModel(model=SPEC).transform(p.pair),
+        "has no weights",
+        "get one from",
+    ),
+    R(
+        "transform: column missing",
+        lambda p: p.model.transform(p.table.drop("features")),
+        "'features' is not",
+        ";",
+    ),
+    R(
+        "transform: string column",
+        lambda p: p.model.transform(p.table.select(F.col("text").alias("features"))),
+        "'features' has type string",
+        "StringIndexer",
+    ),
+    R(
+        "transform: output column there",
+        lambda p: p.model.transform(p.table.withColumnRenamed("half", "prediction")),
+        "column prediction already exists",
+        "drop it first",
+    ),
+    R(
+        "transform: no rows at once",
+        lambda p: p.model.copy().setInferenceBatchSize(0).transform(p.pair),
+        "inferenceBatchSize",
+        "at least 1, got 0",
+    ),
+    R(
+        "transform: three thresholds",
+        lambda p: p.model.copy().setThresholds([0.1, 0.2, 0.3]).transform(p.pair),
+        "thresholds must hold",
+        "each of the 2 classes, got 3",
+    ),
+    R(
+        "export: unknown format",
+        lambda p: p.model.export(f"{p.storage}/x", "tf"),
+        "format must be",
+        "'onnx'.* got 'tf'",
+    ),
+    R("save: folder in use", lambda p: p.model.save(p.prepared("saved")), "exists already", "overwrite"),
+    R(
+        "save: over something else",
+        lambda p: p.model.write().overwrite().save(p.prepared("shards")),
+        "holds something else than a saved stage",
+        "give a folder of its own",
+    ),
+    R("save: unwritable folder", lambda p: p.model.save(blocked(p)), "cannot be written", "choose a folder"),
+    R(
+        "load: no model",
+        lambda p: TorchModel.load(p.prepared()),
+        "holds no saved TorchModel",
+        "give the folder that",
+    ),
+    R(
+        "load: other stage",
+        lambda p: p.load(lambda f: None, TorchModel),
+        "not a TorchModel",
+        "load it with that class",
+    ),
+    R("load: description cut", lambda p: p.load(cut("ringspark.json")), "is damaged", "save the stage again"),
+    R(
+        "load: newer format",
+        lambda p: p.load(edited("ringspark.json", lambda d: d | {"format_version": 9})),
+        "stage format 9",
+        "upgrade ringspark",
+    ),
+    R(
+        "load: weights missing",
+        lambda p: p.load(gone("weights/model.safetensors")),
+        "model.safetensors",
+        "; ",
+    ),
+    R(
+        "load: weights cut",
+        lambda p: p.load(cut("weights/model.safetensors")),
+        "has .* bytes, .* were written",
+        "save the model",
+    ),
+    R("load: record missing", lambda p: p.load(gone("weights/checkpoint.json")), "holds no checkpoint", "; "),
+    R(
+        "load: weights of another network",
+        lambda p: p.load(edited("ringspark.json", other_network)).module(),
+        "is not of this model",
+        "take the model that it was made of",
+    ),
+    R(
+        "load: code without leave",
+        lambda p: TorchClassifier.load(saved_with_code(p)),
+        "holds pickled Python code",
+        "RINGSPARK_ALLOW_PICKLE=1",
+    ),
+]
+
+
+def other_network(description: dict[str, Any]) -> dict[str, Any]:
+    spec = ModelSpec("linear", {"in_features": 3, "out_features": 1})
+    return description | {"model": spec.to_json()}
+
+
+def saved_with_code(place: Place) -> str:
+    return place.prepared(damage=lambda f: TorchClassifier(model=nn.Linear(2, 1)).save(str(f)))
+
+
+JOB_LINES = [
+    R(
+        "etl: fraction of 2",
+        lambda p: p.job("etl", "--fraction", "2"),
+        "--fraction",
+        "at most 1, got '2'",
+        RefusedError,
+    ),
+    R(
+        "etl: results there",
+        lambda p: p.job("etl", "--no-overwrite", "--output", with_results(p)),
+        "there are results in",
+        "give --overwrite or another --output",
+        RefusedError,
+    ),
+    R(
+        "train: no shards",
+        lambda p: p.job("train", "--data", p.prepared()),
+        "holds no shards",
+        "write them",
+        RefusedError,
+    ),
+    R(
+        "train: no worker",
+        lambda p: p.job("train", "--num-workers", "0"),
+        "--num-workers",
+        "from 1 on",
+        RefusedError,
+    ),
+    R(
+        "train: text as a rate",
+        lambda p: p.job("train", "--learning-rate", "x"),
+        "--learning-rate",
+        "see --help",
+        RefusedError,
+    ),
+    R(
+        "train: misspelt option",
+        lambda p: p.job("train", "--epoch", "1"),
+        "--epoch 1",
+        "see --help",
+        RefusedError,
+    ),
+    R(
+        "score: no model",
+        lambda p: p.job("score", "--data", p.prepared()),
+        "no model at",
+        "run jobs/train.py",
+        RefusedError,
+    ),
+    R("shards: no command", lambda p: p.job("shards"), "required: COMMAND", "see --help", RefusedError),
+    R(
+        "shards: no shards",
+        lambda p: p.job("shards", "verify", p.prepared()),
+        "holds no shards",
+        "write",
+        RefusedError,
+    ),
+    R(
+        "shards: one is missing",
+        lambda p: p.job("shards", "verify", p.prepared("shards", gone("_shards*/*.parquet"))),
+        "is missing",
+        "write the shards again",
+        RefusedError,
+    ),
+    R(
+        "shards: no such entry",
+        lambda p: p.job("shards", "remove", p.prepared(), "ab"),
+        "ab",
+        ";",
+        RefusedError,
+    ),
+]
+
+
+def with_results(place: Place) -> str:
+    place.prepared("shards", lambda folder: (folder / "shards").mkdir())
+    return str(place.root / "given")
+
+
+BAD_INPUTS = [*WRITING, *READING, *COLUMNS, *SETTINGS, *NETWORKS, *RECOVERY, *MODELS, *JOB_LINES]

@@ -1,0 +1,121 @@
+"""A gang of two that trains while strangers call at its ports; for the test and the benchmark."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.status import Status
+
+STRANGER = str(Path(__file__).parent / "stranger.py")
+# What other machines are to a cluster, 127.0.0.2 is to a gang on 127.0.0.1.
+OTHER_MACHINE, SAME_MACHINE = "127.0.0.2", "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attacked:
+    """What a gang came to. Strangers' counts are of connections."""
+
+    weights: list[str]
+    grown_bytes: int
+    grown_descriptors: int
+    seconds: float
+    reached: int
+    refused: int
+
+
+def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacked:
+    """Trains on 2 spawned ranks; strangers come from another machine from before the ranks connect, and
+    from the same machine once they have.
+
+    Raises:
+        WorkerError: The gang did not survive.
+    """
+    stop_file = folder / f"stop-{collective}-{time.monotonic_ns()}"
+    work = partial(_train, steps=steps, stop_file=str(stop_file) if attacked else "", gang=os.getpid())
+    start = time.monotonic()
+    with _stranger(os.getpid(), stop_file, OTHER_MACHINE, wanted=attacked) as outside:
+        try:
+            ranks = [json.loads(text) for text in run_spawned(2, collective, work, timeout_seconds=60)]
+        finally:
+            stop_file.touch()
+    counts = Counter(outside)
+    for rank in ranks:
+        counts.update(rank["strangers"])
+    return Attacked(
+        weights=[rank["weights"] for rank in ranks],
+        grown_bytes=max(rank["grown_bytes"] for rank in ranks),
+        grown_descriptors=max(rank["grown_descriptors"] for rank in ranks),
+        seconds=time.monotonic() - start,
+        reached=counts["reached"],
+        refused=counts["refused"],
+    )
+
+
+@contextmanager
+def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> Iterator[dict[str, int]]:
+    """A stranger in a process of its own; its counts are there when the block has ended."""
+    counts: dict[str, int] = {}
+    if not wanted:
+        yield counts
+        return
+    command = [sys.executable, STRANGER, str(gang), str(stop_file), source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield counts
+        stop_file.touch()
+        found: dict[str, dict[str, int]] = json.loads(process.communicate(timeout=60)[0])
+    counts.update({kind: sum(ports.values()) for kind, ports in found.items()})
+
+
+def _train(
+    collective: Collective, device: str, status: Status, *, steps: int, stop_file: str, gang: int
+) -> str:
+    """The work: a small network, batches by step and rank. Rank 0 calls in the stranger next door."""
+    near = Path(f"{stop_file}-near")
+    wanted = bool(stop_file) and collective.rank == 0
+    process = psutil.Process()
+    with _stranger(gang, near, SAME_MACHINE, wanted) as counts:
+        before, result = (0, 0), ""
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        sync = collective.synchronize(module, torch.optim.Adam(module.parameters(), lr=0.01), 1)
+        scaler: Any = torch.amp.GradScaler("cpu", enabled=False)
+        for step in range(steps):
+            rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + collective.rank))
+            sync.optimizer.zero_grad()
+            with sync.micro_batch(True):
+                (sync.module(rows).square().sum() / 32 * sync.loss_factor).backward()
+            sync.reduce()
+            sync.step(scaler)
+            time.sleep(0.005)
+            if step == steps // 4:
+                before = (process.memory_info().rss, process.num_fds())
+        grown = (process.memory_info().rss - before[0], process.num_fds() - before[1])
+        weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+        result = hashlib.sha256(weights).hexdigest()
+    return json.dumps(
+        {
+            "weights": result,
+            "grown_bytes": grown[0],
+            "grown_descriptors": grown[1],
+            "strangers": counts,
+        }
+    )

@@ -1,0 +1,85 @@
+"""A stranger: calls every TCP port that the processes of a gang listen on, and never gives up.
+
+Run as `stranger.py PID STOP_FILE [SOURCE]`: until STOP_FILE exists it lists the listening ports of process
+PID and of its children, again and again, and sends to each of them, one attack after the other. It says
+that it is ready, and at its end as JSON, for each port, how often it was reached and turned away. On loopback only, and bounded: a
+few bytes a connection, at most `HELD` connections at a time. From SOURCE, by default 127.0.0.2, which is to
+a gang on 127.0.0.1 what another machine is to a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+
+HELD = 40
+GARBAGE = bytes(range(256)) * 4
+ATTACKS = {
+    "garbage": GARBAGE,
+    "http get": b"GET /global/0 HTTP/1.1\r\nHost: ringspark\r\n\r\n",
+    "http put": b"PUT /global/0 HTTP/1.1\r\nHost: ringspark\r\nContent-Length: 5\r\n\r\nwrong",
+    # TCPStore: the query type VALIDATE with its magic number, then SET of a key.
+    "torch store": struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<BQ", 1, 3) + b"abc",
+    # Ours: a random number, rank 1 and a mark made without the secret.
+    "wrong mark": b"\x01" * 32 + struct.pack("!I", 1) + b"\x02" * 32,
+    # Gloo: the number of a pair that its peer would announce first.
+    "gloo number": struct.pack("<q", 1),
+    "huge length": struct.pack("!I", 0xFFFFFFFF) + b"\xff" * 64,
+    "nothing": b"",
+}
+
+
+def main(pid: int, stop_file: str, source: str) -> None:
+    """Attacks until the stop file is there; prints what was reached."""
+    attacks = iter(_round_robin())
+    held: deque[socket.socket] = deque()
+    reached: dict[int, int] = {}
+    refused: dict[int, int] = {}
+    print("ready", flush=True)
+    while not os.path.exists(stop_file):
+        for address in _ports(pid):
+            name = next(attacks)
+            try:
+                connection = socket.create_connection(address, timeout=0.2, source_address=(source, 0))
+            except OSError:
+                refused[address[1]] = refused.get(address[1], 0) + 1
+                continue
+            reached[address[1]] = reached.get(address[1], 0) + 1
+            with suppress(OSError):
+                connection.sendall(ATTACKS[name])
+            # Most stay open: a server that waits for them would wait for ever.
+            held.append(connection)
+            if len(held) > HELD:
+                held.popleft().close()
+        time.sleep(0.002)
+    print(json.dumps({"reached": reached, "refused": refused}))
+
+
+def _round_robin() -> Iterator[str]:
+    while True:
+        yield from ATTACKS
+
+
+def _ports(pid: int) -> list[tuple[str, int]]:
+    found = []
+    with suppress(psutil.Error):
+        gang = psutil.Process(pid)
+        for process in [gang, *gang.children(recursive=True)]:
+            if process.pid == os.getpid():
+                continue
+            with suppress(psutil.Error):
+                found += [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return [(address.ip, address.port) for address in found]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "127.0.0.2")

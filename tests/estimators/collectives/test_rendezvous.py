@@ -1,0 +1,241 @@
+"""The rendezvous: what members can do with it, and what strangers cannot. Threads and real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ringspark.estimators.collectives import CollectiveError, Member
+from ringspark.estimators.collectives.channel import MAGIC, MAX_FRAME_BYTES, ChannelError, prove_as_client
+from ringspark.estimators.collectives.peer_proof import check_proofs, proofs_for
+from ringspark.estimators.collectives.rendezvous import (
+    MAX_STORED_BYTES,
+    MAX_UNPROVED,
+    KeyValues,
+    RendezvousServer,
+    pack,
+    unpack,
+)
+from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
+
+SECRET = bytes(range(32))
+HOST = "127.0.0.1"
+
+
+_opened: list[RendezvousClient | socket.socket] = []
+
+
+@pytest.fixture
+def server() -> Iterator[RendezvousServer]:
+    """For a gang of two; what `member` and `raw` have opened is closed behind it."""
+    opened = RendezvousServer(HOST, 2, SECRET)
+    yield opened
+    opened.close()
+    while _opened:
+        _opened.pop().close()
+
+
+def member(rank: int, server: RendezvousServer, size: int = 2) -> RendezvousClient:
+    client = RendezvousClient(Member(rank=rank, size=size), server.address, SECRET, 10.0)
+    _opened.append(client)
+    return client
+
+
+def raw(server: RendezvousServer) -> socket.socket:
+    host, port = server.address.rsplit(":", 1)
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    _opened.append(connection)
+    return connection
+
+
+def is_closed(server: RendezvousServer, seconds: float = 10.0) -> bool:
+    """Whether the port gets closed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            raw(server).close()
+        except ConnectionRefusedError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def said_until_closed(connection: socket.socket) -> bytes:
+    """All that the server says before it closes."""
+    heard = b""
+    try:
+        while chunk := connection.recv(1 << 16):
+            heard += chunk
+    except ConnectionError:
+        pass
+    return heard
+
+
+def test_members_share_keys_and_the_port_closes_when_all_have_come(server: RendezvousServer) -> None:
+    first = member(0, server)
+    assert not is_closed(server, 0.05)
+    second = member(1, server)
+    assert is_closed(server)
+    first.set("a", b"1")
+    assert second.get("a") == b"1"
+    assert second.get("b") is None
+    assert not second.wait(["a", "b"], 0.0)
+    waiting = threading.Timer(0.2, first.set, ("b", b""))
+    waiting.start()
+    assert second.wait(["a", "b"], 10.0)
+    assert [first.add("n", 2), second.add("n", 3)] == [2, 5]
+    assert first.swap("s", b"", b"new") == b"new"
+    assert second.swap("s", b"other", b"newer") == b"new"
+    assert second.count() == 6  # with the addresses that the two came from
+    assert second.delete("a")
+    assert not second.delete("a")
+
+
+def test_ranks_that_do_not_come_are_named(server: RendezvousServer) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 1 of 2 did not come to the rendezvous within 0.2 s"):
+        member(0, server).meet("ready", 0.2)
+
+
+def test_a_peer_without_the_secret_is_told_nothing(server: RendezvousServer) -> None:
+    with pytest.raises(CollectiveError, match="could not join the rendezvous") as caught:
+        RendezvousClient(Member(rank=1, size=2), server.address, b"\0" * 32, 0.5)
+    assert "secret" in str(caught.value) or "closed" in str(caught.value)
+    stranger = raw(server)
+    stranger.sendall(b"\x01" * 32 + struct.pack("!I", 1) + b"\x02" * 32)
+    assert len(said_until_closed(stranger)) == len(MAGIC) + 32
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET /global/0 HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096, struct.pack("!I", 2**32 - 1) * 40]
+)
+def test_garbage_ends_the_connection_and_nothing_else(server: RendezvousServer, said: bytes) -> None:
+    stranger = raw(server)
+    stranger.sendall(said)
+    said_until_closed(stranger)
+    first, second = member(0, server), member(1, server)
+    second.set("a", b"")
+    assert first.get("a") == b""
+
+
+def test_a_proof_heard_before_is_worth_nothing(server: RendezvousServer) -> None:
+    """A member's bytes, recorded by a relay and sent again."""
+    relay = socket.create_server((HOST, 0))
+    recorded = []
+
+    def pass_on() -> None:
+        inner, _ = relay.accept()
+        with inner, raw(server) as outer:
+            inner.sendall(outer.recv(len(MAGIC) + 32, socket.MSG_WAITALL))
+            recorded.append(inner.recv(68, socket.MSG_WAITALL))
+            outer.sendall(recorded[0])
+            inner.sendall(outer.recv(32, socket.MSG_WAITALL))
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    with socket.create_connection(relay.getsockname()) as connection:
+        prove_as_client(connection, SECRET, 1)
+    thread.join()
+    relay.close()
+    again = raw(server)
+    again.sendall(recorded[0])
+    assert len(said_until_closed(again)) == len(MAGIC) + 32
+
+
+def test_a_server_without_the_secret_is_not_believed() -> None:
+    with socket.create_server((HOST, 0)) as impostor:
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.sendall(MAGIC + os.urandom(32))
+                connection.recv(68, socket.MSG_WAITALL)
+                connection.sendall(os.urandom(32))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"{HOST}:{impostor.getsockname()[1]}"
+        with pytest.raises(CollectiveError, match="does not know the secret of this run"):
+            RendezvousClient(Member(rank=1, size=2), address, SECRET, 10.0)
+        thread.join()
+
+
+def test_a_changed_message_and_an_announced_flood_end_the_connection(server: RendezvousServer) -> None:
+    for rank, sent in enumerate([pack(b"set", b"k", b"v") + b"\0" * 32, b""]):
+        connection = raw(server)
+        prove_as_client(connection, SECRET, rank)
+        connection.settimeout(10)
+        length = len(sent) - 32 if sent else MAX_FRAME_BYTES + 1
+        connection.sendall(struct.pack("!I", length) + sent)
+        assert said_until_closed(connection) == b""
+
+
+def test_a_crowd_that_holds_connections_keeps_no_member_out(server: RendezvousServer) -> None:
+    crowd = [raw(server) for _ in range(2 * MAX_UNPROVED)]
+    first, second = member(0, server), member(1, server)
+    second.set("a", b"")
+    assert first.get("a") == b""
+    assert len(crowd) > MAX_UNPROVED
+
+
+def test_a_rank_comes_once(server: RendezvousServer) -> None:
+    member(0, server)
+    with pytest.raises(CollectiveError):
+        member(0, server).set("a", b"")
+    with pytest.raises(CollectiveError):
+        member(7, server, size=8).set("a", b"")
+
+
+def test_nothing_is_left_after_close(server: RendezvousServer) -> None:
+    client = member(0, server)
+    raw(server)
+    server.close()
+    assert is_closed(server, 1.0)
+    with pytest.raises(CollectiveError, match="rendezvous of rank 0 is gone"):
+        client.get("a")
+    deadline = time.monotonic() + 10
+    while (
+        any("ringspark-rendezvous" in t.name for t in threading.enumerate()) and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert not [t.name for t in threading.enumerate() if "ringspark-rendezvous" in t.name]
+
+
+def test_the_store_is_bounded_and_refuses_odd_requests() -> None:
+    store = KeyValues()
+    big = b"x" * (MAX_STORED_BYTES // 4)
+    answers = [store.answer(pack(b"set", str(i).encode(), big))[:1] for i in range(5)]
+    assert answers == [b"\0", b"\0", b"\0", b"\2", b"\2"]
+    for message in (
+        b"",
+        pack(b"drop"),
+        pack(b"set", b"k"),
+        pack(b"add", b"k", b"x"),
+        pack(b"wait", b"9" * 30),
+    ):
+        with pytest.raises(ValueError, match=r"request|digits|invalid literal"):
+            store.answer(message)
+    for message in (b"\0\0", struct.pack("!I", 2**31) + b"x"):
+        with pytest.raises(ValueError, match=r"a message ends|announced"):
+            unpack(message)
+
+
+def test_a_stranger_on_a_data_connection_is_found_out() -> None:
+    nonce, members = os.urandom(32), [Member(rank=rank, size=2) for rank in range(2)]
+    sent = [proofs_for(each, nonce, SECRET) for each in members]
+    received = [b"".join(proofs[32 * rank : 32 * rank + 32] for proofs in sent) for rank in range(2)]
+    for each, proofs in zip(members, received, strict=True):
+        check_proofs(each, nonce, SECRET, proofs)
+    with pytest.raises(CollectiveError, match="rank 0 is connected to a stranger in the place of rank 1"):
+        check_proofs(members[0], nonce, SECRET, received[0][:32] + os.urandom(32))
+    with pytest.raises(CollectiveError, match="stranger in the place of rank 0"):
+        check_proofs(members[1], nonce, SECRET, received[0])
+
+
+def test_a_channel_error_is_an_os_error() -> None:
+    assert issubclass(ChannelError, OSError)

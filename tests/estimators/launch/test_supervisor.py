@@ -1,0 +1,200 @@
+"""Which rank hangs, judged from signs of life; what Spark says of a job that failed."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.estimators.launch import heartbeat
+from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, read_beats, write_owner
+from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
+from ringspark.estimators.launch.watch import Watch
+from ringspark.estimators.training.status import Failure, Status, WorkerError, WorkerStoppedError
+
+TIMEOUT = 20.0  # a beat each 5 s, so a rank may miss two: 11 s
+
+
+def _beat(rank: int, **changes: Any) -> Beat:
+    first = Beat(
+        token="t", rank=rank, host=f"host{rank}", task=rank, pid=100 + rank, launch=0, attempt=0, phase="p",
+        ticks=1, beats=1,
+    )  # fmt: skip
+    return replace(first, **changes)
+
+
+def _peer_failure(rank: int) -> str:
+    return Failure.of(RuntimeError("peer"), rank, "step 3", from_peer=True).to_json()
+
+
+def _stopped(second: int) -> Beat:
+    """Rank 1, whose process is stopped at second 30."""
+    return _beat(1, beats=min(second, 30) // 5, ticks=min(second, 30))
+
+
+def _play(watch: Watch, seconds: int, script: Any) -> tuple[float, Any] | None:
+    """Shows the beats of `script(second)` each second; when and whom the watch blames."""
+    for now in range(seconds):
+        watch.look(script(now), float(now))
+        hung = watch.hung(float(now))
+        if hung is not None:
+            return float(now), hung
+    return None
+
+
+def test_ranks_that_beat_and_tick_do_not_hang() -> None:
+    assert (
+        _play(Watch(2, TIMEOUT), 200, lambda s: [_beat(r, beats=s // 5, ticks=s // 3) for r in (0, 1)])
+        is None
+    )
+
+
+def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
+    def script(second: int) -> list[Beat]:
+        return [_beat(0, beats=second // 5, ticks=min(second, 31)), _stopped(second)]
+
+    when, hung = _play(Watch(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    assert (hung.rank, hung.beat.host) == (1, "host1")
+    assert "no sign of life" in hung.reason
+    assert when <= 30 + TIMEOUT + 1
+
+
+def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner() -> None:
+    def script(second: int) -> list[Beat]:
+        failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
+        return [failed if second > 32 else _beat(0, beats=second // 5, ticks=second), _stopped(second)]
+
+    when, hung = _play(Watch(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    assert hung.rank == 1
+    assert when < 30 + TIMEOUT
+
+
+def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> None:
+    def script(second: int) -> list[Beat]:
+        return [_beat(r, beats=second // 5, ticks=min(second, 40 - (r == 2))) for r in range(3)]
+
+    when, hung = _play(Watch(3, TIMEOUT), 200, script)  # type: ignore[misc]
+    assert hung.rank == 2
+    assert "no progress" in hung.reason
+    # Those that wait get the time to end by their own timeout.
+    assert when > 40 + TIMEOUT
+
+
+def test_a_rank_that_never_started_is_blamed() -> None:
+    _, hung = _play(Watch(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
+    assert (hung.rank, hung.beat) == (1, None)
+
+
+def test_beats_of_an_older_start_count_no_more() -> None:
+    watch = Watch(1, TIMEOUT)
+    watch.look([_beat(0, attempt=1)], 0.0)
+    watch.look([_beat(0, attempt=0, beats=9)], 1.0)
+    assert [beat.attempt for beat in watch.beats] == [1]
+    assert watch.attempt is not None
+    assert watch.attempt.stage == 1
+
+
+def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
+    watch = Watch(1, TIMEOUT)
+    watch.look([_beat(0)], 0.0)
+    watch.look([_beat(0)], 1000.0)
+    assert watch.hung(1000.0) is None
+
+
+def test_nobody_works_while_all_are_done_or_silent() -> None:
+    watch = Watch(2, TIMEOUT)
+    assert watch.nobody_works(0.0)
+    watch.look([_beat(0), _beat(1, ended=True)], 0.0)
+    assert not watch.nobody_works(1.0)
+    assert watch.nobody_works(12.0)
+
+
+def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
+    folder = tmp_path / heartbeat.FOLDER
+    folder.mkdir()
+    for text in (b"", b"[]", b'{"rank": "0"}', b"\xff", b'{"__reduce__": 1}'):
+        (folder / "rank-0.json").write_bytes(text)
+        assert read_beats(str(tmp_path), 1, "t", 0) == []
+
+
+def test_a_heartbeat_tells_where_the_rank_is_and_how_it_ended(tmp_path: Path) -> None:
+    pulse, status = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0), Status("phase one")
+    with Heartbeat(pulse, status, rank=0, host="h", task=0) as beating:
+        _wait_for(lambda: len(read_beats(str(tmp_path), 1, "t", 0)) == 1)
+        beating.fail(Failure.of(ValueError("no"), 0, "phase two", from_peer=False))
+    (beat,) = read_beats(str(tmp_path), 1, "t", 0)
+    assert (beat.pid, beat.phase, beat.ended, beat.attempt) == (os.getpid(), "phase two", True, 0)
+    assert "ValueError" in str(beat.failure)
+    # Spark starts it again: one start too many leaves the last words alone.
+    with Heartbeat(pulse, status, rank=0, host="h", task=0) as again:
+        assert again.attempt == 1
+    assert read_beats(str(tmp_path), 1, "t", 0) == [beat]
+
+
+def test_rank_0_stops_where_another_driver_works_on_the_run(tmp_path: Path) -> None:
+    status = Status()
+    write_owner(str(tmp_path), "mine", 0)
+    with Heartbeat(Pulse(run_uri=str(tmp_path), token="mine", timeout_seconds=1.0), status, 0, "h", 0):
+        status.phase = "working"
+        write_owner(str(tmp_path), "theirs", 0)
+        with pytest.raises(WorkerStoppedError, match="another driver has taken over the run"):
+            _tick_on(status)
+
+
+def _tick_on(status: Status) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        status.tick()
+        time.sleep(0.02)
+
+
+def _wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "cancelled", "lost"),
+    [
+        ("Job 3 cancelled part of cancelled job group x", True, False),
+        ("[SPARK_JOB_CANCELLED] Job 0 cancelled as part of cancellation of all jobs", True, False),
+        ("[OPERATION_CANCELED] Operation was canceled", True, False),
+        ("Job 1 cancelled because SparkContext was shut down", True, False),
+        ("Job aborted due to stage failure: ... ExecutorLostFailure (executor 1 exited", False, True),
+        ("Job aborted due to stage failure: Could not recover from a failed barrier ResultSt", False, True),
+        ("Job aborted due to stage failure:\nTraceback (most recent call last):\nImportError", False, False),
+        ("Connection refused", False, False),
+    ],
+)  # fmt: skip
+def test_what_spark_says_of_a_job(text: str, cancelled: bool, lost: bool) -> None:
+    error = RuntimeError(text)
+    assert was_cancelled(error) is cancelled
+    assert (lost_workers(error) is not None) is lost
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (ConnectionResetError(104, "reset"), True),
+        (TimeoutError("store"), True),
+        (OSError(28, "No space left on device"), True),
+        (FileNotFoundError(2, "gone"), False),
+        (OSError("Couldn't deserialize thrift"), False),
+        (ValueError("user"), False),
+        (SystemExit(1), False),
+        (MemoryError(), False),
+    ],
+)
+def test_only_faults_of_the_infrastructure_may_pass(error: BaseException, may_pass: bool) -> None:
+    own = Failure.of(error, 1, "p", from_peer=False)
+    assert own.may_pass is may_pass
+    peer = Failure.of(RuntimeError("peer"), 0, "p", from_peer=True)
+    failed = WorkerError([peer, own])
+    assert failed.may_pass is may_pass
+    assert failed.rank == 1

@@ -1,0 +1,272 @@
+"""The need of a worker is below what it takes, and what cannot fit is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.memory.available import Available, of_cgroups, of_machine, of_spark_workers
+from ringspark.estimators.memory.pressure import STATE_COPIES, check, check_on_driver, worker_needs
+from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.status import WorkerError
+from ringspark.estimators.training.worker import train_worker
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+NOTHING = UserObjects()
+BIG = {"in_features": 64, "hidden": [2048] * 6, "out_features": 1}
+
+
+def _config(manifest: ShardManifest, model: ModelSpec | None, **changes: Any) -> TrainConfig:
+    base = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=f"{manifest.uri}-run",
+        input_columns=("x",),
+        label_columns=("y",),
+        model=None if model is None else model.to_json(),
+        batch_size=64,
+        collective="torch",
+        reader="arrow",
+        checkpoint_every_seconds=0,
+    )
+    return replace(base, **changes)
+
+
+def _linear(width: int) -> ModelSpec:
+    return ModelSpec("linear", {"in_features": width, "out_features": 1})
+
+
+@pytest.fixture
+def shards(make_shards: Any) -> ShardManifest:
+    """1,000 rows of 64 numbers, in groups of 10."""
+    x = np.zeros((1000, 64), np.float32)
+    manifest: ShardManifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=10)
+    return manifest
+
+
+def _taken(config: TrainConfig) -> Any:
+    """The work of a rank that says by how many bytes its memory has grown at most."""
+
+    def work(collective: Any, device: str, status: Any) -> str:
+        import re
+
+        from torch import optim
+
+        def field(name: str) -> int:
+            return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+        # Libraries that the first step of any training loads.
+        layer = nn.Linear(8, 8)
+        optimizer = optim.AdamW(layer.parameters())
+        layer(layer.weight).sum().backward()
+        optimizer.step()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+        before = field("VmRSS")
+        train_worker(config, collective, NOTHING, device, status)
+        return json.dumps(field("VmHWM") - before)
+
+    return work
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["wide data", "big network"])
+def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> None:
+    is_wide = case == "wide data"
+    x = np.zeros((600, 8192) if is_wide else (200, 64), np.float32)
+    model = _linear(8192) if is_wide else ModelSpec("mlp", BIG)
+    manifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=12)
+    config, _ = check_training(_config(manifest, model), NOTHING, manifest)
+    (taken,) = map(json.loads, run_spawned(1, "torch", _taken(config)))
+    needs = worker_needs(config, NOTHING, manifest)
+    assert 0 < sum(needs.values()) < taken
+    if is_wide:
+        assert needs["row groups in flight"] > x.nbytes / 4
+    else:
+        assert sum(needs.values()) > taken / 2
+
+
+@pytest.mark.distributed
+def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> None:
+    config, _ = check_training(_config(shards, ModelSpec("mlp", BIG), num_workers=2), NOTHING, shards)
+
+    def work(collective: Any, device: str, status: Any) -> str:
+        import resource
+
+        if collective.rank == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (250 << 20), resource.RLIM_INFINITY))
+        return train_worker(config, collective, NOTHING, device, status).to_json()
+
+    with pytest.raises(WorkerError) as caught:
+        run_spawned(2, "torch", work)
+    sentence = str(caught.value).splitlines()[0]
+    assert sentence.startswith("rank 1 on host ")
+    assert "failed in phase 'looking at the memory': ValueError: training needs at least " in sentence
+    assert " that this process is limited to); set sharding='parameters'" in sentence
+    assert sentence.endswith("or give the workers more memory by spark.executor.pyspark.memory")
+
+
+def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManifest) -> None:
+    config = _config(shards, _linear(64))
+    need = sum(worker_needs(config, NOTHING, shards).values())
+    check(config, NOTHING, shards, [None])
+    check(config, NOTHING, shards, [Available(num_bytes=need, source="here")])
+    with pytest.raises(
+        ValueError, match=r"at least .* \(parameters 260 B, .* are available \(here\); .* memory$"
+    ):
+        check(config, NOTHING, shards, [None, Available(num_bytes=need - 1, source="here")])
+
+
+@pytest.mark.parametrize(
+    ("sharding", "parts"),
+    [
+        ("none", (1, 1, 2)),
+        ("optimizer", (1, 1, 0.5)),
+        ("gradients", (1, 0.25, 0.5)),
+        ("parameters", (0.25, 0.25, 0.5)),
+    ],
+)
+def test_what_is_cut_over_the_ranks_counts_in_part(
+    shards: ShardManifest, sharding: str, parts: tuple[float, float, float]
+) -> None:
+    config = _config(shards, ModelSpec("mlp", BIG), num_workers=4, sharding=sharding)
+    needs = worker_needs(config, NOTHING, shards)
+    whole = worker_needs(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards)["parameters"]
+    found = [needs[part] / whole for part in ("parameters", "gradients", "optimizer state")]
+    assert found == pytest.approx(parts, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_as_large_as_the_table_says(optimizer: str) -> None:
+    matrix = nn.Parameter(torch.zeros(64, 64))
+    matrix.grad = torch.zeros_like(matrix)
+    made = make_optimizer(optimizer, [matrix], 1e-3, 0.0)
+    made.step()
+    state = [value for value in made.state[matrix].values() if isinstance(value, torch.Tensor)]
+    assert num_bytes(state) // num_bytes([matrix]) == STATE_COPIES.get(optimizer, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "copied"),
+    [
+        ({"checkpoint_every_steps": 3}, True),
+        ({"checkpoint_every_steps": 1_000}, False),
+        ({"checkpoint_every_epochs": 1, "epochs": 2}, True),
+        ({"checkpoint_every_epochs": 1}, False),
+        ({"checkpoint_every_seconds": 60.0}, False),
+    ],
+)
+def test_the_copy_for_a_checkpoint_counts_where_one_is_certain(
+    shards: ShardManifest, settings: dict[str, Any], copied: bool
+) -> None:
+    needs = worker_needs(_config(shards, ModelSpec("mlp", BIG), **settings), NOTHING, shards)
+    assert needs.get("copy for a checkpoint", 0) == (3 * needs["parameters"] if copied else 0)
+    assert ("gradients" in needs) is not copied
+
+
+class Unused(nn.Module):
+    """Has ten times the parameters that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(64, 1), nn.Linear(64, 100_000)
+        self.rare = nn.Embedding(100_000, 8, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest) -> None:
+    objects = UserObjects(module=Unused())
+    config, _ = check_training(_config(shards, None), objects, shards)
+    needs = worker_needs(config, objects, shards)
+    assert needs["gradients"] == 4 * (65 + 65 * 100_000)
+    # Enough for the parameters and the rows.
+    check(config, objects, shards, [Available(num_bytes=needs["parameters"] + (1 << 20), source="here")])
+    with pytest.raises(ValueError, match=r"\(parameters .* take an optimizer with less state|smaller model"):
+        check(config, objects, shards, [Available(num_bytes=1 << 20, source="here")])
+
+
+def test_on_a_gpu_the_host_holds_the_network_once(shards: ShardManifest) -> None:
+    big, small = (
+        worker_needs(_config(shards, model, use_gpu=True), NOTHING, shards)
+        for model in (ModelSpec("mlp", BIG), _linear(64))
+    )
+    assert list(big) == ["parameters"]
+    assert small["parameters"] == small["gradients"] == 0
+    assert sum(small.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("conf", "num_bytes"),
+    [
+        ({"spark.executor.pyspark.memory": "2g"}, 2 << 30),
+        ({"spark.executor.pyspark.memory": "2048", "spark.executor.cores": "4"}, 1 << 29),
+        ({}, None),
+    ],
+)
+def test_spark_divides_the_memory_of_its_python_workers_by_cores(
+    conf: dict[str, str], num_bytes: int | None
+) -> None:
+    found = of_spark_workers(conf)
+    assert (found and found.num_bytes) == num_bytes
+
+
+def test_the_driver_refuses_what_spark_leaves_no_room_for(shards: ShardManifest) -> None:
+    conf = {"spark.master": "yarn", "spark.executor.pyspark.memory": "100m"}
+    config, _ = check_training(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards)
+    with pytest.raises(
+        ValueError, match=r"spark.executor.pyspark.memory is 100.0 MiB\); .* more memory by spark"
+    ):
+        check_on_driver(config, NOTHING, shards, conf, is_remote=False)
+    check_on_driver(config, NOTHING, shards, {"spark.master": "yarn"}, is_remote=False)
+    check_on_driver(config, NOTHING, shards, {"spark.master": "local[2]"}, is_remote=False)
+
+
+def _write(root: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/"
+    files = {
+        "proc/self/cgroup": "0::/pod/one\n",
+        f"{group}pod/one/memory.max": "max\n",
+        f"{group}pod/memory.max": "1000000\n",
+        f"{group}pod/memory.current": "700000\n",
+        f"{group}pod/memory.stat": "anon 400000\nfile 300000\nshmem 50000\n",
+    }
+    root = _write(tmp_path / "v2", files)
+    assert of_cgroups(root) == 1_000_000 - 400_000 - 50_000
+    files = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/not/seen/here\n",
+        f"{group}memory/memory.limit_in_bytes": "1000000\n",
+        f"{group}memory/memory.usage_in_bytes": "600000\n",
+        f"{group}memory/memory.stat": "cache 1\ntotal_cache 100000\ntotal_shmem 0\n",
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  600 kB\nSwapFree: 100 kB\n",
+    }
+    root = _write(tmp_path / "v1", files)
+    assert of_cgroups(root) == 500_000
+    # The machine is shared by the workers of the host; the group may be this one's alone.
+    for workers, same, expected in ((1, False, 500_000), (2, False, 700 * 512), (2, True, 250_000)):
+        found = of_machine(workers, same_cgroup=same, root=root)
+        assert found is not None
+        assert found.num_bytes == expected
+    unlimited = {f"{group}memory/memory.limit_in_bytes": "9223372036854771712\n"}
+    assert of_cgroups(_write(tmp_path / "v1", unlimited)) is None
+    assert of_machine(1, root=str(tmp_path / "no Linux")) is None

@@ -1,0 +1,227 @@
+"""Trainings that are hit, stopped, cancelled and gone on with. Bigger ones: tests/faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators.launch.heartbeat import FOLDER, Beat
+from ringspark.estimators.run_folder import RunFolder
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.skipif(not MASTER.startswith("local["), reason="hits processes of this host"),
+]
+
+STEPS = 24
+
+
+class Walk(Callback):
+    """Takes its time for each step; raises in step 15 on rank 1 as long as `path` is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def on_train_start(self, state: TrainingState) -> None:
+        with open(f"{self._path}.starts", "a") as file:
+            file.write("start\n")
+
+    def on_step_end(self, state: TrainingState) -> None:
+        time.sleep(0.1)
+        if state.step == 15 and os.path.exists(self._path):
+            raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+
+
+@pytest.fixture(scope="module")
+def shards(table: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shards(table, str(tmp_path_factory.mktemp("data") / "shards")).uri
+
+
+def _estimator(root: Path, **changes: Any) -> Any:
+    params: dict[str, Any] = {
+        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+        "callbacks": [Walk(root / "fails")],
+        "epochs": 4,
+        "batchSize": 16,
+        "numWorkers": 2,
+        "collective": "torch",
+        "runUri": str(root / "run"),
+        "checkpointEverySteps": 5,
+        "timeoutSeconds": 60.0,
+        "showProgress": False,
+    }
+    return TorchRegressor(**(params | changes))
+
+
+def _starts(root: Path) -> int:
+    return len((root / "fails.starts").read_text().split())
+
+
+def _beat(run: Path, rank: int) -> Beat | None:
+    try:
+        return Beat.from_json((run / FOLDER / f"rank-{rank}.json").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@contextmanager
+def _hit(root: Path, rank: int, number: signal.Signals) -> Iterator[list[Beat]]:
+    """Sends a signal to the process of a rank once there is a checkpoint to go on from."""
+    run, hits = root / "run", []
+
+    def hit() -> None:
+        if _wait_for(
+            lambda: RunFolder(str(run), is_given=True).has_checkpoint() and _beat(run, rank) is not None
+        ):
+            beat = _beat(run, rank)
+            assert beat is not None
+            os.kill(beat.pid, number)
+            hits.append(beat)
+
+    thread = threading.Thread(target=hit)
+    thread.start()
+    try:
+        yield hits
+    finally:
+        thread.join()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_killed_worker_costs_no_step(table: Any, shards: str, tmp_path: Path) -> None:
+    estimator = _estimator(tmp_path)
+    with _hit(tmp_path, 1, signal.SIGKILL) as hits:
+        model = estimator.fitOnShards(shards)
+    assert len(hits) == 1
+    assert model.summary.restarts == 1
+    assert "failed in phase" in model.summary.restart_reasons[0]
+    assert len(model.summary.resumed_steps) == 1
+    assert model.summary.steps == STEPS
+    whole = estimator.copy({estimator.runUri: str(tmp_path / "undisturbed")}).fitOnShards(shards)
+    assert whole.summary.restarts == 0
+    pairs = zip(model.module().parameters(), whole.module().parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> None:
+    estimator = _estimator(tmp_path, timeoutSeconds=5.0, maxRestarts=0)
+    with _hit(tmp_path, 1, signal.SIGSTOP) as hits, pytest.raises(WorkerError) as caught:
+        estimator.fitOnShards(shards)
+    first_line = str(caught.value).splitlines()[0]
+    assert first_line.startswith("rank 1 on host ")
+    assert "has given no sign of life" in first_line
+    assert "fit again with resume=True to go on" in first_line
+    (beat,) = hits
+    assert _wait_for(lambda: _is_gone(beat.pid))
+    assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
+
+
+def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    (tmp_path / "fails").touch()
+    with pytest.raises(WorkerError, match=r"ZeroDivisionError: on purpose; its last checkpoint is kept in "):
+        _estimator(tmp_path).fit(table)
+    assert _starts(tmp_path) == 2, "what user code raises starts nothing again"
+    with pytest.raises(ValueError, match="holds a run; set resume=True to go on with it, or give another"):
+        _estimator(tmp_path).fit(table)
+    with pytest.raises(ValueError, match=r"begun with others: learningRate: 0\.001 -> 0\.1; set them back"):
+        _estimator(tmp_path, resume=True, learningRate=0.1).fit(table)
+    with pytest.raises(ValueError, match=r"begun with others: train rows: 96 -> 95; set them back"):
+        _estimator(tmp_path, resume=True).fit(table.limit(95))
+    (tmp_path / "fails").unlink()
+    model = _estimator(tmp_path, resume=True, numWorkers=1, checkpointEverySteps=7).fit(table)
+    assert model.summary.steps == STEPS
+    assert model.summary.resumed_steps
+    assert _starts(tmp_path) == 3
+    # The finished run is read, not trained again; of its rows only the manifest is left.
+    again = _estimator(tmp_path, resume=True).fit(table)
+    assert _starts(tmp_path) == 3
+    assert again.summary == model.summary
+    assert [path.name for path in Path(run, "shards").iterdir()] == ["manifest.json"]
+    with pytest.raises(ValueError, match="epochs: 4 -> 5"):
+        _estimator(tmp_path, resume=True, epochs=5).fit(table)
+
+
+def test_a_failure_before_any_checkpoint_leaves_nothing(table: Any, tmp_path: Path) -> None:
+    (tmp_path / "fails").touch()
+    with pytest.raises(WorkerError, match="on purpose"):
+        _estimator(tmp_path, checkpointEverySteps=1000).fit(table)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_cannot_be_used_are_refused_at_once(table: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="resume=True goes on with the run of a folder; set runUri to that"):
+        TorchRegressor(model=ModelSpec("linear", {}), resume=True).fit(table)
+    estimator = _estimator(tmp_path)
+    with pytest.raises(ValueError, match="is the folder of one training, and 2 parameter maps are to be"):
+        estimator.fit(table, [{estimator.learningRate: rate} for rate in (0.1, 0.2)])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.doc").touch()
+    with pytest.raises(
+        ValueError, match=r"must be a new or empty folder .* holds 'thesis\.doc'; give another"
+    ):
+        estimator.fit(table)
+    assert (tmp_path / "run" / "thesis.doc").exists()
+
+
+def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from pathlib import Path\n"
+        "from pyspark.sql import SparkSession\n"
+        "from tests.estimators.test_resume import _estimator\n"
+        "SparkSession.builder.master('local[2]').config('spark.ui.enabled', 'false').getOrCreate()\n"
+        f"_estimator(Path({str(tmp_path)!r}), epochs=1000).fitOnShards({shards!r})\n"
+    )
+    root = Path(__file__).parents[2]
+    driver = subprocess.Popen([sys.executable, str(script)], cwd=root, stderr=subprocess.PIPE, text=True)
+    try:
+        run = tmp_path / "run"
+        assert _wait_for(lambda: RunFolder(str(run), is_given=True).has_checkpoint())
+        assert _wait_for(lambda: all(_beat(run, rank) is not None for rank in (0, 1)))
+        beats = [beat for beat in (_beat(run, rank) for rank in (0, 1)) if beat is not None]
+        driver.send_signal(signal.SIGINT)
+        _, told = driver.communicate(timeout=120)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert "KeyboardInterrupt" in told
+    assert "fit again with resume=True to go on" in told
+    assert _wait_for(lambda: all(_is_gone(beat.pid) for beat in beats))
+    assert RunFolder(str(run), is_given=True).has_checkpoint()

@@ -1,0 +1,244 @@
+"""A loss or gradient that is not finite: the training stops, skips the step, or goes back, and says so."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.history import read_history
+from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep
+from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.pipelines import ShardManifest
+
+GANGS = [name for name in COLLECTIVES if name != "local"]
+MakeShards = Callable[..., ShardManifest]
+# Row 37 of 80, in the order of the files: step 3 of 16 rows each, in every epoch.
+BAD_ROW = 37
+POISON = 99.0
+
+
+class Net(nn.Module):
+    """With running statistics, which a bad row would spoil; `bursts` passes fail from the sixth on."""
+
+    def __init__(self, bursts: int = 0) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.bursts, self.calls = bursts, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Shards with NaN are refused; what a network makes of their numbers nobody knows before.
+        x = torch.where(x == POISON, math.nan, x)
+        output: torch.Tensor = self.last(self.blocks(self.norm(x)))
+        if self.training:
+            self.calls += 1
+            if self.calls >= 6 and self.bursts:
+                self.bursts -= 1
+                return output * math.inf
+        return output
+
+
+def net(bursts: int = 0) -> Net:
+    torch.manual_seed(0)
+    return Net(bursts)
+
+
+class RootLoss:
+    """Finite at zero, where its gradient is not."""
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output[:, 0] - label).abs() * (label != 7.0)).sqrt()
+
+
+def data(make_shards: MakeShards, bad: float | None = POISON, **options: Any) -> ShardManifest:
+    """5 steps of 16 rows an epoch."""
+    features = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
+    label = features.sum(1)
+    if bad is not None:
+        features[BAD_ROW, 2] = bad
+    return make_shards({"x": features, "y": label}, num_files=1, row_group_rows=16, **options)
+
+
+def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=str(run_uri),
+        losses=("mse",),
+        input_columns=("x",),
+        label_columns=("y",),
+        batch_size=16,
+        learning_rate=0.01,
+        metrics=("mae",),
+        epochs=2,
+        shuffle=False,
+        reader="arrow",
+        task="regression",
+    )
+    return replace(config, **changes)
+
+
+def objects(bursts: int = 0, **changes: Any) -> UserObjects:
+    return UserObjects(module=net(bursts), **changes)
+
+
+def is_finite(result: TrainResult) -> bool:
+    module = net()
+    load_checkpoint(result.checkpoint_uri, module)
+    return all(bool(t.isfinite().all()) for t in module.state_dict().values())
+
+
+def test_stop_names_epoch_step_and_rank(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = config_of(data(make_shards), tmp_path / "run")
+    with pytest.raises(
+        FloatingPointError, match=r"not finite in epoch 1, step 3 on rank 0; .*onNonFinite='skip'"
+    ):
+        train_here(config, objects())
+
+
+def test_a_loss_is_noted_without_waiting() -> None:
+    first = FirstBadLoss(torch.device("cpu"))
+    first.at_once = False  # as on a GPU
+    for step, loss in enumerate((1.0, math.inf, math.nan, 2.0), 1):
+        first.note(torch.tensor([0.0, loss]), step)
+    assert first.step == 2
+    first.reset()
+    assert first.step is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_skip_leaves_the_step_out(make_shards: MakeShards, tmp_path: Path, precision: str) -> None:
+    changes: dict[str, Any] = {"on_non_finite": "skip", "max_grad_norm": 1.0, "precision": precision}
+    result = train_here(config_of(data(make_shards), tmp_path / "run", **changes), objects())
+    assert result.non_finite == tuple(
+        NonFiniteStep(epoch=epoch, step=3, ranks=(0,), action="skipped") for epoch in (1, 2)
+    )
+    assert is_finite(result)
+    assert all(math.isfinite(record.train_loss) for record in result.history)
+    if precision == "fp32":
+        assert [record.skipped_steps for record in result.history] == [1, 1]
+
+
+def test_skip_changes_nothing_where_all_is_finite(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = data(make_shards, bad=None)
+    weights = []
+    for policy in ("stop", "skip"):
+        config = config_of(manifest, tmp_path / policy, on_non_finite=policy, max_grad_norm=0.5)
+        result, module = train_here(config, objects()), net()
+        load_checkpoint(result.checkpoint_uri, module)
+        weights.append(module.state_dict())
+        assert result.non_finite == ()
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_a_gradient_alone_is_enough_to_skip(make_shards: MakeShards, tmp_path: Path) -> None:
+    columns = {"x": np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)}
+    columns["y"] = np.where(np.arange(64) == BAD_ROW, 7.0, 1.0).astype(np.float32)
+    manifest = make_shards(columns, num_files=1)
+    config = config_of(manifest, tmp_path / "run", on_non_finite="skip", losses=("custom",), epochs=1)
+    result = train_here(config, objects(losses=(RootLoss(),)))
+    assert result.non_finite == (NonFiniteStep(epoch=1, step=3, ranks=(), action="skipped"),)
+    assert "step 3: the summed gradients are not finite" in str(result.non_finite[0])
+    assert is_finite(result)
+
+
+def test_rollback_goes_back_with_half_the_rate(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = config_of(
+        data(make_shards, bad=None), tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=4
+    )
+    # The sixth pass fails, and that of the next attempt too.
+    result = train_here(config, objects(bursts=2))
+    assert [(found.epoch, found.step, found.action) for found in result.non_finite] == [
+        (2, 1, "rolled back"),
+        (1, 5, "rolled back"),
+    ]
+    assert (result.steps, [record.epoch for record in result.history]) == (10, [1, 2])
+    assert result.history[0].learning_rate == result.history[1].learning_rate == 0.01 / 4
+    assert read_history(result.run_uri) == list(result.history)
+    assert is_finite(result)
+
+
+def test_rollback_ends_where_it_does_not_help(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = data(make_shards)
+    config = config_of(manifest, tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=2)
+    with pytest.raises(
+        FloatingPointError,
+        match=r"epoch 1, step 3: the loss of rank 0 .* 5 times half the rate from step 2 did not help; lower",
+    ):
+        train_here(config, objects())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"max_grad_norm": 1.0},
+    "accumulation": {"gradient_accumulation": 2},
+    "optimizer": {"sharding": "optimizer", "max_grad_norm": 1.0},
+    "gradients": {"sharding": "gradients"},
+    "parameters": {"sharding": "parameters"},
+}
+
+
+def _gang(
+    configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective, device: str, status: Status
+) -> str:
+    """Every skip; a rollback; then the policy that ends the gang."""
+    results = {
+        name: train_worker(
+            config, collective, objects(bursts=int(name == "rollback")), device, status
+        ).to_json()
+        for name, config in configs.items()
+    }
+    Path(last.run_uri).mkdir(exist_ok=True)
+    (Path(last.run_uri) / f"{collective.rank}.json").write_text(json.dumps(results))
+    return train_worker(last, collective, objects(), device, status).to_json()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
+    bad, good = data(make_shards, name="bad"), data(make_shards, bad=None, name="good")
+    gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
+    configs = {
+        name: config_of(bad, tmp_path / name, on_non_finite="skip", **gang, **changes)
+        for name, changes in CASES.items()
+        if (name, collective) != ("parameters", "horovod")
+    }
+    configs["rollback"] = config_of(
+        good, tmp_path / "rollback", on_non_finite="rollback", checkpoint_every_steps=4, **gang
+    )
+    configs = {
+        name: check_training(config, objects(), ShardManifest.load(config.shards_uri))[0]
+        for name, config in configs.items()
+    }
+    last = replace(configs["plain"], run_uri=str(tmp_path / "last"), on_non_finite="stop")
+    with pytest.raises(WorkerError, match=r"not finite in epoch 1, step 3 on rank [01]; lower"):
+        run_spawned(2, collective, partial(_gang, configs, last), timeout_seconds=120)
+    ranks = [json.loads((tmp_path / "last" / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for name in configs:
+        first, second = (TrainResult.from_json(results[name]) for results in ranks)
+        assert first.non_finite == second.non_finite, name
+        assert is_finite(first), name
+        if name == "rollback":
+            assert [found.action for found in first.non_finite] == ["rolled back"]
+            assert first.history[-1].learning_rate == 0.005
+            continue
+        assert [(found.epoch, found.step) for found in first.non_finite] == [(1, 3), (2, 3)], name
+        # One row, so one rank's loss.
+        assert {len(found.ranks) for found in first.non_finite} == {1}, name
+        assert [record.skipped_steps for record in first.history] == [1, 1], name

@@ -1,0 +1,443 @@
+"""A training that was stopped and goes on is the training that was not, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.history import EpochRecord, read_history
+from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.pipelines import ShardManifest
+
+GANGS = [name for name in COLLECTIVES if name != "local"]
+MakeShards = Callable[..., ShardManifest]
+
+
+class Net(nn.Module):
+    """Draws from every generator; with statistics of its own on each rank."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)]
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.BatchNorm1d(8) if dropout else nn.Identity()
+        self.last = nn.Linear(8, 1)
+        self.noise = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.noise:
+            x = x + 0.1 * np.random.rand() + 0.1 * random.gauss(0, 1)
+        return self.last(self.norm(self.blocks(self.first(x))))  # type: ignore[no-any-return]
+
+
+def net(dropout: float = 0.3) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+class Stops(Callback):
+    """Counts, and raises after step `at`."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.seen: list[int] = []
+        self.sizes: list[int] = []
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self.sizes.append(state.size)
+        np.random.seed(state.rank)
+        random.seed(state.rank)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        self.seen.append(state.step * 10 + state.rank)
+        if state.step == 7:
+            # Half the planned rate from here on, as long as the training lives.
+            for group in state.optimizer.param_groups:
+                group["lr"] *= 0.5
+        if state.step == self.at:
+            raise RuntimeError("stopped")
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        assert [seen // 10 for seen in self.seen] == list(range(1, state.step + 1))
+        # Each rank gets its own back; where the number of ranks changes, that of rank 0.
+        if len(set(self.sizes)) == 1:
+            assert {seen % 10 for seen in self.seen} == {state.rank}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "sizes": self.sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.sizes = state["seen"], state["sizes"] + self.sizes
+
+
+def data(make_shards: MakeShards) -> ShardManifest:
+    """5 steps of 16 rows an epoch, the last one of 14, and 10 rows to validate."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(88, 4)).astype(np.float32)
+    columns = {"x": features, "y": features.sum(1)}
+    return make_shards(columns, validation=np.arange(88) >= 78, row_group_rows=20)
+
+
+def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=str(run_uri),
+        task="regression",
+        losses=("mse",),
+        input_columns=("x",),
+        label_columns=("y",),
+        batch_size=16,
+        learning_rate=0.02,
+        optimizer="adamw",
+        lr_schedule="one_cycle",
+        metrics=("mae", "r2"),
+        patience=2,
+        keep="best",
+        epochs=3,
+        reader="arrow",
+    )
+    return replace(config, **changes)
+
+
+def objects(at: int | None = None, dropout: float = 0.3) -> UserObjects:
+    return UserObjects(module=net(dropout), callbacks=(Stops(at),))
+
+
+def stopped(config: TrainConfig, at: int, dropout: float = 0.3) -> None:
+    with pytest.raises(RuntimeError, match="stopped"):
+        train_here(config, objects(at, dropout))
+
+
+def state_of(result: TrainResult) -> dict[str, torch.Tensor]:
+    module = net()
+    if "norm.weight" not in _names(result):
+        module = net(0.0)
+    load_checkpoint(result.checkpoint_uri, module)
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def _names(result: TrainResult) -> str:
+    return (Path(result.checkpoint_uri) / "model.safetensors").read_bytes()[:4096].decode(errors="replace")
+
+
+def plain(history: tuple[EpochRecord, ...]) -> list[dict[str, Any]]:
+    """The history without its seconds."""
+    return [asdict(replace(record, seconds=0.0)) for record in history]
+
+
+def assert_same(result: TrainResult, expected: TrainResult) -> None:
+    first, second = state_of(result), state_of(expected)
+    assert [name for name in first if not first[name].equal(second[name])] == []
+    assert plain(result.history) == plain(expected.history)
+    assert plain(tuple(read_history(result.run_uri))) == plain(expected.history)
+    assert (result.steps, result.rows, result.stop_reason, result.checkpoint_epoch) == (
+        expected.steps,
+        expected.rows,
+        expected.stop_reason,
+        expected.checkpoint_epoch,
+    )
+    # Nothing is left but the model and its story.
+    left = {path.name for path in Path(result.run_uri).iterdir()} - {"history.json", "progress.json"}
+    assert left == {Path(result.checkpoint_uri).name}
+
+
+def test_one_rank_goes_on_from_any_step(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = data(make_shards)
+    expected = train_here(config_of(manifest, tmp_path / "plain"), objects())
+    assert (expected.steps, expected.resumed_steps) == (15, ())
+    # Checkpoints: in an epoch; that of step 5 and 10 after the epoch's end; none yet; in the last step.
+    for at, last in ((4, 3), (6, 5), (8, 6), (11, 10), (2, None), (15, 12)):
+        config = config_of(
+            manifest, tmp_path / f"at-{at}", checkpoint_every_steps=3, checkpoint_every_epochs=1
+        )
+        stopped(config, at)
+        result = train_here(config, objects())
+        assert result.resumed_steps == (() if last is None else (last,))
+        assert_same(result, expected)
+
+
+def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = data(make_shards)
+    changes: dict[str, Any] = {"precision": "fp16", "gradient_accumulation": 2, "max_grad_norm": 0.5}
+    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
+    assert sum(record.skipped_steps for record in expected.history) > 0
+    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1, **changes)
+    for at in (2, 5, 6, 13):
+        stopped(config, at)
+    result = train_here(config, objects())
+    assert result.resumed_steps == (1, 4, 5, 12)
+    assert_same(result, expected)
+
+
+def test_early_stopping_counts_on(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = data(make_shards)
+    # The best epoch is the first, so the training ends after the third.
+    changes: dict[str, Any] = {"patience": 2, "min_delta": 100.0, "epochs": 6}
+    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
+    assert "did not improve" in str(expected.stop_reason)
+    config = config_of(manifest, tmp_path / "run", checkpoint_every_epochs=1, **changes)
+    stopped(config, 12)
+    assert_same(train_here(config, objects()), expected)
+
+
+class CountsInGroup(torch.optim.SGD):
+    """Keeps its count of steps where its settings are."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["weight_decay"] = 0.01 * group["count"]
+        return super().step(closure)
+
+
+def test_what_optimizers_and_schedulers_keep_in_groups_comes_back(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = data(make_shards)
+
+    def work(run: str, at: int | None, **changes: Any) -> TrainResult:
+        given = UserObjects(
+            module=net(),
+            optimizer=lambda parameters: CountsInGroup(parameters, lr=0.01, momentum=0.9),
+            lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=15),
+            callbacks=(Stops(at),),
+        )
+        return train_here(config_of(manifest, tmp_path / run, **changes), given)
+
+    expected = work("plain", None)
+    with pytest.raises(RuntimeError, match="stopped"):
+        work("run", 9, checkpoint_every_steps=4)
+    result = work("run", None, checkpoint_every_steps=4)
+    assert result.resumed_steps == (8,)
+    assert_same(result, expected)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"precision": "fp16", "gradient_accumulation": 2},
+    "optimizer": {"sharding": "optimizer", "max_grad_norm": 0.5},
+    "gradients": {"sharding": "gradients", "gradient_accumulation": 2},
+    "parameters": {"sharding": "parameters"},
+}
+
+
+def _gang(
+    configs: dict[str, TrainConfig],
+    begun: TrainConfig,
+    to_begin: TrainConfig,
+    collective: Collective,
+    device: str,
+    status: Status,
+) -> str:
+    """Each case undisturbed and stopped; then a run that one rank began; then the start of one."""
+    results: dict[str, list[str]] = {}
+    for name, config in configs.items():
+        undisturbed = replace(config, run_uri=f"{config.run_uri}-plain")
+        with_checkpoints = replace(config, checkpoint_every_steps=3, checkpoint_every_epochs=1)
+        expected = train_worker(undisturbed, collective, objects(), device, status)
+        for at in (4, 11):
+            with pytest.raises(RuntimeError, match="stopped"):
+                train_worker(with_checkpoints, collective, objects(at), device, status)
+        result = train_worker(with_checkpoints, collective, objects(), device, status)
+        results[name] = [expected.to_json(), result.to_json()]
+    results["begun"] = [train_worker(begun, collective, objects(dropout=0.0), device, status).to_json()]
+    with pytest.raises(RuntimeError, match="stopped"):
+        train_worker(to_begin, collective, objects(8, dropout=0.0), device, status)
+    return json.dumps(results)
+
+
+def _checked(config: TrainConfig) -> TrainConfig:
+    checked, _ = check_training(config, objects(), ShardManifest.load(config.shards_uri))
+    return checked
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    manifest = data(make_shards)
+    gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
+    configs = {
+        name: _checked(config_of(manifest, tmp_path / name, **gang, **changes))
+        for name, changes in CASES.items()
+        if (name, collective) != ("parameters", "horovod")
+    }
+    # The learning rate is small: what rounding makes of the same rows must stay small.
+    changes: dict[str, Any] = {"checkpoint_every_steps": 3, "learning_rate": 0.002}
+    whole = train_here(config_of(manifest, tmp_path / "whole", learning_rate=0.002), objects(dropout=0.0))
+    begun = config_of(manifest, tmp_path / "begun", **changes)
+    stopped(begun, 8, dropout=0.0)
+    to_begin = config_of(manifest, tmp_path / "to_begin", **changes)
+    work = partial(_gang, configs, _checked(replace(begun, **gang)), _checked(replace(to_begin, **gang)))
+    texts = [json.loads(text) for text in run_spawned(2, collective, work, timeout_seconds=120)]
+    for name in configs:
+        expected, result = (TrainResult.from_json(text) for text in texts[0][name])
+        assert result.resumed_steps == (3, 10), name
+        assert_same(result, expected)
+    ended_here = train_here(to_begin, objects(dropout=0.0))
+    for result in (TrainResult.from_json(texts[0]["begun"][0]), ended_here):
+        assert result.resumed_steps == (6,)
+        first, second = state_of(result), state_of(whole)
+        assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+        # Losses and metrics of the epoch that two gangs had a part in are of all its rows.
+        for mine, theirs in zip(result.history, whole.history, strict=True):
+            assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-4)
+            assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-4)
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _link(file: Path) -> None:
+    moved = file.with_name("elsewhere")
+    file.rename(moved)
+    file.symlink_to(moved)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
+    ("model.safetensors", _flip),
+    ("optimizer.safetensors", _truncate),
+    ("ranks.safetensors", Path.unlink),
+    ("training.json", _flip),
+    ("checkpoint.json", _truncate),
+    ("checkpoint.json", Path.unlink),
+    ("model.safetensors", _link),
+]
+
+
+def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
+    make_shards: MakeShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = data(make_shards)
+    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=3, keep_checkpoints=2)
+    stopped(config, 10)
+    folders = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folders.iterdir()) == ["step-0000000006", "step-0000000009"]
+    copies = [shutil.copytree(tmp_path / "run", tmp_path / f"copy-{i}") for i in range(len(DAMAGES))]
+    expected = train_here(config, objects())
+    for copy, (name, damage) in zip(copies, DAMAGES, strict=True):
+        damage(copy / "checkpoints" / "step-0000000009" / name)
+        # What was never finished, and what is none of ours.
+        (copy / "checkpoints" / "step-0000000012").mkdir()
+        (copy / "checkpoints" / "step-0000000013").symlink_to(copy / "checkpoints" / "step-0000000006")
+        (copy / "checkpoints" / "step-7").mkdir()
+        caplog.clear()
+        result = train_here(replace(config, run_uri=str(copy)), objects())
+        assert result.resumed_steps == (6,), (name, damage)
+        assert "step-0000000013 is a link" in caplog.text
+        if name != "checkpoint.json" or damage is _truncate:
+            assert "the checkpoint of step 9 is passed over" in caplog.text
+        assert_same(result, expected)
+
+
+def test_the_next_writer_removes_what_was_never_finished(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=2, keep_checkpoints=3)
+    unfinished = tmp_path / "run" / "checkpoints" / "step-0000000099"
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_bytes(b"half of it")
+    stopped(config, 12)
+    names = sorted(path.name for path in unfinished.parent.iterdir())
+    assert names == [f"step-{step:010d}" for step in (6, 8, 10)]
+
+
+class BlocksTheFolder(Stops):
+    """Puts a file in the place of the folder of checkpoints, until step 7."""
+
+    def __init__(self, file: Path, at: int | None = None) -> None:
+        super().__init__(at)
+        self.file = file
+
+    def on_train_start(self, state: TrainingState) -> None:
+        super().on_train_start(state)
+        if not state.step:
+            self.file.parent.mkdir(parents=True)
+            self.file.write_bytes(b"")
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 7:
+            self.file.unlink()
+        super().on_step_end(state)
+
+
+def test_a_store_that_cannot_be_written_costs_checkpoints_and_not_the_training(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = data(make_shards)
+    expected = train_here(config_of(manifest, tmp_path / "plain"), objects())
+
+    def work(at: int | None) -> TrainResult:
+        callback = BlocksTheFolder(tmp_path / "run" / "checkpoints", at)
+        config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=3)
+        return train_here(config, UserObjects(module=net(), callbacks=(callback,)))
+
+    result = work(None)
+    assert result.checkpoint_errors[0].startswith("the checkpoint of step 3 was not written (")
+    assert_same(result, expected)
+    shutil.rmtree(tmp_path / "run")
+    # From step 9 on there are some again.
+    with pytest.raises(RuntimeError, match="stopped"):
+        work(10)
+    again = work(None)
+    assert (again.resumed_steps, again.checkpoint_errors) == ((9,), ())
+    assert_same(again, expected)
+
+
+def test_a_checkpoint_of_another_training_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = data(make_shards)
+    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=3)
+    stopped(config, 4)
+    with pytest.raises(ValueError, match=r"with optimizer AdamW in 1 .* this one has SGD in 1; set the same"):
+        train_here(replace(config, optimizer="sgd"), objects())
+    with pytest.raises(ValueError, match=r"with 5 steps an epoch, this one has 10; give the same data"):
+        train_here(replace(config, batch_size=8), objects())
+    with pytest.raises(ValueError, match=r"another network|not of this model"):
+        train_here(config, UserObjects(module=nn.Linear(4, 1), callbacks=(Stops(),)))
+    with pytest.raises(ValueError, match=r"with 3 callbacks, this one has 2"):
+        train_here(config, UserObjects(module=net()))
+
+
+def test_without_a_wish_nothing_is_written(make_shards: MakeShards, tmp_path: Path) -> None:
+    stopped(config_of(data(make_shards), tmp_path / "run"), 12)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+class HoldsNoJson(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": torch.zeros(1)}
+
+
+def test_a_callback_whose_state_has_no_json_form_is_named_at_the_start(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_epochs=1)
+    with pytest.raises(ValueError, match="callback HoldsNoJson must return values that JSON has"):
+        train_here(config, UserObjects(module=net(), callbacks=(HoldsNoJson(),)))

@@ -1,0 +1,33 @@
+"""Damage to files on the local disk: what a bad disk, a bad copy or a colleague does."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    """Inverts one byte, in place: the size stays."""
+    position = draw.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def truncate(path: Path, draw: random.Random) -> None:
+    """Cuts off the end."""
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def delete(path: Path, draw: random.Random) -> None:
+    """Removes it."""
+    path.unlink()
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The folder of the last committed checkpoint, None where there is none yet."""
+    folders = sorted(path.parent for path in run.glob("checkpoints/step-*/checkpoint.json"))
+    return folders[-1] if folders else None

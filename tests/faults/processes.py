@@ -1,0 +1,139 @@
+"""The real processes of a training: who is who, signals to them, and who is left over.
+
+Everything that a `Driver` starts inherits an environment variable with a random value, through all JVMs
+and daemons, and is found by it: also what has lost its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import psutil
+
+MARK = "RINGSPARK_FAULT_RUN"
+T = TypeVar("T")
+
+
+def wait_for(what: str, condition: Callable[[], T | None], seconds: float = 60.0) -> T:
+    """Asks until there is a value that is not None or False; AssertionError with `what` if there is none."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value is not None and value is not False:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"waited {seconds:.0f} s for {what}")
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The living processes of one run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def executor_jvm(pid: int) -> psutil.Process:
+    """The executor that a Python worker belongs to: the JVM in its parent chain."""
+    for parent in psutil.Process(pid).parents():
+        if "CoarseGrainedExecutorBackend" in " ".join(parent.cmdline()):
+            return parent
+    raise AssertionError(f"process {pid} has no executor among its parents")
+
+
+def executor_jvms(mark: str) -> list[psutil.Process]:
+    """All executors of a run."""
+    return [p for p in marked(mark) if "CoarseGrainedExecutorBackend" in " ".join(_cmdline(p))]
+
+
+def send(process: psutil.Process | int, number: int) -> None:
+    """Sends a signal; a process that has gone needs none."""
+    pid = process if isinstance(process, int) else process.pid
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def describe(process: psutil.Process) -> str:
+    """A line about a process that should not be there."""
+    try:
+        return f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[-160:]}"
+    except psutil.Error:
+        return f"{process.pid} (gone)"
+
+
+def orphans(mark: str, owners: Sequence[int]) -> list[psutil.Process]:
+    """Processes of the run that are stopped, or that none of the living owners has started."""
+    left = []
+    for process in marked(mark):
+        try:
+            above = [process.pid, *(parent.pid for parent in process.parents())]
+            if process.status() == psutil.STATUS_STOPPED or not set(owners) & set(above):
+                left.append(process)
+        except psutil.Error:
+            continue
+    return left
+
+
+def ranks_that_listen(mark: str) -> list[str]:
+    """Ports on which Python workers of the run wait, while none trains."""
+    found = []
+    for process in marked(mark):
+        try:
+            above = [" ".join(_cmdline(parent)) for parent in process.parents()]
+            # The daemon itself listens for its executor; a rank is a worker below it.
+            if any("pyspark.daemon" in line for line in above):
+                connections = process.net_connections("tcp")
+                found += [
+                    f"port {c.laddr.port} of {process.pid}"
+                    for c in connections
+                    if c.status == psutil.CONN_LISTEN and not _is_inherited(process, c.laddr.port)
+                ]
+        except psutil.Error:
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    try:
+        return set(os.listdir("/dev/shm"))
+    except FileNotFoundError:
+        return set()
+
+
+def shared_memory_left(before: set[str]) -> list[str]:
+    """What has come into /dev/shm since, and is of no process that lives: others may work here too."""
+    new = shared_memory() - before
+    if not new:
+        return []
+    in_use = ""
+    for process in psutil.process_iter():
+        try:
+            in_use += "".join(mapping.path + "\n" for mapping in process.memory_maps())
+            in_use += "".join(file.path + "\n" for file in process.open_files())
+        except (psutil.Error, OSError):
+            continue
+    return sorted(name for name in new if name in shared_memory() and f"/dev/shm/{name}" not in in_use)
+
+
+def _is_inherited(process: psutil.Process, port: int) -> bool:
+    """Whether the daemon that forked this worker has the port open too."""
+    parent = process.parent()
+    return parent is not None and any(c.laddr.port == port for c in parent.net_connections("tcp"))
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        line: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return line

@@ -1,0 +1,318 @@
+"""Trainings in real processes: a driver program with its cluster, one fit of it, and what must hold after.
+
+The same driver serves one fit after the other, because Spark's start takes longer than most fits; one
+that was killed is started anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+import processes
+import psutil
+import rows
+from processes import wait_for
+
+HERE = Path(__file__).resolve().parent
+ANSWER = "ANSWER "
+NUM_ROWS, BATCH, EPOCHS = 1447, 24, 3
+STEPS = EPOCHS * -(-NUM_ROWS // BATCH)
+EVERY_STEPS = 10
+NUM_WORKERS = 3
+TIMEOUT_SECONDS = 8.0
+LOCAL_CLUSTER = f"local-cluster[{NUM_WORKERS},1,1024]"
+CONF = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.sql.shuffle.partitions": "2",
+    # Spark gives a silent executor two minutes: too long to wait for in a test.
+    "spark.network.timeout": "15s",
+    "spark.executor.heartbeatInterval": "3s",
+    "spark.network.timeoutInterval": "3s",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One training as the driver is told it.
+
+    Attributes:
+        run: Folder or URI of the run.
+        diary: Local folder that the ranks write their steps to.
+    """
+
+    run: str
+    shards: str
+    diary: Path
+    num_workers: int = NUM_WORKERS
+    collective: str = "horovod"
+    epochs: int = EPOCHS
+    dropout: float = 0.1
+    pause_seconds: float = 0.02
+    max_restarts: int = 3
+    keep_checkpoints: int = 2
+
+    def command(self, resume: bool) -> dict[str, Any]:
+        """What the driver reads."""
+        settings = {
+            "runUri": self.run,
+            "resume": resume,
+            "numWorkers": self.num_workers,
+            "collective": self.collective,
+            "epochs": self.epochs,
+            "batchSize": BATCH,
+            "checkpointEverySteps": EVERY_STEPS,
+            "checkpointEverySeconds": 0,
+            "keepCheckpoints": self.keep_checkpoints,
+            "maxRestarts": self.max_restarts,
+            "timeoutSeconds": TIMEOUT_SECONDS,
+            "reader": "arrow",
+            "storageUri": str(self.diary.parent),
+        }
+        return {
+            "do": "fit",
+            "settings": settings,
+            "shards": self.shards,
+            "diary": str(self.diary),
+            "dropout": self.dropout,
+            "pause_seconds": self.pause_seconds,
+        }
+
+    def lines(self) -> list[rows.Line]:
+        """The steps so far."""
+        return rows.read_lines(self.diary)
+
+
+class Driver:
+    """The driver's process and everything that it starts.
+
+    Args:
+        master: Of Spark.
+        environment: Variables on top of this process's, for executors too.
+        keepers: Processes that were there before, bear the same mark, and stay: a cluster's.
+        mark: See `processes`; a new one, unless the driver's cluster has one.
+    """
+
+    def __init__(
+        self,
+        master: str = LOCAL_CLUSTER,
+        environment: Mapping[str, str] | None = None,
+        keepers: Callable[[], list[int]] = list,
+        mark: str | None = None,
+    ) -> None:
+        self.mark = mark or uuid.uuid4().hex
+        self._keepers = keepers
+        self._memory = processes.shared_memory()
+        self._folder = tempfile.TemporaryDirectory(prefix="ringspark-faults-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.executors = folder / "executors.jsonl"
+        self._errors = (folder / "stderr").open("w")
+        conf = CONF | {
+            "spark.master": master,
+            "spark.local.dir": str(self.temporary),
+            "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={self.temporary}",
+        }
+        self._started = time.time()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(HERE / "driver.py"),
+                json.dumps({"conf": conf, "executors": str(self.executors)}),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=folder,
+            env={
+                **os.environ,
+                **(environment or {}),
+                processes.MARK: self.mark,
+                "PYSPARK_PYTHON": sys.executable,
+                "SPARK_LOCAL_IP": "127.0.0.1",
+                "TMPDIR": str(self.temporary),
+                # Executors leave their logs where Spark is installed, unless told.
+                "SPARK_WORKER_DIR": str(folder / "work"),
+            },
+            # Ctrl-C in the terminal is the harness's own.
+            start_new_session=True,
+        )
+        self._answers: Queue[dict[str, Any]] = Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.spark_seconds = self.answer(120)["time"] - self._started
+
+    @property
+    def lives(self) -> bool:
+        """Whether the Python driver runs."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the Python driver."""
+        return self._process.pid
+
+    def jvm(self) -> psutil.Process:
+        """The driver's JVM."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        return next(p for p in children if "org.apache.spark.deploy.SparkSubmit" in p.cmdline())
+
+    def write_shards(self, uri: str, num_rows: int = NUM_ROWS) -> None:
+        """Writes the data of all trainings."""
+        self._tell({"do": "write", "uri": uri, "rows": num_rows})
+        assert self.answer(120)["ok"]
+
+    def begin(self, plan: Plan, *, resume: bool = False) -> None:
+        """Starts a fit and returns."""
+        plan.diary.mkdir(parents=True, exist_ok=True)
+        self._tell(plan.command(resume))
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Waits for the end of what was begun."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return self._answers.get(timeout=0.2)
+            except Empty:
+                if self._process.poll() is not None and self._answers.empty():
+                    reason = f"the driver ended with {self._process.returncode}"
+                elif time.monotonic() > end:
+                    reason = f"no end after {seconds:.0f} s"
+                else:
+                    continue
+                raise AssertionError(f"{reason}: {self.tail()}") from None
+
+    def fit(self, plan: Plan, *, resume: bool = False, seconds: float = 120) -> dict[str, Any]:
+        """A whole fit; the answer of driver.py."""
+        self.begin(plan, resume=resume)
+        return self.answer(seconds)
+
+    def tail(self) -> str:
+        """The end of what the driver wrote to standard error."""
+        self._errors.flush()
+        return Path(self._errors.name).read_text()[-2000:]
+
+    def executor_seconds(self, fault: float) -> float:
+        """How long Spark was short of an executor after the fault: its own restart, not ours."""
+        lost, last = None, 0.0
+        notes = self.executors.read_text().splitlines() if self.executors.exists() else []
+        most = 0
+        for note in map(json.loads, notes):
+            if note["time"] > fault and note["executors"] < most and lost is None:
+                lost = note["time"]
+            if lost is not None and note["executors"] >= most:
+                last, lost = last + note["time"] - lost, None
+            most = max(most, note["executors"])
+        return last
+
+    def wait_for_executors(self, number: int) -> None:
+        """Until Spark has that many: the next fit is refused before."""
+
+        def there() -> bool:
+            notes = self.executors.read_text().splitlines() if self.executors.exists() else []
+            return bool(notes) and json.loads(notes[-1])["executors"] >= number
+
+        wait_for(f"{number} executors", there, 90)
+
+    def left_over(self, seconds: float = 15.0) -> list[str]:
+        """What a fit has left behind in the living driver; empty where nothing is, at the latest then."""
+
+        def look() -> list[str]:
+            return [
+                *map(processes.describe, processes.orphans(self.mark, [self.pid, *self._keepers()])),
+                *processes.ranks_that_listen(self.mark),
+                *(f"file {path}" for path in self.temporary.rglob("ringspark-*")),
+                *(f"shared memory {name}" for name in processes.shared_memory_left(self._memory)),
+            ]
+
+        return _until_empty(look, seconds)
+
+    def kill(self) -> None:
+        """SIGKILL for the driver and its JVM, as when their machine is lost; the executors notice it."""
+        if not self.lives:
+            return
+        jvm = self.jvm()
+        processes.send(self.pid, signal.SIGKILL)
+        processes.send(jvm, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> list[str]:
+        """Ends the driver if it lives, then everything else; returns what had not ended by itself."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            processes.send(self.pid, signal.SIGKILL)
+            self._process.wait()
+        left = _until_empty(lambda: list(map(processes.describe, self._others())), 30.0)
+        for process in self._others():
+            processes.send(process, signal.SIGKILL)
+        self._reader.join(timeout=10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()
+        self._folder.cleanup()
+        return left
+
+    def _others(self) -> list[psutil.Process]:
+        """What runs of this driver's beside what was there before."""
+        return [process for process in processes.marked(self.mark) if process.pid not in self._keepers()]
+
+    def _tell(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                self._answers.put(json.loads(line.removeprefix(ANSWER)))
+
+
+def wait_for_step(plan: Plan, step: int, seconds: float = 90.0) -> dict[int, int]:
+    """Until rank 0 has trained that step; process id of each rank that trains now."""
+
+    def reached() -> bool:
+        return any(line["step"] >= step for line in rows.steps_of(plan.lines()))
+
+    wait_for(f"step {step}", reached, seconds)
+    pids = {line["rank"]: line["pid"] for line in plan.lines()}
+    assert len(pids) == plan.num_workers, f"ranks {sorted(pids)} only"
+    return pids
+
+
+def difference(weights: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """The largest difference between two state dicts, as the driver sends them."""
+    import torch
+
+    assert weights.keys() == others.keys()
+    return max(
+        float((torch.tensor(weights[name]) - torch.tensor(others[name])).abs().max()) for name in weights
+    )
+
+
+def _until_empty(look: Any, seconds: float) -> list[str]:
+    end = time.monotonic() + seconds
+    while (found := look()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return list(found)
