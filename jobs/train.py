@@ -5,6 +5,10 @@
 
 Reads `shards` and `features` below `--data`, as jobs/etl.py wrote them. Writes `model`, a Spark ML
 PipelineModel (features + network), and `history.json`, one entry per epoch.
+
+The training keeps its checkpoints in `runs/current`. A job that died, whatever of it, goes on from the last
+one with the same command and `--resume`; without it the job refuses to throw such a run away, and
+`--no-resume` starts anew.
 """
 
 from __future__ import annotations
@@ -51,8 +55,73 @@ def build_parser() -> cli.JobParser:
     )
     parser.add_argument("--use-gpu", action="store_true", help="one GPU per worker")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order of rows")
+    _add_recovery(parser)
     parser.add_master()
     return parser
+
+
+def _add_recovery(parser: cli.JobParser) -> None:
+    group = parser.add_argument_group("when something fails")
+    group.add_argument(
+        "--run", metavar="URI", help="folder of this one training; without it DATA/runs/current"
+    )
+    group.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="go on with the run of that folder, or start anew; without either an unfinished run is kept and "
+        "the job refuses to start",
+    )
+    group.add_argument(
+        "--checkpoint-every-steps",
+        type=cli.positive_int,
+        metavar="N",
+        help="optimizer steps between two checkpoints; without it none by steps",
+    )
+    group.add_argument(
+        "--checkpoint-every-seconds",
+        type=cli.seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds between two checkpoints, 0 for none by the clock",
+    )
+    group.add_argument(
+        "--max-restarts", type=cli.count, default=3, metavar="N", help="times that lost workers are replaced"
+    )
+    group.add_argument(
+        "--min-workers",
+        type=cli.positive_int,
+        metavar="N",
+        help="workers to go on with where there is no room for more; without it --num-workers",
+    )
+    group.add_argument(
+        "--timeout-seconds",
+        type=cli.seconds,
+        default=600.0,
+        metavar="S",
+        help="after which a worker that makes no progress counts as lost",
+    )
+
+
+def prepare_run(uri: str, resume: bool | None) -> None:
+    """Makes way for a new run in the folder `uri`, unless it is to be gone on with.
+
+    Raises:
+        ValueError: The folder holds an unfinished run, and nobody said what to do with it.
+    """
+    if resume or not storage.exists(uri):
+        return
+    from ringspark.estimators.launch.heartbeat import OWNER
+    from ringspark.estimators.run_folder import IDENTITY, RunFolder
+
+    folder = RunFolder(uri, is_given=True)
+    if not {IDENTITY, OWNER} & set(storage.list_names(uri)):
+        return  # something else: fit refuses it
+    if resume is None and folder.result() is None and folder.has_checkpoint():
+        raise ValueError(
+            f"{uri} holds an unfinished run; give --resume to go on with it, --no-resume to start anew, or "
+            "another --run"
+        )
+    storage.remove(uri, recursive=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,6 +134,8 @@ def run(args: argparse.Namespace) -> None:
     shards = storage.join(data, "shards")
     # Before Spark starts: a wrong folder should not cost half a minute.
     ShardManifest.load(shards)
+    run_uri = storage.normalize(args.run) if args.run else storage.join(data, "runs", "current")
+    prepare_run(run_uri, args.resume)
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError
@@ -103,7 +174,13 @@ def run(args: argparse.Namespace) -> None:
             reader=args.reader,
             useGpu=args.use_gpu,
             seed=args.seed,
-            storageUri=storage.join(data, "runs"),
+            runUri=run_uri,
+            resume=bool(args.resume),
+            checkpointEverySteps=args.checkpoint_every_steps,
+            checkpointEverySeconds=args.checkpoint_every_seconds,
+            maxRestarts=args.max_restarts,
+            minWorkers=args.min_workers,
+            timeoutSeconds=args.timeout_seconds,
         )
         print(
             f"train: {args.num_workers} workers, {estimator.getCollective()} over shards read by "

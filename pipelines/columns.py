@@ -65,7 +65,10 @@ class Column:
     def from_json(data: dict[str, Any]) -> Column:
         """Reads what `to_json` returned."""
         fields = dict(data)
-        return Column(name=fields.pop("name"), source=fields.pop("source"), kind=kind_from_json(fields))
+        name, source = fields.pop("name"), fields.pop("source")
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise ValueError(f"a column's name and source are texts, got {name!r} and {source!r}")
+        return Column(name=name, source=source, kind=kind_from_json(fields))
 
 
 def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = None) -> tuple[Column, ...]:

@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import Column
+from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.distinct import SIZE as EXACT_UP_TO
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.stats import ColumnStats
+from ringspark.pipelines.typed_json import parse_object, record
 
 FORMAT_VERSION = 2
 _DIGEST_BLOCK = 1 << 20
@@ -52,9 +53,11 @@ class ShardFile:
     row_groups: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        leaves = ".." in self.path.split("/") or self.path.startswith("/")
-        if not self.path or leaves or any(mark in self.path for mark in ("://", "::", "\\")):
-            raise ValueError(f"a manifest may only name files in its own folder, got {self.path!r}")
+        leaves = any(part in ("", ".", "..") for part in self.path.split("/"))
+        if leaves or not self.path.isprintable() or any(mark in self.path for mark in ("://", "::", "\\")):
+            raise ValueError(f"a manifest may only name files in its own folder, got {self.path[:200]!r}")
+        if self.num_bytes < 0 or any(rows < 0 for rows in self.row_groups):
+            raise ValueError(f"file {self.path!r} has a negative size or number of rows")
         if self.split not in SPLITS:
             raise ValueError(
                 f"file {self.path!r} has an unknown split {self.split!r}; known: {', '.join(SPLITS)}"
@@ -72,13 +75,7 @@ class ShardFile:
     @staticmethod
     def from_json(data: dict[str, Any]) -> ShardFile:
         """Reads what `to_json` returned."""
-        return ShardFile(
-            path=data["path"],
-            split=data["split"],
-            num_bytes=int(data["num_bytes"]),
-            sha256=str(data["sha256"]),
-            row_groups=tuple(int(rows) for rows in data["row_groups"]),
-        )
+        return record(ShardFile, data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +236,10 @@ class ShardManifest:
                 f"{folder!r} holds no shards (no {MANIFEST_NAME}: not written, or the write did not finish); "
                 "write them with write_shards"
             ) from error
-        return ShardManifest.from_json(data, folder)
+        manifest = ShardManifest.from_json(data, folder)
+        for file in manifest.files:
+            storage.check_inside(folder, file.path)
+        return manifest
 
     def to_json(self) -> str:
         """Returns the manifest as JSON text. The folder is not stored, so that it can be moved."""
@@ -262,8 +262,10 @@ class ShardManifest:
     def from_json(text: str | bytes, uri: str) -> ShardManifest:
         """Reads what `to_json` returned."""
         try:
-            data = json.loads(text)
-            version = int(data["format_version"])
+            data = parse_object(text)
+            version = data["format_version"]
+            if type(version) is not int:
+                raise ValueError("format_version must be a whole number")
             if version > FORMAT_VERSION:
                 raise ValueError(
                     f"its format is {version}, this ringspark reads up to {FORMAT_VERSION}; upgrade ringspark"
@@ -272,7 +274,7 @@ class ShardManifest:
                 raise ValueError(
                     f"its format is {version}, of before the first release; write the shards again"
                 )
-            return ShardManifest(
+            manifest = ShardManifest(
                 uri=uri,
                 columns=tuple(Column.from_json(column) for column in data["columns"]),
                 files=tuple(ShardFile.from_json(file) for file in data["files"]),
@@ -283,7 +285,9 @@ class ShardManifest:
                 skipped_rows=int(data["skipped_rows"]),
                 format_version=version,
             )
-        except (KeyError, TypeError, ValueError) as error:
+            _check_distinct(manifest)
+            return manifest
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             remedy = "" if "; " in reason else "; write the shards again"
             raise ValueError(f"the manifest in {uri!r} cannot be used: {reason}{remedy}") from error
@@ -327,6 +331,21 @@ class ShardManifest:
         if digest.hexdigest() != file.sha256:
             return f"shard file {uri!r} holds other bytes than were written"
         return None
+
+
+def _check_distinct(manifest: ShardManifest) -> None:
+    """Refuses what the files that `save` writes never have."""
+    paths = [file.path for file in manifest.files]
+    if not paths:
+        raise ValueError("it names no files")
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"it names {max(paths, key=paths.count)!r} twice")
+    check_names([column.name for column in manifest.columns])
+    for split, columns in manifest.stats.items():
+        if split not in SPLITS:
+            raise ValueError(f"it has statistics of an unknown split {split!r}")
+        for name in columns:
+            manifest.column(name)
 
 
 def row_group_problem(file: ShardFile, metadata: Any) -> str | None:

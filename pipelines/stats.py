@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.pipelines.distinct import DistinctSketch
+from ringspark.pipelines.typed_json import record
 
 Number = int | float
 Array = npt.NDArray[Any]
@@ -117,9 +118,9 @@ class ColumnStats:
         """Reads what `to_json` returned."""
         values = {field.name: data[field.name] for field in fields(ColumnStats) if field.name in data}
         values.setdefault("deviations", None)
-        if "sketch" in values:
-            values["sketch"] = DistinctSketch.from_text(values["sketch"])
-        return ColumnStats(**values)
+        sketch = values.pop("sketch", None)
+        stats = record(ColumnStats, values)
+        return stats if sketch is None else replace(stats, sketch=DistinctSketch.from_text(sketch))
 
 
 class StatsCollector:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,19 @@ _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 
+# user:password@ before the first slash, and a query's entries that open a store to whoever knows them.
+_PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]+)@")
+_SECRET = re.compile(
+    r"([?&][^=&#]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key|keyid)=)([^&#]+)",
+    re.IGNORECASE,
+)
+
+
+def redact(uri: str) -> str:
+    """The URI for a message or a file: without the password and the tokens that it may hold."""
+    return _SECRET.sub(r"\1***", _PASSWORD.sub("***:***@", uri))
+
+
 def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
 
@@ -35,9 +49,15 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     `/dbfs` mount where there is one. Other URIs keep their scheme.
 
     Raises:
-        ValueError: `uri` is empty.
+        ValueError: `uri` is empty, or holds a password or token: it would end up in logs, in the run's files
+            and in saved stages.
     """
     text = os.fspath(uri)
+    if redact(text) != text:
+        raise ValueError(
+            f"a storage URI must not hold a password or token, got {redact(text)!r}; give the credentials in "
+            "the environment or in fsspec's configuration (~/.config/fsspec), on driver and workers"
+        )
     if not text:
         raise ValueError(
             "a storage URI must not be empty; pass a folder such as '/data/shards' or 's3://bucket/shards'"
@@ -65,6 +85,26 @@ def join(uri: str, *parts: str) -> str:
     return "/".join([uri.rstrip("/") or "/", *parts]) if uri != "/" else "/" + "/".join(parts)
 
 
+def check_inside(folder: str, name: str) -> None:
+    """Refuses a file of a local folder that is, by a link, outside of it; other stores have no links.
+
+    Raises:
+        ValueError: It is, or the name cannot be that of a file.
+    """
+    if not is_local(folder):
+        return
+    try:
+        root = os.path.realpath(folder)
+        target = os.path.realpath(os.path.join(folder, name))
+    except ValueError as error:  # a NUL in the name
+        raise ValueError(f"{name!r} is no name of a file: {error}") from error
+    if os.path.commonpath([root, target]) != root or target == root:
+        raise ValueError(
+            f"{join(folder, name)!r} is a link out of its folder; put the file itself there, or give the "
+            "folder that it is in"
+        )
+
+
 def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it.
 
@@ -75,8 +115,8 @@ def filesystem(uri: str) -> tuple[Any, str]:
         fs, path = url_to_fs(uri)
     except (ValueError, ImportError) as error:
         raise ValueError(
-            f"storage URI {uri!r} cannot be reached ({error}); install the fsspec package of that store, or "
-            "give another URI such as '/data/shards' or 's3://bucket/shards'"
+            f"storage URI {redact(uri)!r} cannot be reached ({error}); install the fsspec package of that "
+            "store, or give another URI such as '/data/shards' or 's3://bucket/shards'"
         ) from error
     return fs, path
 

@@ -22,6 +22,9 @@ from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
 
+# The type of the failure of a gang that Spark has no slots for.
+NO_ROOM = "NoRoom"
+
 
 class Overseer:
     """A context manager around one job.
@@ -115,5 +118,5 @@ class Overseer:
             self._full_at = now
         elif now - self._full_at >= slots.REGISTRATION_SECONDS:
             message = f"Spark has {room} task slots left for {self._num_workers} workers"
-            return Failure.lost(0, "unknown", "starting", message)
+            return Failure.lost(0, "unknown", "starting", message, NO_ROOM)
         return None

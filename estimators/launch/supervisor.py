@@ -23,7 +23,7 @@ from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, NoRestartLeftError, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse, write_owner
-from ringspark.estimators.launch.overseer import Overseer
+from ringspark.estimators.launch.overseer import NO_ROOM, Overseer
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.training.status import Failure, WorkerError
 
@@ -119,8 +119,10 @@ class Supervisor:
             with overseer:
                 rows = self._stage.run(task, self.num_workers, job)
         except Exception as error:
-            job.wait_until_ended(END_SECONDS)
-            raise self._cause(error, overseer) from None
+            cause = self._cause(error, overseer)
+            if isinstance(cause, (WorkerError, TrainingCancelledError)):
+                job.wait_until_ended(END_SECONDS)
+            raise cause from None
         except BaseException:
             # Ctrl-C: the folder may be removed next, and no rank may write into it any more.
             job.wait_until_ended(END_SECONDS)
@@ -180,14 +182,10 @@ class Supervisor:
         if room < least:
             raise RuntimeError(
                 f"the cluster has {room} task slots left for the {self.num_workers} workers of the training "
-                f"after {cause.sentence}; add executors, or set minWorkers to at most {max(1, room)}"
+                f"after {cause.sentence}; add executors or lower minWorkers"
             ) from None
         _logger.warning("the training goes on with %d workers instead of %d", room, self.num_workers)
         self.num_workers = room
-
-
-# The type of the failure of a gang whose workers Spark has no slots for.
-NO_ROOM = "NoRoom"
 
 
 def _told(beats: list[Beat]) -> list[Failure]:

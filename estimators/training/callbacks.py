@@ -118,10 +118,11 @@ class Callbacks:
 def _checked(callback: Callback) -> dict[str, Any]:
     state = callback.state_dict()
     try:
-        json.dumps(state)
+        # A copy: the callback goes on while the checkpoint is being written.
+        copied: dict[str, Any] = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"callback {type(callback).__name__} must return values that JSON has from state_dict, got "
             f"{state!r:.200} ({error}); return numbers, texts, lists and dicts"
         ) from error
-    return state
+    return copied

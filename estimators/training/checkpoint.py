@@ -29,6 +29,7 @@ from ringspark.estimators.training import safetensors_file
 from ringspark.estimators.training.optimizer_state import part_of
 from ringspark.estimators.training.skeleton import fill
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object, record
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -120,10 +121,10 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         ValueError: They are damaged, or a newer version of the format wrote them.
     """
     try:
-        values = json.loads(text)
+        values = parse_object(text)
         version = values["format_version"]
         if version <= FORMAT_VERSION:
-            return CheckpointInfo(**values)
+            return record(CheckpointInfo, values)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
     raise ValueError(

@@ -21,17 +21,7 @@ from ringspark.estimators.training.choices import (
 )
 from ringspark.estimators.training.rules import COMBINATIONS, SETTINGS
 from ringspark.pipelines import default_engine
-
-# JSON has lists where the config has tuples.
-_TUPLES = (
-    "input_columns",
-    "label_columns",
-    "losses",
-    "loss_weights",
-    "parameter_groups",
-    "metrics",
-    "output_widths",
-)
+from ringspark.pipelines.typed_json import parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +119,12 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        values = json.loads(text)
-        if isinstance(values["gradient_checkpointing"], list):
-            values["gradient_checkpointing"] = tuple(values["gradient_checkpointing"])
-        return cls(**values | {name: tuple(values[name]) for name in _TUPLES})
+        """Reads what `to_json` returned.
+
+        Raises:
+            ValueError: It is damaged, of another version, or breaks a rule.
+        """
+        return record(cls, parse_object(text))
 
 
 def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:

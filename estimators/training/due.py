@@ -19,7 +19,11 @@ _LOOK_SECONDS = 10.0
 
 
 class Due:
-    """Asked after every step and every epoch, by every rank."""
+    """Asked after every step and every epoch, by every rank.
+
+    Attributes:
+        last_step: Steps before the last checkpoint.
+    """
 
     def __init__(
         self, config: TrainConfig, collective: Collective, clock: Callable[[], float] = time.monotonic
@@ -34,6 +38,7 @@ class Due:
 
     def written(self, step: int) -> None:
         """Notes that a checkpoint was taken after `step` steps, or that the training starts there."""
+        self.last_step = step
         self._last = self._looked = self._clock()
         self._looked_at = step
         self._look_at = step + 1

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse, parse_object, record
 
 HISTORY = "history.json"
 PROGRESS = "progress.json"
@@ -101,16 +102,33 @@ class RunLog:
 
 
 def read_history(run_uri: str) -> list[EpochRecord]:
-    """The epochs finished so far; empty before the first."""
+    """The epochs finished so far; empty before the first.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     uri = storage.join(run_uri, HISTORY)
     if not storage.exists(uri):
         return []
-    return [EpochRecord(**entry) for entry in json.loads(storage.read_bytes(uri))]
+    return parse_history(storage.read_bytes(uri))
+
+
+def parse_history(text: bytes) -> list[EpochRecord]:
+    """The epochs from the bytes of their file; ValueError where it is damaged."""
+    # A loss that overflowed is NaN there.
+    entries = parse(text, allow_nan=True)
+    if not isinstance(entries, list):
+        raise ValueError(f"{HISTORY} is damaged: it holds no list; give another run folder")
+    return [record(EpochRecord, entry) for entry in entries]
 
 
 def read_progress(run_uri: str) -> Progress | None:
-    """The present position, None before the first step."""
+    """The present position, None before the first step.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     uri = storage.join(run_uri, PROGRESS)
     if not storage.exists(uri):
         return None
-    return Progress(**json.loads(storage.read_bytes(uri)))
+    return record(Progress, parse_object(storage.read_bytes(uri)))

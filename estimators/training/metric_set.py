@@ -183,7 +183,8 @@ class MetricSet:
                 metric.merge_state(own)
                 continue
             # Not merged into zeros: a state without a sum to merge by would change its shape.
-            unknown = sorted(set(own) - set(metric.metric_state))
+            known: Any = metric.metric_state
+            unknown = sorted(set(own) - set(known))
             if unknown:
                 raise ValueError(
                     f"the checkpoint's metric {name!r} has a state {unknown[0]!r}, which this version of it "

@@ -234,7 +234,10 @@ class Recovery:
         """Waits for the last write. Runs on every rank, before the final weights are written."""
         if self._writer is not None:
             self._status.phase = "waiting for the last checkpoint"
-            self._writer.wait(progress=self._status.tick)
+            if not self._writer.wait(self._config.timeout_seconds, self._status.tick):
+                # The final weights are worth more than one more checkpoint on the way to them.
+                self._note(self._due.last_step, "it was still being written when the training ended")
+                self._writer.abandon()
 
     def remove(self) -> None:
         """Removes all checkpoints, once the final weights are there. Runs on every rank."""

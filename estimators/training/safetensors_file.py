@@ -123,7 +123,8 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """
     try:
         return load_file(path, device=device)
-    except (SafetensorError, OSError) as error:
+    # The library checks lengths and offsets; dtypes that it knows and torch does not end in the others.
+    except (SafetensorError, OSError, LookupError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(
             f"{path} is no readable safetensors file ({error}); take another checkpoint"
         ) from error

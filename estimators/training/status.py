@@ -84,13 +84,13 @@ class Failure:
         )
 
     @classmethod
-    def lost(cls, rank: int, host: str, phase: str, message: str) -> Failure:
+    def lost(cls, rank: int, host: str, phase: str, message: str, type: str = "WorkerLost") -> Failure:
         """The failure of a rank that could not report one itself."""
         return cls(
             rank=rank,
             host=host,
             phase=phase,
-            type="WorkerLost",
+            type=type,
             message=message,
             trace="",
             from_peer=False,
@@ -102,7 +102,20 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
-        return cls(**json.loads(text))
+        """Reads what `to_json` returned.
+
+        Raises:
+            ValueError: The text is none of a failure.
+        """
+        try:
+            failure = cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"no failure: {error}") from None
+        kinds = {"rank": int, "from_peer": bool, "may_pass": bool, "seconds": float}
+        for name, value in asdict(failure).items():
+            if type(value) is not kinds.get(name, str):
+                raise ValueError(f"no failure: {name} has type {type(value).__name__}")
+        return failure
 
     @property
     def sentence(self) -> str:

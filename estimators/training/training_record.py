@@ -106,7 +106,7 @@ class Record:
                 }
             )
             _check(record)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{name} is damaged ({error}); take another training state") from error
         return record
 

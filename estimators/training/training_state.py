@@ -195,14 +195,12 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     Raises:
         ValueError: A file is missing, of another size or of another SHA-256, or a link.
     """
-    _, record = read_record(uri)
-    for name in FILES:
-        expected = record.files.get(name)
-        if expected is None:
-            raise ValueError(f"{uri}/{RECORD} does not say how long {name} is; take another training state")
+    for name in (*FILES, RECORD, COMMIT):
         if storage.is_local(uri) and os.path.islink(os.path.join(uri, name)):
             raise ValueError(f"{uri}/{name} is a link; checkpoints hold plain files, take another one")
-        check_size(uri, name, expected)
+    _, record = read_record(uri)
+    for name in FILES:
+        expected = _check_size(uri, name, record)
         digest = hashlib.sha256()
         with storage.open_file(storage.join(uri, name), "rb") as file:
             while block := file.read(safetensors_file.BLOCK_BYTES):
@@ -216,8 +214,11 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     return record
 
 
-def check_size(uri: str, name: str, expected: FileSum) -> None:
-    """Refuses a file that is missing or of another length."""
+def _check_size(uri: str, name: str, record: Record) -> FileSum:
+    """What the file must be; refuses one that is missing or of another length."""
+    expected = record.files.get(name)
+    if expected is None:
+        raise ValueError(f"{uri}/{RECORD} does not say how long {name} is; take another training state")
     try:
         size = storage.size(storage.join(uri, name))
     except FileNotFoundError as error:
@@ -227,6 +228,7 @@ def check_size(uri: str, name: str, expected: FileSum) -> None:
             f"{uri}/{name} has {size} bytes, {expected.bytes} were written; the file is damaged, take "
             "another training state"
         )
+    return expected
 
 
 def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[RankState]]:
@@ -241,13 +243,13 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
     _, record = read_record(uri)
     _check_optimizer(uri, record, sync.optimizer)
     for name in FILES:
-        check_size(uri, name, record.files[name])
+        _check_size(uri, name, record)
     with local_file(uri, OPTIMIZER) as path:
         state: OptimizerState = {name: dict(own) for name, own in record.optimizer_values.items()}
         # Mapped, not read: a rank looks at its own part only.
         for name, tensor in safetensors_file.read(path).items():
             parameter, key = name.rsplit("/", 1)
-            state[parameter][key] = tensor
+            state.setdefault(parameter, {})[key] = tensor
         sync.load_optimizer_state(state)
     for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
         set_group_values(group, values)

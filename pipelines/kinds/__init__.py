@@ -15,6 +15,7 @@ from ringspark.pipelines.kinds.scalar import Scalar
 from ringspark.pipelines.kinds.sparse import Sparse
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.kinds.vector import Vector
+from ringspark.pipelines.typed_json import record
 
 KINDS: dict[str, type[Kind]] = {
     kind.tag: kind
@@ -45,6 +46,6 @@ def kind_from_json(data: dict[str, Any]) -> Kind:
     """Reads what `Kind.to_json` returned; ValueError for a kind that this version does not know."""
     fields = dict(data)
     tag = fields.pop("kind", None)
-    if tag not in KINDS:
+    if not isinstance(tag, str) or tag not in KINDS:
         raise ValueError(f"a column has kind {tag!r}; known: {', '.join(KINDS)}; upgrade ringspark")
-    return KINDS[tag](**{key: tuple(val) if isinstance(val, list) else val for key, val in fields.items()})
+    return record(KINDS[tag], fields)

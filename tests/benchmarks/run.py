@@ -28,6 +28,7 @@ BENCHMARKS = {
     "big_model": "save, load and transform of a 3 GiB model with 1 GiB of driver memory",
     "digits": "accuracy through Pipeline and CrossValidator against scikit-learn's MLPClassifier",
     "precision": "final metrics and loss curves of bf16 and fp16 against fp32, on flights and digits",
+    "checkpoint_overhead": "seconds of the flights job with a checkpoint every 100 steps against none",
     "sharding": "bytes, traffic and steps/s of each sharding on 2 ranks",
     "worker_parity": "weights of 2 workers against those of 1, and of a rerun",
     "plan_memory": "planned against measured peak memory of one optimizer step",
@@ -42,7 +43,7 @@ BENCHMARKS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
-    listed = "\n".join(f"  {name:<17} {what}" for name, what in BENCHMARKS.items())
+    listed = "\n".join(f"  {name:<19} {what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         description="Measure, and print the tables.",
         epilog=f"benchmarks:\n{listed}",

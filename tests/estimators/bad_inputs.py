@@ -636,7 +636,12 @@ SETTINGS = [
         "metrics must be",
         "did you mean 'accuracy'",
     ),
-    R("fit: metric of values", lambda p: p.fit(metrics=["rmse"]), "metrics 'rmse'", "classification"),
+    R(
+        "fit: metric of values",
+        lambda p: p.fit(metrics=["rmse"]),
+        "metrics of a classification must be among",
+        "'accuracy'.* got 'rmse'",
+    ),
     R("fit: no patience", lambda p: p.fit(patience=0), "patience must be at least 1", "leave it unset"),
     R(
         "fit: warm-up longer than all",

@@ -139,7 +139,7 @@ def test_a_killed_worker_costs_no_step(table: Any, shards: str, tmp_path: Path) 
 
 
 def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> None:
-    estimator = _estimator(tmp_path, timeoutSeconds=5.0, maxRestarts=0)
+    estimator = _estimator(tmp_path, timeoutSeconds=10.0, maxRestarts=0)
     with _hit(tmp_path, 1, signal.SIGSTOP) as hits, pytest.raises(WorkerError) as caught:
         estimator.fitOnShards(shards)
     first_line = str(caught.value).splitlines()[0]

@@ -16,9 +16,17 @@ import sockets
 import stores
 from cluster import Cluster
 from scenarios import Fault, Place, Scene
-from trainings import LOCAL_CLUSTER, NUM_ROWS, NUM_WORKERS, STEPS, Driver, Plan, difference, wait_for_step
-
-END_SECONDS = 180.0
+from trainings import (
+    END_SECONDS,
+    LOCAL_CLUSTER,
+    NUM_ROWS,
+    NUM_WORKERS,
+    STEPS,
+    Driver,
+    Plan,
+    difference,
+    wait_for_step,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +140,7 @@ class Lab:
         """The weights of the undisturbed training."""
         if collective not in self._references:
             plan = self._plan(f"reference-{collective}", collective)
-            answer = driver.fit(plan, seconds=END_SECONDS)
+            answer = driver.fit(plan)
             assert answer["ok"], answer
             problems = rows.check(plan.lines(), NUM_ROWS).problems
             assert not problems, problems
@@ -186,7 +194,7 @@ class Lab:
 
     def _resume(self, driver: Driver, fault: Fault, plan: Plan) -> tuple[Driver, dict[str, Any]]:
         driver = self.driver(fault.place)
-        return driver, driver.fit(plan, resume=True, seconds=END_SECONDS)
+        return driver, driver.fit(plan, resume=True)
 
     def _answer(self, driver: Driver) -> dict[str, Any]:
         try:
@@ -203,7 +211,9 @@ class Lab:
         if not answer["ok"]:
             return [f"the resumed fit failed: {answer['type']}: {answer['message'][:500]}"]
         problems = rows.check(plan.lines(), NUM_ROWS).problems
-        if (distance := difference(answer["weights"], reference)) > 0:
+        # Horovod joins gradients as they come: with three ranks the order of additions varies by itself.
+        allowed = 1e-5 if plan.collective == "horovod" else 0.0
+        if (distance := difference(answer["weights"], reference)) > allowed:
             problems.append(f"weights differ by {distance:.1e}")
         problems += driver.left_over()
         # The temporary files of this process's own, and what a committed run must not hold.

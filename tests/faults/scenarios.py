@@ -189,7 +189,7 @@ def _(scene: Scene) -> None:
 
 @fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds")
 def _(scene: Scene) -> None:
-    _stop_for([psutil.Process(scene.driver.pid), scene.driver.jvm()], TIMEOUT_SECONDS + 2)
+    _stop_for([psutil.Process(scene.driver.pid), *scene.driver.jvms()], TIMEOUT_SECONDS + 2)
 
 
 @fault("driver", "error", "SIGINT", must_survive=False)

@@ -34,6 +34,8 @@ STEPS = EPOCHS * -(-NUM_ROWS // BATCH)
 EVERY_STEPS = 10
 NUM_WORKERS = 3
 TIMEOUT_SECONDS = 8.0
+# Deadlines of a machine that others use too.
+START_SECONDS, END_SECONDS = 300.0, 240.0
 LOCAL_CLUSTER = f"local-cluster[{NUM_WORKERS},1,1024]"
 CONF = {
     "spark.ui.enabled": "false",
@@ -157,7 +159,12 @@ class Driver:
         self._answers: Queue[dict[str, Any]] = Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.spark_seconds = self.answer(120)["time"] - self._started
+        try:
+            self.spark_seconds = self.answer(START_SECONDS)["time"] - self._started
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
 
     @property
     def lives(self) -> bool:
@@ -169,15 +176,15 @@ class Driver:
         """Of the Python driver."""
         return self._process.pid
 
-    def jvm(self) -> psutil.Process:
-        """The driver's JVM."""
+    def jvms(self) -> list[psutil.Process]:
+        """The driver's JVM, one unless it has just been started."""
         children = psutil.Process(self.pid).children(recursive=True)
-        return next(p for p in children if "org.apache.spark.deploy.SparkSubmit" in p.cmdline())
+        return [p for p in children if "org.apache.spark.deploy.SparkSubmit" in p.cmdline()]
 
     def write_shards(self, uri: str, num_rows: int = NUM_ROWS) -> None:
         """Writes the data of all trainings."""
         self._tell({"do": "write", "uri": uri, "rows": num_rows})
-        assert self.answer(120)["ok"]
+        assert self.answer(START_SECONDS)["ok"]
 
     def begin(self, plan: Plan, *, resume: bool = False) -> None:
         """Starts a fit and returns."""
@@ -199,10 +206,10 @@ class Driver:
                     continue
                 raise AssertionError(f"{reason}: {self.tail()}") from None
 
-    def fit(self, plan: Plan, *, resume: bool = False, seconds: float = 120) -> dict[str, Any]:
+    def fit(self, plan: Plan, *, resume: bool = False) -> dict[str, Any]:
         """A whole fit; the answer of driver.py."""
         self.begin(plan, resume=resume)
-        return self.answer(seconds)
+        return self.answer(END_SECONDS)
 
     def tail(self) -> str:
         """The end of what the driver wrote to standard error."""
@@ -229,7 +236,7 @@ class Driver:
             notes = self.executors.read_text().splitlines() if self.executors.exists() else []
             return bool(notes) and json.loads(notes[-1])["executors"] >= number
 
-        wait_for(f"{number} executors", there, 90)
+        wait_for(f"{number} executors", there, START_SECONDS)
 
     def left_over(self, seconds: float = 15.0) -> list[str]:
         """What a fit has left behind in the living driver; empty where nothing is, at the latest then."""
@@ -248,9 +255,10 @@ class Driver:
         """SIGKILL for the driver and its JVM, as when their machine is lost; the executors notice it."""
         if not self.lives:
             return
-        jvm = self.jvm()
+        jvms = self.jvms()
         processes.send(self.pid, signal.SIGKILL)
-        processes.send(jvm, signal.SIGKILL)
+        for jvm in jvms:
+            processes.send(jvm, signal.SIGKILL)
         self._process.wait()
 
     def close(self) -> list[str]:
@@ -289,7 +297,7 @@ class Driver:
                 self._answers.put(json.loads(line.removeprefix(ANSWER)))
 
 
-def wait_for_step(plan: Plan, step: int, seconds: float = 90.0) -> dict[int, int]:
+def wait_for_step(plan: Plan, step: int, seconds: float = END_SECONDS) -> dict[int, int]:
     """Until rank 0 has trained that step; process id of each rank that trains now."""
 
     def reached() -> bool:

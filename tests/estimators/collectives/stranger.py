@@ -2,9 +2,9 @@
 
 Run as `stranger.py PID STOP_FILE [SOURCE]`: until STOP_FILE exists it lists the listening ports of process
 PID and of its children, again and again, and sends to each of them, one attack after the other. It says
-that it is ready, and at its end as JSON, for each port, how often it was reached and turned away. On loopback only, and bounded: a
-few bytes a connection, at most `HELD` connections at a time. From SOURCE, by default 127.0.0.2, which is to
-a gang on 127.0.0.1 what another machine is to a cluster.
+that it is ready, and at its end as JSON, for each port, how often it was reached and turned away. On
+loopback only, and bounded: a few bytes a connection, at most `HELD` connections at a time. From SOURCE, by
+default 127.0.0.2, which is to a gang on 127.0.0.1 what another machine is to a cluster.
 """
 
 from __future__ import annotations

@@ -183,10 +183,11 @@ def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(
     expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
     assert sum(record.skipped_steps for record in expected.history) > 0
     config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1, **changes)
-    for at in (2, 5, 6, 13):
+    # Of step 7 is the first checkpoint that knows of the halved rate, before any step was taken at it.
+    for at in (2, 5, 6, 8, 13):
         stopped(config, at)
     result = train_here(config, objects())
-    assert result.resumed_steps == (1, 4, 5, 12)
+    assert result.resumed_steps == (1, 4, 5, 7, 12)
     assert_same(result, expected)
 
 

@@ -1,0 +1,113 @@
+"""Records from JSON that may be damaged or anybody's: a dataclass of the declared types, or a ValueError."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
+    """The JSON value.
+
+    Args:
+        allow_nan: Whether NaN and the infinities, which are no JSON, are taken.
+
+    Raises:
+        ValueError: It is not JSON, or nested too deeply to be read.
+    """
+    try:
+        return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any]:
+    """Like `parse`, of an object only."""
+    value = parse(text, allow_nan=allow_nan)
+    if not isinstance(value, dict):
+        raise ValueError(f"an object is expected, got {_kind(value)}")
+    return value
+
+
+def record(cls: type[T], values: object) -> T:
+    """An instance of the dataclass `cls` from a JSON object; lists become tuples where it has tuples.
+
+    Raises:
+        ValueError: A field is missing, unknown or of another type than declared; names it.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"an object is expected, got {_kind(values)}")
+    hints = get_type_hints(cls)
+    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    unknown = sorted(str(name) for name in values.keys() - known.keys())
+    if unknown:
+        raise ValueError(f"unknown entry {unknown[0][:40]!r}")
+    found = {}
+    for name, field in known.items():
+        if name in values:
+            found[name] = _fit(hints[name], values[name], name)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{name!r} is missing")
+    return cls(**found)
+
+
+def _fit(hint: Any, value: Any, name: str) -> Any:
+    """The value as the type asks for it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for option in args:
+            try:
+                return _fit(option, value, name)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        if isinstance(value, str | int | None) and value in args:
+            return value
+    elif origin in (tuple, list) and isinstance(value, list | tuple):
+        return _fit_items(hint, list(value), name)
+    elif origin is dict and isinstance(value, Mapping):
+        return {_fit(args[0], key, name): _fit(args[1], item, name) for key, item in value.items()}
+    elif isinstance(hint, type) and origin is None:
+        if is_dataclass(hint):
+            return record(hint, value)
+        if _is(hint, value):
+            return value
+    raise ValueError(f"{name!r} must be {_name(hint)}, got {_kind(value)}")
+
+
+def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
+        if len(args) != len(value):
+            raise ValueError(f"{name!r} must have {len(args)} entries, got {len(value)}")
+        return tuple(_fit(arg, item, name) for arg, item in zip(args, value, strict=True))
+    return origin(_fit(args[0], item, name) for item in value)
+
+
+def _is(hint: type, value: Any) -> bool:
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    # JSON of another language may write 1 for 1.0.
+    return isinstance(value, int | float) if hint is float else isinstance(value, hint)
+
+
+def _name(hint: Any) -> str:
+    return (
+        hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+    )
+
+
+def _kind(value: object) -> str:
+    text = repr(value) if isinstance(value, str | int | float | None) else ""
+    return text if 0 < len(text) <= 40 else type(value).__name__
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,68 @@
+"""Checkpoints are due by steps, epochs and seconds; the clock is looked at rarely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.due import Due
+
+
+class CountsBroadcasts(LocalCollective):
+    def __init__(self) -> None:
+        super().__init__()
+        self.broadcasts = 0
+
+    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
+        self.broadcasts += 1
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _due(collective: LocalCollective, clock: Clock, **settings: Any) -> Due:
+    config = TrainConfig(
+        shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), **settings
+    )
+    return Due(config, collective, clock)
+
+
+def test_steps_and_epochs_need_nobody_elses_word() -> None:
+    collective = CountsBroadcasts()
+    due = _due(collective, Clock(), checkpoint_every_steps=4, checkpoint_every_epochs=2)
+    assert [step for step in range(1, 13) if due.after_step(step)] == [4, 8, 12]
+    assert [epoch for epoch in range(1, 7) if due.after_epoch(epoch)] == [2, 4, 6]
+    assert collective.broadcasts == 0
+
+
+def test_without_a_wish_nothing_is_ever_due() -> None:
+    due = _due(LocalCollective(), Clock())
+    assert not due.is_asked
+    assert not any(due.after_step(step) or due.after_epoch(step) for step in range(1, 50))
+
+
+@pytest.mark.parametrize("pace", [0.001, 0.1, 7.0, 1000.0])
+def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
+    """Whatever a step takes: `pace` seconds, and the first one ten times that."""
+    collective, clock = CountsBroadcasts(), Clock()
+    due = _due(collective, clock, checkpoint_every_seconds=60.0)
+    written = [0.0]
+    steps = 0
+    while len(written) < 4:
+        steps += 1
+        clock.now += pace if steps > 1 else 10 * pace
+        if due.after_step(steps):
+            assert 60.0 <= clock.now - written[-1] <= max(66.0, 60.0 + 10 * pace)
+            written.append(clock.now)
+            due.written(steps)
+    assert collective.broadcasts <= min(steps, 120)
