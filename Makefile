@@ -15,7 +15,7 @@ ARGS ?=
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help python setup setup-modern setup-spark35 demo test test-modern test-spark35 lint bench \
-	package clean
+	faults package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 
 bench: setup ## Measure, and print the tables; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/run.py $(ARGS)
+
+faults: setup ## Break trainings at random moments, and print what they survive; options in ARGS="..."
+	@$(VENV_PYTHON) tests/benchmarks/fault_matrix.py $(ARGS)
 
 package: setup ## Build the wheel, and the .zip for spark-submit --py-files, into dist/
 	@$(VENV_PYTHON) scripts/build_package.py

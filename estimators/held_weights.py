@@ -49,6 +49,7 @@ class HeldWeights:
             )
         self._commit = storage.read_bytes(storage.join(self.uri, COMMIT))
         if storage.is_local(self.uri):
+            storage.check_inside(self.uri, WEIGHTS)
             self._descriptor = os.open(os.path.join(self.uri, WEIGHTS), os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._descriptor)
 

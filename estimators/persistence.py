@@ -34,6 +34,7 @@ from ringspark.estimators.held_weights import HeldWeights
 from ringspark.estimators.training.skeleton import skeleton
 from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
 
 FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
@@ -41,6 +42,9 @@ METADATA = "metadata"
 OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
+
+# What Spark's reader takes for granted.
+_METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
 
 Stage = TypeVar("Stage", bound=Any)
 
@@ -148,7 +152,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
                 stage._set(**_load_objects(path, uri, description["objects"]))
             if hasattr(stage, "_restore"):
                 stage._restore(uri, description)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError, AssertionError) as error:
             raise _damaged(path, error) from error
         return stage
 
@@ -160,8 +164,14 @@ class StageReader(MLReader[Stage], Generic[Stage]):
                 "give the folder that save() wrote"
             )
         try:
-            description: dict[str, Any] = json.loads(storage.read_bytes(file))
-            version = int(description["format_version"])
+            description = parse_object(storage.read_bytes(file), allow_nan=True)
+            version = description["format_version"]
+            if type(version) is not int or version < 1:
+                raise ValueError(f"format_version must be a whole number from 1, got {version!r}")
+            if not isinstance(description["model"], str | None):
+                raise ValueError("model must be a text")
+            if not all(isinstance(name, str) for name in description["objects"]):
+                raise ValueError("objects must be a list of names")
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
         if version > FORMAT_VERSION:
@@ -189,11 +199,18 @@ def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
 
 
 def read_metadata(uri: str) -> dict[str, Any]:
-    """Reads what `write_metadata` or Spark's `DefaultParamsWriter` wrote."""
+    """Reads what `write_metadata` or Spark's `DefaultParamsWriter` wrote.
+
+    Raises:
+        ValueError: It is damaged.
+    """
     folder = storage.join(uri, METADATA)
     (part,) = [name for name in storage.list_names(folder) if name.startswith("part-")]
-    text = storage.read_bytes(storage.join(folder, part)).decode()
-    metadata: dict[str, Any] = DefaultParamsReader._parseMetaData(text)
+    # The values of Params may be NaN.
+    metadata = parse_object(storage.read_bytes(storage.join(folder, part)), allow_nan=True)
+    for name, kind in _METADATA_TYPES.items():
+        if not isinstance(metadata.get(name), kind):
+            raise ValueError(f"{name!r} of its metadata is missing or of a wrong type")
     return metadata
 
 

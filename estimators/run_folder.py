@@ -23,12 +23,13 @@ from typing import Any
 
 from ringspark.estimators.fit_data import discard
 from ringspark.estimators.launch.heartbeat import FOLDER as HEARTBEAT
-from ringspark.estimators.launch.heartbeat import OWNER, read_owner, write_owner
+from ringspark.estimators.launch.owner import OWNER, read_owner, write_owner
 from ringspark.estimators.launch.supervisor import TrainingCancelledError
 from ringspark.estimators.run_identity import FORMAT_VERSION, differences
 from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.status import WorkerError
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
 
 IDENTITY = "run.json"
 RESULT = "result.json"
@@ -107,7 +108,7 @@ class RunFolder:
         """
         uri = storage.join(self.uri, IDENTITY)
         try:
-            values = json.loads(storage.read_bytes(uri))
+            values = parse_object(storage.read_bytes(uri))
             if values["format_version"] > FORMAT_VERSION or not isinstance(values["identity"], dict):
                 raise ValueError(f"its format is {values['format_version']}, of a later ringspark")
         except (FileNotFoundError, NotADirectoryError):

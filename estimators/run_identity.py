@@ -94,15 +94,17 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
         rows = [manifest.select(split).num_rows for manifest in (old, new)]
         if rows[0] != rows[1]:
             found.append(f"{split} rows: {rows[0]} -> {rows[1]}")
+    if found:
+        return found
     for split in sorted(old.stats.keys() & new.stats.keys()):
-        for name in old.stats[split].keys() & new.stats[split].keys():
+        for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
             before, now = (m.stats[split][name].without_sketch().to_json() for m in (old, new))
-            for key in before.keys() | now.keys():
+            for key in sorted(before.keys() | now.keys()):
                 if key not in ("sketch", "distinct") and not _equal(before.get(key), now.get(key)):
                     found.append(
                         f"{key} of column {name!r}: {_short(before.get(key))} -> {_short(now.get(key))}"
                     )
-    return sorted(found)
+    return found
 
 
 def _data_of(manifest: ShardManifest) -> dict[str, Any]:

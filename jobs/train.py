@@ -110,7 +110,7 @@ def prepare_run(uri: str, resume: bool | None) -> None:
     """
     if resume or not storage.exists(uri):
         return
-    from ringspark.estimators.launch.heartbeat import OWNER
+    from ringspark.estimators.launch.owner import OWNER
     from ringspark.estimators.run_folder import IDENTITY, RunFolder
 
     folder = RunFolder(uri, is_given=True)

@@ -91,7 +91,7 @@ class ModelSpec:
         """
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a ModelSpec must be JSON: {error}") from error
         if not isinstance(fields, dict) or not {"target"} <= set(fields) <= {"target", "kwargs"}:
             raise ValueError(f"a ModelSpec holds 'target' and 'kwargs', got {text[:80]}")

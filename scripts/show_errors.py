@@ -21,8 +21,10 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
+from ringspark.estimators.memory import check_on_driver
+from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
-from ringspark.pipelines import write_shards
+from ringspark.pipelines import ShardManifest, write_shards
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
@@ -41,6 +43,26 @@ class Broken(nn.Module):
             if self.calls == 3 and torch.distributed.get_rank() == 1:
                 raise ZeroDivisionError("a bug in the model")
         return self.linear(x)  # type: ignore[no-any-return]
+
+
+def rollback(fit: Callable[..., Any]) -> Any:
+    """Asks for the last checkpoint where none is written."""
+    return fit(onNonFinite="rollback", checkpointEverySeconds=0)
+
+
+def cannot_fit(root: Path) -> None:
+    """What the driver says where Spark leaves each Python worker 1 GiB; a session cannot change that."""
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        input_columns=("features",),
+        label_columns=("label",),
+        model=ModelSpec("mlp", {"in_features": 2, "hidden": [4096] * 9, "out_features": 1}).to_json(),
+        num_workers=2,
+        collective="torch",
+    )
+    manifest = ShardManifest.load(str(root / "run" / "shards"))
+    check_on_driver(config, UserObjects(), manifest, {"spark.executor.pyspark.memory": "1g"}, is_remote=True)
 
 
 def show(title: str, provoke: Callable[[], Any], folder: str = "") -> None:
@@ -116,6 +138,22 @@ def main() -> None:
             lambda: TorchClassificationModel.load(folder),
             folder,
         )
+        model = fit(runUri=str(root / "run"), storageUri=None, epochs=1)
+        show(
+            "A run that is there already",
+            lambda: fit(runUri=str(root / "run"), storageUri=None),
+            folder,
+        )
+        show(
+            "A run resumed with another setting",
+            lambda: fit(runUri=str(root / "run"), storageUri=None, resume=True, learningRate=0.5, epochs=1),
+            folder,
+        )
+        show("`resume` without a folder", lambda: fit(resume=True))
+        show("`onNonFinite` that has nothing to go back to", lambda: rollback(fit))
+        show("A missing column in transform", lambda: model.transform(table.drop("features")))
+        show("A worker that cannot hold the training", lambda: cannot_fit(root))
+        show("A GPU for each worker where there is none", lambda: fit(useGpu=True))
         show("An unknown optimizer name", lambda: TorchClassifier(model=SPEC, optimizer="adamm"))
         show("A keyword that is no Param", lambda: TorchClassifier(model=SPEC, bachSize=8))
         left = (

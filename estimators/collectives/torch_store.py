@@ -11,7 +11,7 @@ from ringspark.estimators.collectives.port_guard import PortGuard
 from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
 
 
-class MemberStore(Store):  # type: ignore[misc]
+class MemberStore(Store):
     """In place of `TCPStore`, whose port takes orders from anybody. Called by torch's C++ too."""
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:

@@ -20,11 +20,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ringspark.estimators.launch.owner import read_owner
 from ringspark.estimators.training.status import Failure, Status
 from ringspark.pipelines import storage
 
 FOLDER = "heartbeat"
-OWNER = "owner.json"
 LONGEST_INTERVAL_SECONDS = 5.0
 # Often enough to leave quickly where the parent died or the work is done.
 _TICK_SECONDS = 0.25
@@ -89,7 +89,7 @@ class Beat:
                 return None
             if beat.failure is not None:
                 Failure.from_json(beat.failure)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
         return beat
 
@@ -248,20 +248,3 @@ class Heartbeat:
                 and before.attempt > self.attempt
             ):
                 self._status.stop("Spark has started the workers again without this one")
-
-
-def write_owner(run_uri: str, token: str, launch: int) -> None:
-    """Takes the run: ranks of other drivers, and of earlier launches, end. Runs on the driver."""
-    data = json.dumps({"token": token, "launch": launch}).encode()
-    storage.write_atomic(storage.join(run_uri, OWNER), data)
-
-
-def read_owner(run_uri: str) -> dict[str, Any] | None:
-    """Token and launch of the driver that runs it now, None where there is none."""
-    try:
-        owner = json.loads(storage.read_bytes(storage.join(run_uri, OWNER)))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:
-        return None
-    return owner if isinstance(owner, dict) and {"token", "launch"} <= owner.keys() else None

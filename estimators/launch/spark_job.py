@@ -30,7 +30,12 @@ _LOST = re.compile(
 )
 _KILL_SECONDS = 5.0
 _RAISED = re.compile(r"Traceback \(most recent call last\)|PythonException|PicklingError")
-_REASON = re.compile(r"(?:Most recent failure|Lost task|ExecutorLostFailure|Python worker exited)[^\n]*")
+# What tells most of it, first.
+_REASONS = (
+    re.compile(r"ExecutorLostFailure[^\n]*"),
+    re.compile(r"Python worker exited[^\n]*"),
+    re.compile(r"(?:Most recent failure|Lost task)[^\n]*"),
+)
 
 
 class SparkJob:
@@ -95,6 +100,6 @@ def lost_workers(error: BaseException) -> str | None:
     text = str(error)
     if was_cancelled(error) or _RAISED.search(text) or not _LOST.search(text):
         return None
-    found = _REASON.search(text)
-    line = found[0] if found else next((line for line in text.splitlines() if _LOST.search(line)), "")
+    found = [match[0] for match in (reason.search(text) for reason in _REASONS) if match]
+    line = found[0] if found else next(line for line in text.splitlines() if _LOST.search(line))
     return " ".join(line.split())[:300]

@@ -22,8 +22,9 @@ from pyspark.sql import SparkSession
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, NoRestartLeftError, Work
-from ringspark.estimators.launch.heartbeat import Beat, Pulse, write_owner
+from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.overseer import NO_ROOM, Overseer
+from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.training.status import Failure, WorkerError
 
@@ -60,7 +61,7 @@ class Supervisor:
     Attributes:
         make_work: Gives the work of a gang of so many ranks.
         run_uri: The run directory; signs of life go there.
-        token: Of this driver: see `heartbeat.write_owner`.
+        token: Of this driver: see `owner`.
         min_workers: Ranks with which it may go on; None: `num_workers`.
     """
 

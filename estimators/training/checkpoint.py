@@ -201,6 +201,7 @@ def weights_file(uri: str, info: CheckpointInfo | None = None, cache: str | None
 def local_file(uri: str, name: str) -> Iterator[str]:
     """A local path of the file `name` in folder `uri`; a copy is gone afterwards, what was mapped stays."""
     if storage.is_local(uri):
+        storage.check_inside(uri, name)
         yield os.path.join(uri, name)
         return
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:

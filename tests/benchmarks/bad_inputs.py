@@ -18,6 +18,7 @@ import harness
 from ringspark.jobs import cli
 
 TARGET_SECONDS = 5.0
+SHOWN = 110
 TABLE = Path(__file__).parent.parent / "estimators" / "bad_inputs.py"
 
 
@@ -58,15 +59,13 @@ def main() -> int:
             if problem:
                 misses.append((row.name, problem, said))
     for seconds, name, said in lines:
-        print(f"{name:40} {seconds:6.2f} s  {said if FULL else said[:110]}")
+        print(f"{name:40} {seconds:6.2f} s  {said if len(said) <= SHOWN else said[: SHOWN - 3] + '...'}")
     slowest = ", ".join(f"{name} {seconds:.2f} s" for seconds, name, _ in sorted(lines)[:-6:-1])
     print(f"\n{len(lines)} bad inputs, {len(misses)} misses; slowest: {slowest}")
     for name, problem, said in misses:
         print(f"missed: {name}: {problem}\n    {said}")
     return 1 if misses else 0
 
-
-FULL = False
 
 if __name__ == "__main__":
     sys.exit(main())

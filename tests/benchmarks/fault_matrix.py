@@ -8,7 +8,7 @@ Real drivers, executors, ranks, disks and servers: see tests/faults. A cell of t
 - how many steps were trained twice, median and worst;
 - the seconds until it trained again, median and worst: the longest time without a step of rank 0 since
   the fault, less what Spark needed to start an executor or the driver's session, shown after a plus. A
-  rank that hangs is noticed after timeoutSeconds, 8 s here, and these are part of it.
+  rank that hangs is noticed after timeoutSeconds, 8 s unless told otherwise, which are part of it.
 
     python tests/benchmarks/fault_matrix.py --repeats 20
     python tests/benchmarks/fault_matrix.py --repeats 3 --only "rank 0" "executor JVM"
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import traceback
 from collections import defaultdict
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 
 from moments import Lab, Moment
 from scenarios import FAULTS, KINDS, TARGETS, Fault
+from trainings import TIMEOUT_SECONDS
 
 Cells = dict[tuple[str, str], list[Moment]]
 
@@ -43,9 +45,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=cli.positive_int, default=20, metavar="N", help="moments of a cell")
     parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
+    parser.add_argument(
+        "--timeout-seconds", type=float, default=TIMEOUT_SECONDS, help="of the trainings; more if it is busy"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, or cells as 'row/column'")
     parser.add_argument("--output", type=Path, metavar="DIR", help="for faults.json and faults.png")
     args = parser.parse_args()
+    # What was started ends with this process, however that ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     faults = [f for f in FAULTS if not args.only or {f.target, f"{f.target}/{f.kind}"} & set(args.only)]
     if not faults:
         parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
@@ -53,7 +60,7 @@ def main() -> int:
     faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
     cells: Cells = defaultdict(list)
     skipped: dict[tuple[str, str], str] = {}
-    with Lab() as lab:
+    with Lab(timeout_seconds=args.timeout_seconds) as lab:
         for fault in faults:
             if reason := lab.reason_not_to(fault):
                 skipped[fault.target, fault.kind] = reason

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "checkpoint_overhead": "seconds of the flights job with a checkpoint every 100 steps against none",
     "sharding": "bytes, traffic and steps/s of each sharding on 2 ranks",
     "worker_parity": "weights of 2 workers against those of 1, and of a rerun",
+    "bad_inputs": "what a user reads for each bad input, and after how many seconds",
     "plan_memory": "planned against measured peak memory of one optimizer step",
     "plan_scale": "seconds and memory of an epoch's plan for a million row groups",
     "shuffle_quality": "how far an epoch's order is from a full permutation",

@@ -148,10 +148,10 @@ def test_the_best_checkpoint_is_not_the_last(table: Any, common: dict[str, Any])
     assert errors[0] < errors[1]
 
 
-def test_resume_is_not_accepted_and_ignored(common: dict[str, Any]) -> None:
+def test_resume_is_not_accepted_and_ignored(table: Any, common: dict[str, Any]) -> None:
     """horovod.spark's resume starts at epoch 0 without optimizer, random state or data position."""
-    with pytest.raises(TypeError, match="TorchRegressor has no Param 'resume'"):
-        TorchRegressor(**common, resume=True)
+    with pytest.raises(ValueError, match="resume=True goes on with the run of a folder; set runUri"):
+        TorchRegressor(**common, resume=True).fit(table)
 
 
 class Start(Callback):

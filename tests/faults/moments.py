@@ -18,10 +18,12 @@ from cluster import Cluster
 from scenarios import Fault, Place, Scene
 from trainings import (
     END_SECONDS,
+    EPOCH_STEPS,
+    EPOCHS,
     LOCAL_CLUSTER,
     NUM_ROWS,
     NUM_WORKERS,
-    STEPS,
+    TIMEOUT_SECONDS,
     Driver,
     Plan,
     difference,
@@ -59,9 +61,18 @@ class Moment:
 
 
 class Lab:
-    """Drivers, clusters, stores and reference runs, made when they are needed first; a context manager."""
+    """Drivers, clusters, stores and reference runs, made when they are needed first; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        epochs: Of every training.
+        timeout_seconds: Of every training; a busy machine takes longer to start a rank than a quiet one may
+            be silent.
+    """
+
+    def __init__(self, epochs: int = EPOCHS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._epochs = epochs
+        self._timeout_seconds = timeout_seconds
+        self._dead: list[Driver] = []
         self._stack = ExitStack()
         self._drivers: dict[str, Driver] = {}
         self._references: dict[str, dict[str, Any]] = {}
@@ -78,6 +89,8 @@ class Lab:
     def __exit__(self, *exc: object) -> None:
         for name in list(self._drivers):
             self._end(name)
+        for driver in self._dead:
+            driver.close()
         if self._cluster is not None:
             self._cluster.close()
         if self._bucket is not None:
@@ -105,7 +118,11 @@ class Lab:
         """The living driver of a place, with all its executors."""
         name = "standalone" if place == "standalone" else "s3" if place.startswith("s3") else "local"
         if name in self._drivers and not self._drivers[name].lives:
-            self._end(name)
+            if name == "standalone":
+                self._end(name)  # the next one will bear the same mark
+            else:
+                # The next one does not wait until everything of the last one is gone.
+                self._dead.append(self._drivers.pop(name))
         if name == "standalone":
             self._cluster = self._cluster or Cluster(NUM_WORKERS)
             self._cluster.heal()
@@ -138,14 +155,15 @@ class Lab:
 
     def reference(self, driver: Driver, collective: str) -> dict[str, Any]:
         """The weights of the undisturbed training."""
-        if collective not in self._references:
-            plan = self._plan(f"reference-{collective}", collective)
+        key = f"reference-{collective}"
+        if key not in self._references:
+            plan = self._plan(key, collective)
             answer = driver.fit(plan)
             assert answer["ok"], answer
             problems = rows.check(plan.lines(), NUM_ROWS).problems
             assert not problems, problems
-            self._references[collective] = answer["weights"]
-        return self._references[collective]
+            self._references[key] = answer["weights"]
+        return self._references[key]
 
     def run(self, fault: Fault, seed: int) -> Moment:
         """One moment of one fault."""
@@ -157,7 +175,7 @@ class Lab:
         self.shards()
         reference = self.reference(driver, collective)
         plan = self._placed(self._plan(name, collective), fault, name)
-        step = draw.randrange(5, STEPS - 10)
+        step = draw.randrange(5, self._epochs * EPOCH_STEPS - 10)
         with ExitStack() as undo:
             bucket = self.bucket() if fault.place.startswith("s3") else None
             scene = Scene(driver=driver, plan=plan, pids={}, draw=draw, undo=undo, bucket=bucket)
@@ -167,6 +185,7 @@ class Lab:
             driver.begin(plan)
             if not fault.before:
                 scene.pids = wait_for_step(plan, step)
+                driver.note_memory()
                 time.sleep(draw.random() * 0.05)
                 struck = time.time()
                 fault.act(scene)
@@ -216,6 +235,8 @@ class Lab:
         if (distance := difference(answer["weights"], reference)) > allowed:
             problems.append(f"weights differ by {distance:.1e}")
         problems += driver.left_over()
+        while self._dead:
+            problems += [f"left over after the driver: {line}" for line in self._dead.pop().close()]
         # The temporary files of this process's own, and what a committed run must not hold.
         if (Path(plan.run) / "checkpoints").exists():
             problems.append("the finished run still has its checkpoints")
@@ -231,6 +252,8 @@ class Lab:
             shards=str(self.root / "shards"),
             diary=folder / "diary",
             collective=collective,
+            epochs=self._epochs,
+            timeout_seconds=self._timeout_seconds,
         )
 
     def _placed(self, plan: Plan, fault: Fault, name: str) -> Plan:

@@ -40,17 +40,26 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def cmdline(process: psutil.Process) -> list[str]:
+    """Of a process that may have gone."""
+    try:
+        line: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return line
+
+
 def executor_jvm(pid: int) -> psutil.Process:
     """The executor that a Python worker belongs to: the JVM in its parent chain."""
     for parent in psutil.Process(pid).parents():
-        if "CoarseGrainedExecutorBackend" in " ".join(parent.cmdline()):
+        if "CoarseGrainedExecutorBackend" in " ".join(cmdline(parent)):
             return parent
     raise AssertionError(f"process {pid} has no executor among its parents")
 
 
 def executor_jvms(mark: str) -> list[psutil.Process]:
     """All executors of a run."""
-    return [p for p in marked(mark) if "CoarseGrainedExecutorBackend" in " ".join(_cmdline(p))]
+    return [p for p in marked(mark) if "CoarseGrainedExecutorBackend" in " ".join(cmdline(p))]
 
 
 def send(process: psutil.Process | int, number: int) -> None:
@@ -88,7 +97,7 @@ def ranks_that_listen(mark: str) -> list[str]:
     found = []
     for process in marked(mark):
         try:
-            above = [" ".join(_cmdline(parent)) for parent in process.parents()]
+            above = [" ".join(cmdline(parent)) for parent in process.parents()]
             # The daemon itself listens for its executor; a rank is a worker below it.
             if any("pyspark.daemon" in line for line in above):
                 connections = process.net_connections("tcp")
@@ -102,38 +111,20 @@ def ranks_that_listen(mark: str) -> list[str]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    try:
-        return set(os.listdir("/dev/shm"))
-    except FileNotFoundError:
-        return set()
-
-
-def shared_memory_left(before: set[str]) -> list[str]:
-    """What has come into /dev/shm since, and is of no process that lives: others may work here too."""
-    new = shared_memory() - before
-    if not new:
-        return []
-    in_use = ""
-    for process in psutil.process_iter():
+def shared_memory_of(mark: str) -> set[str]:
+    """Files of /dev/shm that the processes of a run have open or mapped now."""
+    found = set()
+    for process in marked(mark):
         try:
-            in_use += "".join(mapping.path + "\n" for mapping in process.memory_maps())
-            in_use += "".join(file.path + "\n" for file in process.open_files())
+            paths = [mapping.path for mapping in process.memory_maps()]
+            paths += [file.path for file in process.open_files()]
         except (psutil.Error, OSError):
             continue
-    return sorted(name for name in new if name in shared_memory() and f"/dev/shm/{name}" not in in_use)
+        found |= {path for path in paths if path.startswith("/dev/shm/")}
+    return found
 
 
 def _is_inherited(process: psutil.Process, port: int) -> bool:
     """Whether the daemon that forked this worker has the port open too."""
     parent = process.parent()
     return parent is not None and any(c.laddr.port == port for c in parent.net_connections("tcp"))
-
-
-def _cmdline(process: psutil.Process) -> list[str]:
-    try:
-        line: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
-    return line

@@ -22,7 +22,7 @@ import psutil
 import sockets
 import stores
 from processes import send, wait_for
-from trainings import TIMEOUT_SECONDS, Driver, Plan
+from trainings import Driver, Plan
 
 Kind = Literal["kill", "hang", "error", "corruption"]
 KINDS: tuple[Kind, ...] = ("kill", "hang", "error", "corruption")
@@ -174,7 +174,7 @@ def _(scene: Scene) -> None:
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     scene.undo.callback(send, worker, signal.SIGCONT)
-    _stop_for([worker], TIMEOUT_SECONDS + 2)
+    _stop_for([worker], scene.plan.timeout_seconds + 2)
 
 
 @fault("Spark worker", "error", "SIGTERM", place="standalone")
@@ -189,7 +189,7 @@ def _(scene: Scene) -> None:
 
 @fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds")
 def _(scene: Scene) -> None:
-    _stop_for([psutil.Process(scene.driver.pid), *scene.driver.jvms()], TIMEOUT_SECONDS + 2)
+    _stop_for([psutil.Process(scene.driver.pid), *scene.driver.jvms()], scene.plan.timeout_seconds + 2)
 
 
 @fault("driver", "error", "SIGINT", must_survive=False)

@@ -30,7 +30,7 @@ from processes import wait_for
 HERE = Path(__file__).resolve().parent
 ANSWER = "ANSWER "
 NUM_ROWS, BATCH, EPOCHS = 1447, 24, 3
-STEPS = EPOCHS * -(-NUM_ROWS // BATCH)
+EPOCH_STEPS = -(-NUM_ROWS // BATCH)
 EVERY_STEPS = 10
 NUM_WORKERS = 3
 TIMEOUT_SECONDS = 8.0
@@ -43,7 +43,7 @@ CONF = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.sql.shuffle.partitions": "2",
     # Spark gives a silent executor two minutes: too long to wait for in a test.
-    "spark.network.timeout": "15s",
+    "spark.network.timeout": "30s",
     "spark.executor.heartbeatInterval": "3s",
     "spark.network.timeoutInterval": "3s",
 }
@@ -67,6 +67,7 @@ class Plan:
     dropout: float = 0.1
     pause_seconds: float = 0.02
     max_restarts: int = 3
+    timeout_seconds: float = TIMEOUT_SECONDS
     keep_checkpoints: int = 2
 
     def command(self, resume: bool) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class Plan:
             "checkpointEverySeconds": 0,
             "keepCheckpoints": self.keep_checkpoints,
             "maxRestarts": self.max_restarts,
-            "timeoutSeconds": TIMEOUT_SECONDS,
+            "timeoutSeconds": self.timeout_seconds,
             "reader": "arrow",
             "storageUri": str(self.diary.parent),
         }
@@ -119,7 +120,7 @@ class Driver:
     ) -> None:
         self.mark = mark or uuid.uuid4().hex
         self._keepers = keepers
-        self._memory = processes.shared_memory()
+        self._memory: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="ringspark-faults-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         self.temporary = folder / "tmp"
@@ -179,7 +180,7 @@ class Driver:
     def jvms(self) -> list[psutil.Process]:
         """The driver's JVM, one unless it has just been started."""
         children = psutil.Process(self.pid).children(recursive=True)
-        return [p for p in children if "org.apache.spark.deploy.SparkSubmit" in p.cmdline()]
+        return [p for p in children if "org.apache.spark.deploy.SparkSubmit" in processes.cmdline(p)]
 
     def write_shards(self, uri: str, num_rows: int = NUM_ROWS) -> None:
         """Writes the data of all trainings."""
@@ -238,6 +239,10 @@ class Driver:
 
         wait_for(f"{number} executors", there, START_SECONDS)
 
+    def note_memory(self) -> None:
+        """Remembers the shared memory that is in use now, which `left_over` looks for."""
+        self._memory |= processes.shared_memory_of(self.mark)
+
     def left_over(self, seconds: float = 15.0) -> list[str]:
         """What a fit has left behind in the living driver; empty where nothing is, at the latest then."""
 
@@ -246,7 +251,7 @@ class Driver:
                 *map(processes.describe, processes.orphans(self.mark, [self.pid, *self._keepers()])),
                 *processes.ranks_that_listen(self.mark),
                 *(f"file {path}" for path in self.temporary.rglob("ringspark-*")),
-                *(f"shared memory {name}" for name in processes.shared_memory_left(self._memory)),
+                *(f"shared memory {path}" for path in self._memory if os.path.exists(path)),
             ]
 
         return _until_empty(look, seconds)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ringspark.jobs.train import prepare_run
+
 ROOT = Path(__file__).parent.parent.parent
 JOBS = ["etl", "train", "score", "demo"]
 
@@ -59,3 +61,35 @@ def test_a_folder_without_data_is_one_line(job: str, message: str, tmp_path: Pat
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def _run_folder(folder: Path, *, checkpoint: bool = False, finished: bool = False) -> Path:
+    """What a training has left in its folder."""
+    names = ["owner.json", "run.json"]
+    names += ["checkpoints/step-0000000001/checkpoint.json"] if checkpoint else []
+    names += ["result.json"] if finished else []
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp_path: Path) -> None:
+    begun = _run_folder(tmp_path / "begun")
+    finished = _run_folder(tmp_path / "finished", checkpoint=True, finished=True)
+    for folder in (begun, finished, tmp_path / "not there"):
+        prepare_run(str(folder), None)
+        assert not folder.exists()
+    stopped = _run_folder(tmp_path / "stopped", checkpoint=True)
+    with pytest.raises(ValueError, match=r"an unfinished run; give --resume to go on with it, --no-resume"):
+        prepare_run(str(stopped), None)
+    prepare_run(str(stopped), True)
+    assert (stopped / "run.json").exists()
+    prepare_run(str(stopped), False)
+    assert not stopped.exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    prepare_run(str(tmp_path), False)
+    assert (tmp_path / "thesis.tex").exists()

@@ -62,6 +62,8 @@ def is_closed(server: RendezvousServer, seconds: float = 10.0) -> bool:
             raw(server).close()
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:
+            pass  # closed while this one was on its way
         time.sleep(0.01)
     return False
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ringspark.estimators.launch import heartbeat
-from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, read_beats, write_owner
+from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, read_beats
+from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
 from ringspark.estimators.launch.watch import Watch
 from ringspark.estimators.training.status import Failure, Status, WorkerError, WorkerStoppedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,15 @@ MakeShards = Callable[..., ShardManifest]
 # Row 37 of 80, in the order of the files: step 3 of 16 rows each, in every epoch.
 BAD_ROW = 37
 POISON = 99.0
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of networks this small, threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(nn.Module):

@@ -1,0 +1,62 @@
+"""safetensors files of strangers: whatever the header says, a ValueError and no memory taken for it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators.training import safetensors_file
+from ringspark.estimators.training.checkpoint import load_checkpoint, save_checkpoint
+
+GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def file_of(header: object, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+HOSTILE = {
+    "empty": b"",
+    "huge header length": file_of({"a": GOOD}, length=2**63),
+    "header length past the end": file_of({"a": GOOD}, length=10_000),
+    "out of the file": file_of({"a": GOOD | {"shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "overlapping": file_of({"a": GOOD, "b": GOOD}),
+    "backwards": file_of({"a": GOOD | {"data_offsets": [8, 0]}}),
+    "negative": file_of({"a": GOOD | {"shape": [-2]}}),
+    "overflowing shape": file_of({"a": GOOD | {"shape": [2**62, 2**62]}}),
+    "shape against offsets": file_of({"a": GOOD | {"shape": [1]}}),
+    "unknown dtype": file_of({"a": GOOD | {"dtype": "F99"}}),
+    "dtype of another type": file_of({"a": GOOD | {"dtype": 7}}),
+    "no object": file_of([1, 2]),
+    "not a number": file_of(b'{"a": NaN}'),
+    "deep": file_of(b'{"a":' * 50_000),
+    "data behind": file_of({"a": GOOD}, data=b"\0" * 64),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(HOSTILE[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="is no readable safetensors file"):
+        safetensors_file.read(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_weights_that_are_a_link_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 1)
+    save_checkpoint(str(tmp_path / "one"), module)
+    save_checkpoint(str(tmp_path / "two"), module)
+    weights = tmp_path / "two" / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "one" / "model.safetensors")
+    with pytest.raises(ValueError, match="is a link out of its folder"):
+        load_checkpoint(str(tmp_path / "two"), module)

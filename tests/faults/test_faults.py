@@ -1,0 +1,105 @@
+"""A seeded selection of the fault matrix, and the harness's own instruments.
+
+All moments: `make faults`. Each scenario asserts what `moments.Lab.run` looks at: every row once an epoch,
+the weights of the undisturbed run, no process, port, temporary file or shared memory left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import damage
+import pytest
+import rows
+from moments import Lab
+from scenarios import FAULTS, KINDS, find
+
+# Each with a seed whose moment comes after several checkpoints; torch and horovod in turn.
+SELECTION = [
+    ("another rank", "kill", 1),
+    ("executor JVM", "kill", 3),
+    ("another rank", "hang", 0),
+    ("network between ranks", "kill", 0),
+    ("checkpoint file", "corruption", 0),
+    ("disk of the run", "error", 2),
+    ("driver", "kill", 2),
+    ("store reads", "error", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """One driver for the scenarios that leave it alive; what its end leaves behind is looked at too."""
+    # Two epochs: the fault comes in either, and the training stays short.
+    with Lab(epochs=2, timeout_seconds=20.0) as made:
+        yield made
+    assert not made.problems, made.problems
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("target", "kind", "seed"), SELECTION, ids=[f"{t}-{k}" for t, k, _ in SELECTION])
+def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, seed: int) -> None:
+    fault = find(target, kind)
+    if fault.place.startswith("s3"):
+        pytest.importorskip("s3fs")
+        pytest.importorskip("moto")
+    if reason := lab.reason_not_to(fault):
+        pytest.skip(reason)
+    moment = lab.run(fault, seed)
+    assert not moment.problems, moment
+    # Not from the first step again.
+    assert moment.repeated < moment.step or fault.before, moment
+
+
+def test_every_cell_is_one_fault() -> None:
+    cells = [(fault.target, fault.kind) for fault in FAULTS]
+    assert len(set(cells)) == len(cells)
+    assert {kind for _, kind in cells} == set(KINDS)
+    assert {(target, kind) for target, kind, _ in SELECTION} <= set(cells)
+
+
+def _lines(ids: list[list[int]], rank: int = 0, size: int = 1, first: float = 0.0) -> list[rows.Line]:
+    return [
+        {
+            "what": "step",
+            "rank": rank,
+            "size": size,
+            "epoch": 1,
+            "step": step + 1,
+            "ids": some,
+            "time": first + step,
+        }
+        for step, some in enumerate(ids)
+    ]
+
+
+def test_the_diaries_tell_lost_and_repeated_rows() -> None:
+    good = _lines([[0, 2], [1, 3]])
+    assert rows.check(good, 4) == rows.Trained(problems=[], steps=2, repeated=0)
+    again = [*good, *_lines([[0, 2], [1, 3]], first=10.0)]
+    assert rows.check(again, 4) == rows.Trained(problems=[], steps=2, repeated=2)
+    assert rows.longest_pause(again, fault=1.0) == pytest.approx(9.0)
+    other = rows.check([*good, *_lines([[0, 1], [2, 3]], first=10.0)], 4)
+    assert other.problems == [f"rank 0 saw other rows in the repetition of step {step}" for step in (1, 2)]
+    assert rows.check(_lines([[0, 2], [1, 1]]), 4).problems == ["epoch 1 saw 1 rows twice and 1 not at all"]
+    lonely = rows.check(_lines([[0, 2], [1, 3]], size=2), 4)
+    assert lonely.problems == [f"step {step} was trained last by the ranks [0] only" for step in (1, 2)]
+
+
+def test_a_line_that_a_kill_cut_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "rank-0-1.jsonl").write_text('{"what": "step", "time": 1.0}\n{"what": "st')
+    assert rows.read_lines(tmp_path) == [{"what": "step", "time": 1.0}]
+
+
+@pytest.mark.parametrize("how", [damage.flip, damage.truncate])
+def test_damage_changes_the_file(tmp_path: Path, how: object) -> None:
+    path = tmp_path / "file"
+    for seed in range(20):
+        path.write_bytes(bytes(range(100)))
+        how(path, random.Random(seed))  # type: ignore[operator]
+        assert path.read_bytes() != bytes(range(100))
+        assert path.stat().st_size == 100 or how is damage.truncate

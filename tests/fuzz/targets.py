@@ -1,0 +1,191 @@
+"""What is fuzzed: for each parser a good input, and the only errors that may come out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ringspark.estimators import TorchRegressionModel, TorchRegressor
+from ringspark.estimators.launch.heartbeat import Beat
+from ringspark.estimators.run_folder import RunFolder
+from ringspark.estimators.training import history, safetensors_file
+from ringspark.estimators.training.checkpoint import CheckpointInfo, parse_info, save_checkpoint
+from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.training_record import FileSum, Position, Record
+from ringspark.jobs import etl, score, train
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Padded, Scalar, Vocabulary
+from ringspark.pipelines.manifest import ShardFile
+from ringspark.pipelines.stats import ColumnStats
+
+SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [4], "out_features": 1})
+EPOCH = history.EpochRecord(
+    epoch=1, steps=3, rows=96, seconds=0.5, learning_rate=0.01, train_loss=0.25, validation_loss=None
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One parser.
+
+    Attributes:
+        good: What it takes.
+        parse: Gets bytes.
+        errors: Documented; anything else is a defect.
+        is_json: Whether `good` can be changed as JSON, too.
+    """
+
+    good: bytes
+    parse: Callable[[bytes], object]
+    errors: tuple[type[BaseException], ...] = (ValueError,)
+    is_json: bool = True
+
+
+def targets(folder: Path) -> dict[str, Target]:
+    """All of them. Args: folder: For those that read files."""
+    config = TrainConfig(
+        shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), model=SPEC.to_json()
+    )
+    record = Record(
+        position=Position(epoch=1, step=3, finished_epochs=1, history=(EPOCH,)),
+        optimizer="AdamW",
+        files={"model.safetensors": FileSum(bytes=8, sha256="00")},
+    )
+    beat = Beat(token="t", rank=0, host="h", task=0, pid=1, launch=0, attempt=0, phase="x", ticks=1, beats=1)
+    progress = history.Progress(epoch=1, epochs=2, step=3, num_steps=6, rows=96, seconds=0.5)
+    info = CheckpointInfo(epoch=1, step=3, num_bytes=100, num_tensors=2)
+    run = RunFolder.__new__(RunFolder)
+    run.uri = str(folder / "run")
+    return {
+        "manifest": Target(good=_manifest(), parse=lambda text: ShardManifest.from_json(text, "/shards")),
+        "checkpoint.json": Target(
+            good=json.dumps(asdict(info)).encode(), parse=lambda text: parse_info(text, "/checkpoint")
+        ),
+        "training.json": Target(good=record.to_json().encode(), parse=Record.from_json),
+        "config.json": Target(good=config.to_json().encode(), parse=_text(TrainConfig.from_json)),
+        "model spec": Target(good=SPEC.to_json().encode(), parse=_text(ModelSpec.from_json)),
+        "history.json": Target(good=json.dumps([asdict(EPOCH)] * 2).encode(), parse=history.parse_history),
+        "progress.json": Target(
+            good=json.dumps(asdict(progress)).encode(),
+            parse=_file(folder / "run" / "progress.json", lambda: history.read_progress(run.uri)),
+        ),
+        "run.json": Target(
+            good=json.dumps({"format_version": 1, "identity": {"settings": {"epochs": 1}}}).encode(),
+            parse=_file(folder / "run" / "run.json", run.identity),
+        ),
+        "heartbeat": Target(good=json.dumps(asdict(beat)).encode(), parse=Beat.from_json),
+        "safetensors": Target(good=_tensors(), parse=_tensor_file(folder), is_json=False),
+        **_stages(folder),
+        **{
+            f"jobs.{job.__name__.rpartition('.')[2]}": Target(
+                good=json.dumps(options).encode(), parse=_command(job), errors=(SystemExit, ValueError)
+            )
+            for job, options in (
+                (train, ["--data", "d", "--epochs", "2", "--batch-size", "64"]),
+                (etl, ["--output", "d"]),
+                (score, ["--data", "d"]),
+            )
+        },
+    }
+
+
+def _manifest() -> bytes:
+    stats = {"x": ColumnStats(rows=5, values=5, minimum=0, maximum=4, mean=2.0)}
+    manifest = ShardManifest(
+        uri="/shards",
+        columns=(
+            Column(name="x", kind=Scalar(dtype="int64"), source="bigint"),
+            Column(name="s", kind=Vocabulary(words=("a", "b")), source="string"),
+            Column(name="p", kind=Padded(dtype="float32", length=3), source="array<float>"),
+        ),
+        files=tuple(
+            ShardFile(path=f"part-{i}.parquet", split="train", num_bytes=10, sha256="00", row_groups=(3, 2))
+            for i in range(2)
+        ),
+        stats={"train": stats},
+    )
+    return manifest.to_json().encode()
+
+
+def _tensors() -> bytes:
+    file = io.BytesIO()
+    safetensors_file.write({"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.int64)}, file)
+    return file.getvalue()
+
+
+def _tensor_file(folder: Path) -> Callable[[bytes], object]:
+    def parse(data: bytes) -> object:
+        # A new name each time: the tensors of the last one may still map the old file.
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
+            file.write(data)
+            file.flush()
+            return {name: tensor.sum() for name, tensor in safetensors_file.read(file.name).items()}
+
+    return parse
+
+
+def _text(parse: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: parse(data.decode())
+
+
+def _file(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def parse(data: bytes) -> object:
+        path.write_bytes(data)
+        return read()
+
+    return parse
+
+
+def _stages(folder: Path) -> dict[str, Target]:
+    """The files of a saved estimator and of a saved model."""
+    estimator, model = folder / "estimator", folder / "model"
+    TorchRegressor(model=SPEC, featuresCol="x", labelCol="y").write().overwrite().save(str(estimator))
+    save_checkpoint(str(folder / "weights"), SPEC.build())
+    trained = TorchRegressionModel(model=SPEC)._set_trained(str(folder / "weights"), 1, None)
+    trained.write().overwrite().save(str(model))
+    cases = {}
+    for cls, stage in ((TorchRegressor, estimator), (TorchRegressionModel, model)):
+        for name in ("ringspark.json", "metadata/part-00000"):
+            path = stage / name
+            good = path.read_bytes()
+            cases[f"{cls.__name__} {name}"] = Target(
+                good=good, parse=_stage_file(cls, str(stage), path, good)
+            )
+    return cases
+
+
+def _stage_file(
+    cls: type[TorchRegressor] | type[TorchRegressionModel], stage: str, path: Path, good: bytes
+) -> Callable[[bytes], object]:
+    def parse(data: bytes) -> object:
+        path.write_bytes(data)
+        try:
+            return cls.load(stage)
+        finally:
+            path.write_bytes(good)
+
+    return parse
+
+
+def _command(job: object) -> Callable[[bytes], object]:
+    def parse(data: bytes) -> object:
+        try:
+            values = json.loads(data)
+        except (ValueError, RecursionError):
+            values = data.decode("latin-1").split()
+        words = [str(word) for word in values] if isinstance(values, list) else [str(values)]
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return job.build_parser().parse_args(words)  # type: ignore[attr-defined]
+
+    return parse

@@ -1,0 +1,66 @@
+"""Whatever is in a file, its parser returns or raises what it documents. `run.py` does this for longer."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = 60
+NAMES = [
+    "manifest", "checkpoint.json", "training.json", "config.json", "model spec", "history.json",
+    "progress.json", "run.json", "heartbeat", "safetensors", "jobs.train", "jobs.etl", "jobs.score",
+    "TorchRegressor ringspark.json", "TorchRegressor metadata/part-00000",
+    "TorchRegressionModel ringspark.json", "TorchRegressionModel metadata/part-00000",
+]  # fmt: skip
+
+
+def beside(name: str) -> Any:
+    """A module of this folder, which is no package."""
+    full = f"ringspark_fuzz_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+mutations = beside("mutations")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = beside("targets").targets(tmp_path_factory.mktemp("fuzz"))
+    return found
+
+
+def test_every_target_has_a_test(targets: dict[str, Any]) -> None:
+    assert sorted(targets) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_documented_errors_come_out(targets: dict[str, Any], name: str) -> None:
+    target = targets[name]
+    target.parse(target.good)
+    inputs = mutations.damaged_bytes(target.good)
+    if target.is_json:
+        inputs = st.one_of(mutations.damaged_json(target.good), inputs)
+
+    @settings(
+        max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(inputs)
+    def check(data: bytes) -> None:
+        with suppress(*target.errors):
+            target.parse(data)
+
+    check()
