@@ -16,6 +16,7 @@ from ringspark.estimators.training.losses import check_loss_name
 from ringspark.estimators.training.names import check_name, nearest
 from ringspark.estimators.training.optimizers import check_groups
 from ringspark.models import ModelSpec
+from ringspark.pipelines import storage
 
 
 def to_model(value: Any) -> ModelSpec | nn.Module:
@@ -30,6 +31,13 @@ def to_model(value: Any) -> ModelSpec | nn.Module:
         f"model must be a ModelSpec or an nn.Module, got {type(value).__name__}; "
         "pass an instance such as ModelSpec('mlp', {...}) or MyNet()"
     )
+
+
+def to_uri(value: Any) -> str:
+    """A folder's URI without credentials: Params are saved with the stage."""
+    uri: str = TypeConverters.toString(value)
+    storage.refuse_secrets(uri)
+    return uri
 
 
 def to_name_or_callable(kind: str, known: Sequence[str]) -> Any:

@@ -23,6 +23,7 @@ from ringspark.estimators.converters import (
     to_name_or_callable,
     to_names,
     to_policy,
+    to_uri,
 )
 from ringspark.estimators.model_params import _ModelParams
 from ringspark.estimators.recovery_params import _RecoveryParams
@@ -155,7 +156,7 @@ class _TrainingParams(
     storageUri = param(
         "storageUri",
         "folder that all workers reach, for shards and runs; unset: a temporary one, local masters only",
-        TypeConverters.toString,
+        to_uri,
     )
     reader = param(
         "reader",

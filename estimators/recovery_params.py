@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pyspark.ml.param import Params, TypeConverters
 
-from ringspark.estimators.converters import param, to_choice, to_count, to_interval
+from ringspark.estimators.converters import param, to_choice, to_count, to_interval, to_uri
 
 Self = TypeVar("Self", bound=Params)
 
@@ -44,7 +44,7 @@ class _RecoveryParams(Params):
     runUri = param(
         "runUri",
         "folder of this one training, which all workers reach; unset: a new folder in storageUri",
-        TypeConverters.toString,
+        to_uri,
     )
     resume = param(
         "resume",

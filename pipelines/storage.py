@@ -42,6 +42,19 @@ def redact(uri: str) -> str:
     return _SECRET.sub(r"\1***", _PASSWORD.sub("***:***@", uri))
 
 
+def refuse_secrets(uri: str) -> None:
+    """Refuses a URI that holds a password or token: it would end up in logs, run directories, saved stages.
+
+    Raises:
+        ValueError: It does; shown without it.
+    """
+    if redact(uri) != uri:
+        raise ValueError(
+            f"a storage URI must not hold a password or token, got {redact(uri)!r}; give the credentials in "
+            "the environment or in fsspec's configuration (~/.config/fsspec), on driver and workers"
+        )
+
+
 def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
 
@@ -49,15 +62,10 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     `/dbfs` mount where there is one. Other URIs keep their scheme.
 
     Raises:
-        ValueError: `uri` is empty, or holds a password or token: it would end up in logs, in the run's files
-            and in saved stages.
+        ValueError: `uri` is empty, or holds a password or token (see `refuse_secrets`).
     """
     text = os.fspath(uri)
-    if redact(text) != text:
-        raise ValueError(
-            f"a storage URI must not hold a password or token, got {redact(text)!r}; give the credentials in "
-            "the environment or in fsspec's configuration (~/.config/fsspec), on driver and workers"
-        )
+    refuse_secrets(text)
     if not text:
         raise ValueError(
             "a storage URI must not be empty; pass a folder such as '/data/shards' or 's3://bucket/shards'"

@@ -76,8 +76,8 @@ class GangStage:
         request = self._plan.request
         profile = {"profile": profile_of(self._spark, request)} if request else {}
         frame = self._spark.range(0, num_workers, 1, num_workers)
-        with python_workers(), job.running():
-            rows = frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect()
+        with python_workers():
+            rows = job.run(lambda: frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect())
         return sorted(rows, key=lambda row: int(row.rank))
 
     def _shared_slots(self) -> int | None:

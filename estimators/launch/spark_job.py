@@ -8,10 +8,11 @@ executor kills its Python worker (SIGKILL, so a stopped process goes too) after 
 from __future__ import annotations
 
 import re
+import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from pyspark.sql import SparkSession
@@ -45,15 +46,16 @@ class SparkJob:
         self._spark: Any = spark
         self.tag = f"ringspark-gang-{uuid.uuid4().hex[:12]}"
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the action: what leaves it by an exception, as Ctrl-C, cancels the job."""
-        owner = self._spark if is_remote(self._spark) else self._spark.sparkContext
-        add = owner.addTag if is_remote(self._spark) else owner.addJobTag
-        remove = owner.removeTag if is_remote(self._spark) else owner.removeJobTag
+    def run(self, action: Callable[[], list[Any]]) -> list[Any]:
+        """Runs the action; what leaves it by an exception, as Ctrl-C, cancels the job."""
+        remote = is_remote(self._spark)
+        owner = self._spark if remote else self._spark.sparkContext
+        add, remove = (owner.addTag, owner.removeTag) if remote else (owner.addJobTag, owner.removeJobTag)
         add(self.tag)
         try:
-            yield
+            if remote or threading.current_thread() is not threading.main_thread():
+                return action()
+            return self._aside(action)
         except BaseException:
             self.cancel()
             raise
@@ -61,6 +63,35 @@ class SparkJob:
             # The session may be gone by now.
             with suppress(Exception):
                 remove(self.tag)
+
+    def _aside(self, action: Callable[[], list[Any]]) -> list[Any]:
+        """Runs the action in another thread, with this one's job group and tags.
+
+        PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread; where that one waits
+        for a job over the same connection, the handler fails and nobody is interrupted.
+        """
+        from pyspark import InheritableThread
+
+        rows: list[Any] = []
+        errors: list[BaseException] = []
+
+        def act() -> None:
+            try:
+                rows.extend(action())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = InheritableThread(target=act, name="ringspark-gang", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            self.cancel()
+            thread.join(_KILL_SECONDS)
+            raise
+        if errors:
+            raise errors[0]
+        return rows
 
     def wait_until_ended(self, seconds: float) -> None:
         """After the job has failed: waits until its tasks have ended too, at most so long."""

@@ -45,6 +45,8 @@ def main() -> int:
     """Kills, resumes, compares; 1 if anything is wrong."""
     if len(sys.argv) > 1 and sys.argv[1] == "--driver":
         return drive(**json.loads(sys.argv[2]))
+    # The driver that runs then ends too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = harness.parse(__doc__, repeats=100)
     shards = str(Path(options.root, "shards").resolve())
     draw = random.Random(SEED)
@@ -124,15 +126,17 @@ def live(
         stdout=subprocess.DEVNULL,
         stderr=(folder / "stderr").open("w"),
     )
-    end = time.monotonic() + LONGEST_LIFE_SECONDS * (1 if target else 10)
-    while process.poll() is None and (target is None or steps_of(steps)[1] < target[0]):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.01)
-    if target is not None:
-        time.sleep(target[1])
-    for one in processes.marked(mark):
-        processes.send(one, signal.SIGKILL)
+    try:
+        end = time.monotonic() + LONGEST_LIFE_SECONDS * (1 if target else 10)
+        while process.poll() is None and (target is None or steps_of(steps)[1] < target[0]):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        if target is not None:
+            time.sleep(target[1])
+    finally:
+        for one in processes.marked(mark):
+            processes.send(one, signal.SIGKILL)
     code = process.wait()
     gone = time.monotonic() + 10.0
     while (left := processes.marked(mark)) and time.monotonic() < gone:

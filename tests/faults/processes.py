@@ -57,11 +57,6 @@ def executor_jvm(pid: int) -> psutil.Process:
     raise AssertionError(f"process {pid} has no executor among its parents")
 
 
-def executor_jvms(mark: str) -> list[psutil.Process]:
-    """All executors of a run."""
-    return [p for p in marked(mark) if "CoarseGrainedExecutorBackend" in " ".join(cmdline(p))]
-
-
 def send(process: psutil.Process | int, number: int) -> None:
     """Sends a signal; a process that has gone needs none."""
     pid = process if isinstance(process, int) else process.pid
