@@ -26,6 +26,7 @@ from ringspark.estimators.launch.heartbeat import FOLDER as HEARTBEAT
 from ringspark.estimators.launch.owner import OWNER, read_owner, write_owner
 from ringspark.estimators.launch.supervisor import TrainingCancelledError
 from ringspark.estimators.run_identity import FORMAT_VERSION, differences
+from ringspark.estimators.training.checkpoint_folders import checkpoints_uri, is_committed, steps_in
 from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.status import WorkerError
 from ringspark.pipelines import storage
@@ -34,8 +35,6 @@ from ringspark.pipelines.typed_json import parse_object
 IDENTITY = "run.json"
 RESULT = "result.json"
 SHARDS = "shards"
-CHECKPOINTS = "checkpoints"
-COMMIT = "checkpoint.json"
 
 _logger = logging.getLogger(__name__)
 
@@ -158,6 +157,8 @@ class RunFolder:
     def finish(self, result: str) -> None:
         """Says that the training has finished; keeps of the rows only what tells them apart."""
         storage.write_atomic(storage.join(self.uri, RESULT), result.encode())
+        # Until now, a driver that dies goes on from them.
+        discard(checkpoints_uri(self.uri))
         discard(storage.join(self.uri, HEARTBEAT))
         shards = storage.join(self.uri, SHARDS)
         if self.is_given:
@@ -196,9 +197,5 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to go on from."""
-        folder = storage.join(self.uri, CHECKPOINTS)
-        return any(
-            storage.exists(storage.join(folder, name, COMMIT))
-            for name in storage.list_names(folder)
-            if name.startswith("step-")
-        )
+        root = checkpoints_uri(self.uri)
+        return any(is_committed(root, step) for step in steps_in(root))

@@ -208,6 +208,10 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
     values = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
         values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    # DistributedDataParallel imports it; imported while a group exists, it holds that group, and the port
+    # that Gloo listens on, for as long as the process lives.
+    import torch._dynamo  # noqa: F401
+
     with environment(values):
         # Both backends: metrics travel as CPU tensors also where gradients are on GPUs.
         dist.init_process_group(

@@ -18,15 +18,16 @@ import cloudpickle
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.check import check_training
+from ringspark.estimators.training.checkpoint_folders import checkpoints_uri
 from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.estimators.training.status import Failure, Status, WorkerError
 from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.pipelines import ShardManifest
+from ringspark.pipelines import ShardManifest, storage
 
 Work = Callable[[Collective, str, Status], str]
 
 # Those that are not installed are left out.
-_PRELOADED = ["torch", "torch.distributed", "horovod.torch", __name__]
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
 
 
 def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
@@ -38,7 +39,10 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
     config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
-    return train_worker(config, LocalCollective(), objects, device)
+    result = train_worker(config, LocalCollective(), objects, device)
+    # The training is over: nobody goes on from them.
+    storage.remove(checkpoints_uri(config.run_uri), recursive=True)
+    return result
 
 
 def run_spawned(

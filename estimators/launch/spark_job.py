@@ -21,7 +21,7 @@ from ringspark.estimators.launch.session import is_remote
 
 # What Spark says of a job that somebody cancelled: by group, by tag, all jobs, or with the session.
 _CANCELLED = re.compile(
-    r"(?:Job|Stage|Query) \S+ (?:was )?cancell?ed|JOB_CANCELL?ED|OPERATION_CANCELL?ED|OPERATION_ABANDONED"
+    r"(?:Job|Stage|Query) \S+ (?:was )?cancel+ed|JOB_CANCEL+ED|OPERATION_CANCEL+ED|OPERATION_ABANDONED"
     r"|SparkContext was shut down",
     re.IGNORECASE,
 )

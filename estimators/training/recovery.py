@@ -27,7 +27,6 @@ from ringspark.estimators.training.schedules import Rates
 from ringspark.estimators.training.status import Status
 from ringspark.estimators.training.training_record import Position
 from ringspark.estimators.training.training_state import load_training_state, read_record, take_snapshot
-from ringspark.pipelines import storage
 
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
@@ -79,7 +78,6 @@ class Recovery:
         if self._due.is_asked and collective.rank == 0:
             self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
         self._start = time.monotonic()
-        self._was_resumed = False
         self._rollbacks = 0
         self._rolled_to: int | None = None
         self.resumed_steps: tuple[int, ...] = ()
@@ -134,7 +132,6 @@ class Recovery:
         self._start = time.monotonic() - position.seconds
         self.non_finite = list(position.non_finite)
         self.resumed_steps = (*position.resumed_steps, step)
-        self._was_resumed = True
         if self._collective.rank == 0:
             _log.info("the training goes on from the checkpoint of step %d", step)
         return True
@@ -238,18 +235,6 @@ class Recovery:
                 # The final weights are worth more than one more checkpoint on the way to them.
                 self._note(self._due.last_step, "it was still being written when the training ended")
                 self._writer.abandon()
-
-    def remove(self) -> None:
-        """Removes all checkpoints, once the final weights are there. Runs on every rank."""
-        if not self._due.is_asked and not self._was_resumed:
-            return
-        # A rank that still fails leaves the others something to go on from.
-        self._collective.barrier()
-        if self._collective.rank == 0:
-            try:
-                storage.remove(self._root, recursive=True)
-            except Exception as error:  # a store's client raises what it likes
-                _log.warning("the checkpoints in %s could not be removed: %s", self._root, error)
 
     def _newest(self) -> int | None:
         """The step of the checkpoint that rank 0 finds good."""

@@ -146,7 +146,6 @@ def _train(
     trainer.fit(train, validation)
     recovery.finish()
     checkpoint_uri, checkpoint_epoch = _final_weights(config, collective, module, trainer, best, status)
-    recovery.remove()
     status.phase = "done"
     state = trainer.state
     return TrainResult(
