@@ -23,6 +23,9 @@ from ringspark.estimators import TorchEstimator
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 
 ANSWER = "ANSWER "
+# In the folder of the lines: the fault has come, or none will.
+STRUCK = "struck"
+LONGEST_WAIT_SECONDS = 120.0
 NUM_FEATURES = 8
 
 
@@ -67,6 +70,14 @@ class Diary(Callback):
             request.unlink()
             raise ValueError("a failure on request")
         time.sleep(self.pause_seconds)
+        if state.step == state.num_steps:
+            self._wait_for_the_fault()
+
+    def _wait_for_the_fault(self) -> None:
+        # A busy harness may be late: the training does not end before the fault has come.
+        end = time.monotonic() + LONGEST_WAIT_SECONDS
+        while not Path(self.folder, STRUCK).exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
     def _write(self, state: TrainingState, what: str, **more: Any) -> None:
         line = {

@@ -158,6 +158,7 @@ class Lab:
         key = f"reference-{collective}"
         if key not in self._references:
             plan = self._plan(key, collective)
+            plan.nothing_comes()
             answer = driver.fit(plan)
             assert answer["ok"], answer
             problems = rows.check(plan.lines(), NUM_ROWS).problems
@@ -182,13 +183,17 @@ class Lab:
             struck = time.time()
             if fault.before:
                 fault.act(scene)
+                plan.nothing_comes()
             driver.begin(plan)
             if not fault.before:
                 scene.pids = wait_for_step(plan, step)
                 driver.note_memory()
                 time.sleep(draw.random() * 0.05)
                 struck = time.time()
-                fault.act(scene)
+                try:
+                    fault.act(scene)
+                finally:
+                    plan.nothing_comes()
             answer = self._answer(driver)
         problems, spark_seconds, ended = [], driver.executor_seconds(struck), ""
         if not answer["ok"]:
@@ -239,7 +244,8 @@ class Lab:
             problems += [f"left over after the driver: {line}" for line in self._dead.pop().close()]
         # The temporary files of this process's own, and what a committed run must not hold.
         if (Path(plan.run) / "checkpoints").exists():
-            problems.append("the finished run still has its checkpoints")
+            left = sorted(str(path.relative_to(plan.run)) for path in Path(plan.run).rglob("*"))
+            problems.append(f"the finished run still has its checkpoints: {left}")
         # The diaries are small, the runs are not needed any more.
         if Path(plan.run).is_absolute():
             shutil.rmtree(plan.run, ignore_errors=True)

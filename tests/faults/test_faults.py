@@ -19,13 +19,10 @@ from scenarios import FAULTS, KINDS, find
 # Each with a seed whose moment comes after several checkpoints; torch and horovod in turn.
 SELECTION = [
     ("another rank", "kill", 1),
-    ("executor JVM", "kill", 3),
     ("another rank", "hang", 0),
     ("network between ranks", "kill", 0),
     ("checkpoint file", "corruption", 0),
-    ("disk of the run", "error", 2),
     ("driver", "kill", 2),
-    ("store reads", "error", 1),
 ]
 
 
@@ -44,9 +41,6 @@ def lab() -> Iterator[Lab]:
 @pytest.mark.parametrize(("target", "kind", "seed"), SELECTION, ids=[f"{t}-{k}" for t, k, _ in SELECTION])
 def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, seed: int) -> None:
     fault = find(target, kind)
-    if fault.place.startswith("s3"):
-        pytest.importorskip("s3fs")
-        pytest.importorskip("moto")
     if reason := lab.reason_not_to(fault):
         pytest.skip(reason)
     moment = lab.run(fault, seed)
