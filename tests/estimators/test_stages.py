@@ -304,7 +304,10 @@ def test_a_runs_folder_holds_the_model_and_no_data(table: Any, tmp_path: Path) -
         "checkpoint",
         "config.json",
         "history.json",
+        "owner.json",
         "progress.json",
+        "result.json",
+        "run.json",
     ]
 
 
