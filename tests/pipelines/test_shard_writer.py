@@ -18,7 +18,7 @@ X = Column(name="x", kind=Scalar("int64"))
 
 def _plan(folder: Path, columns: tuple[Column, ...] = (X,), **changes: Any) -> WritePlan:
     settings: dict[str, Any] = {"handle_invalid": ("error",) * len(columns), "row_group_rows": 10} | changes
-    return WritePlan(uri=str(folder), folder=".", columns=columns, **settings)
+    return WritePlan(uri=str(folder.parent), folder=folder.name, columns=columns, **settings)
 
 
 def _write(plan: WritePlan, batches: list[Any]) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def test_row_groups_have_exactly_the_rows_asked_for(tmp_path: Path, batch_rows: 
     batches = [_batch(values[start : start + batch_rows]) for start in range(0, 47, batch_rows)]
     (file,) = _write(_plan(tmp_path), batches)["files"]
     assert file["row_groups"] == [10, 10, 10, 10, 7]
-    assert file["num_bytes"] == (tmp_path / file["path"]).stat().st_size
-    stored = pq.ParquetFile(tmp_path / file["path"])
+    assert file["num_bytes"] == (tmp_path.parent / file["path"]).stat().st_size
+    stored = pq.ParquetFile(tmp_path.parent / file["path"])
     assert [stored.metadata.row_group(i).num_rows for i in range(5)] == file["row_groups"]
     assert stored.read()["x"].to_pylist() == values.tolist()
 
@@ -63,12 +63,13 @@ def test_the_last_column_parts_train_from_validation(tmp_path: Path) -> None:
     for indicator in (np.arange(40) % 4 == 0, (np.arange(40) % 4 == 0).astype(np.float64)):
         report = _write(_plan(tmp_path, splits=True), [_batch(np.arange(40), indicator)])
         rows = {
-            file["split"]: pq.read_table(tmp_path / file["path"])["x"].to_pylist() for file in report["files"]
+            file["split"]: pq.read_table(tmp_path.parent / file["path"])["x"].to_pylist()
+            for file in report["files"]
         }
         assert rows["validation"] == list(range(0, 40, 4))
         assert sorted(rows["train"] + rows["validation"]) == list(range(40))
         assert report["stats"]["validation"][0]["rows"] == 10
-        assert pq.read_schema(tmp_path / report["files"][0]["path"]).names == ["x"]
+        assert pq.read_schema(tmp_path.parent / report["files"][0]["path"]).names == ["x"]
 
 
 def test_wide_rows_get_smaller_row_groups(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     import hashlib
 
     (file,) = _write(_plan(tmp_path), [_batch(np.arange(47))])["files"]
-    assert file["sha256"] == hashlib.sha256((tmp_path / file["path"]).read_bytes()).hexdigest()
+    assert file["sha256"] == hashlib.sha256((tmp_path.parent / file["path"]).read_bytes()).hexdigest()
 
 
 def test_rows_with_nulls_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -124,14 +125,17 @@ def test_rows_with_nulls_are_skipped_and_counted(tmp_path: Path) -> None:
     plan = _plan(tmp_path, columns, handle_invalid=("skip", "skip"))
     report = _write(plan, [_batch([1, None, 3, 4], [0.5, 1.5, None, 2.5])])
     assert (report["rows"], report["skipped"], report["nulls"]) == (4, 2, [1, 1])
-    assert pq.read_table(tmp_path / report["files"][0]["path"]).to_pydict() == {"x": [1, 4], "y": [0.5, 2.5]}
+    assert pq.read_table(tmp_path.parent / report["files"][0]["path"]).to_pydict() == {
+        "x": [1, 4],
+        "y": [0.5, 2.5],
+    }
 
 
 def test_kept_nulls_become_zeros_with_a_mask(tmp_path: Path) -> None:
     columns = (X, Column(name="y", kind=Padded("float64")), Column(name="z", kind=Array("int64")))
     plan = _plan(tmp_path, columns, handle_invalid=("keep", "keep", "keep"))
     report = _write(plan, [_batch([1, None, 3], [[0.5], None, [1.5, None]], [[1, 2], None, [3, 4]])])
-    assert pq.read_table(tmp_path / report["files"][0]["path"]).to_pydict() == {
+    assert pq.read_table(tmp_path.parent / report["files"][0]["path"]).to_pydict() == {
         "x": [1, 0, 3],
         "x.isnull": [False, True, False],
         "y": [[0.5], [], [1.5, 0.0]],
