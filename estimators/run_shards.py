@@ -32,6 +32,8 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
     known = run.identity()
     if known is None:
         return data.write(dataset, uri), key
+    if not storage.exists(storage.join(uri, "manifest.json")):
+        raise run.refusal(["data: shards given to fitOnShards -> a DataFrame"])
     manifest = ShardManifest.load(uri)
     if key is None or key != known.get("rows_key"):
         again = storage.join(run.uri, f"{SHARDS}-{uuid.uuid4().hex[:12]}")
