@@ -12,6 +12,7 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.status import WorkerError
 
 if TYPE_CHECKING:
+    from ringspark.estimators.launch.supervisor import TrainingCancelledError
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
         TorchClassificationModel,
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
         TorchRegressionModel,
     )
 
-_STAGES = {
+_NEEDS_SPARK = {
     "TorchClassifier": "torch_estimator",
     "TorchEstimator": "torch_estimator",
     "TorchRegressor": "torch_estimator",
     "TorchClassificationModel": "torch_model",
     "TorchModel": "torch_model",
     "TorchRegressionModel": "torch_model",
+    "TrainingCancelledError": "launch.supervisor",
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "TorchModel",
     "TorchRegressionModel",
     "TorchRegressor",
+    "TrainingCancelledError",
     "TrainingState",
     "WorkerError",
     "plan_memory",
@@ -44,9 +47,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _STAGES:
+    if name not in _NEEDS_SPARK:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_STAGES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_NEEDS_SPARK[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,7 @@
 
 A task never raises what the work raised: it returns the failure as its row, so Spark neither retries a
 deterministic error nor buries it in a JVM trace, and the peers, whose pending operations fail when the
-communicator is aborted, return theirs. Where a process dies, Spark starts all tasks of the stage again;
-beyond what `maxRestarts` leaves, such a start ends at once.
+communicator is aborted, return theirs. Where a process dies, Spark fails the job: see `supervisor`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ Work = Callable[[Collective, str, Status], str]
 # Of the key that a rank proves to know before any other is told anything.
 SECRET_BYTES = 32
 
-SCHEMA = "rank int, attempt int, result string, failure string"
-
-
-class NoRestartLeftError(CollectiveError):
-    """Spark has started the stage once more than `maxRestarts` allows."""
+SCHEMA = "rank int, result string, failure string"
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
@@ -81,7 +76,6 @@ class GangTask:
 
     Attributes:
         pulse: Where the ranks give signs of life; None for none.
-        restarts_left: How often Spark may start all tasks of the stage again; counted where there is a pulse.
     """
 
     collective: str
@@ -89,7 +83,6 @@ class GangTask:
     use_gpu: bool
     timeout_seconds: float
     pulse: Pulse | None = None
-    restarts_left: int = 3
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
@@ -100,20 +93,17 @@ class GangTask:
         context = BarrierTaskContext.get()
         members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
         member = members[context.partitionId()]
-        result, failure, attempt = self._run(context, member, members)
+        result, failure = self._run(context, member, members)
         yield pa.RecordBatch.from_arrays(
             [
                 pa.array([member.rank], pa.int32()),
-                pa.array([attempt], pa.int32()),
                 pa.array([result], pa.string()),
                 pa.array([failure.to_json() if failure else None], pa.string()),
             ],
-            names=["rank", "attempt", "result", "failure"],
+            names=["rank", "result", "failure"],
         )
 
-    def _run(
-        self, context: Any, member: Member, members: list[Member]
-    ) -> tuple[str | None, Failure | None, int]:
+    def _run(self, context: Any, member: Member, members: list[Member]) -> tuple[str | None, Failure | None]:
         import torch
 
         status = Status()
@@ -121,23 +111,20 @@ class GangTask:
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, context.cpus()))
         task: int = context.partitionId()
-        heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task, self.restarts_left)
+        heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task)
         with heartbeat:
             try:
-                result = self._connected(context, member, members, status, heartbeat)
-                return result, None, heartbeat.attempt
+                return self._connected(context, member, members, status), None
             # SystemExit too: sys.exit() in a user's code would end the Python worker without a word.
             except (Exception, SystemExit) as error:
                 from_peer = isinstance(error, CollectiveError)
                 failure = Failure.of(error, member.rank, status.phase, from_peer=from_peer)
                 heartbeat.fail(failure)
-                return None, failure, heartbeat.attempt
+                return None, failure
             finally:
                 torch.set_num_threads(threads)
 
-    def _connected(
-        self, context: Any, member: Member, members: list[Member], status: Status, heartbeat: Heartbeat
-    ) -> str:
+    def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
         """Agrees with the others on where to meet and on the devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
@@ -152,14 +139,10 @@ class GangTask:
             "address": rendezvous.address if rendezvous else "",
             "claim": asdict(claim),
             "problem": problem,
-            "attempt": heartbeat.attempt,
         }
         # Every task reaches this exchange, also one that cannot go on: the others must hear of it.
         told = [json.loads(text) for text in _all_gather(context, json.dumps(offer))]
         try:
-            heartbeat.attempt = max(int(entry["attempt"]) for entry in told)
-            if heartbeat.attempt > self.restarts_left:
-                raise NoRestartLeftError("Spark lost a worker, and maxRestarts allows no further start")
             if problem:
                 raise RuntimeError(problem)
             if any(entry["problem"] for entry in told):

@@ -37,14 +37,6 @@ def interval_seconds(timeout_seconds: float) -> float:
     return min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class Attempt:
-    """Which start of the gang: the driver's `launch`, and within it Spark's own retry of the stage."""
-
-    launch: int = 0
-    stage: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Beat:
     """One rank's last sign of life.
@@ -53,6 +45,7 @@ class Beat:
         token: Of the driver that started the rank.
         task: Spark's number of it in the stage.
         pid: Of the Python worker, on `host`.
+        launch: See `Pulse`.
         ticks: See `Status.ticks`.
         beats: How many were written before this one.
         ended: The rank has nothing more to do.
@@ -65,16 +58,11 @@ class Beat:
     task: int
     pid: int
     launch: int
-    attempt: int
     phase: str
     ticks: int
     beats: int
     ended: bool = False
     failure: str | None = None
-
-    @property
-    def of(self) -> Attempt:
-        return Attempt(launch=self.launch, stage=self.attempt)
 
     @classmethod
     def from_json(cls, data: bytes) -> Beat | None:
@@ -83,7 +71,7 @@ class Beat:
             values = json.loads(data)
             beat = cls(**values)
             # Checked here, since whoever may write into the folder may write nonsense.
-            numbers = (beat.rank, beat.task, beat.pid, beat.launch, beat.attempt, beat.ticks, beat.beats)
+            numbers = (beat.rank, beat.task, beat.pid, beat.launch, beat.ticks, beat.beats)
             texts = (beat.token, beat.host, beat.phase, beat.failure or "")
             if not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
                 return None
@@ -133,16 +121,9 @@ class Pulse:
 
 
 class Heartbeat:
-    """A context manager around a rank's work: beats until the work ends. Runs on every rank.
+    """A context manager around a rank's work: beats until the work ends. Runs on every rank."""
 
-    Attributes:
-        attempt: How often Spark had started the rank before, as far as its last beat tells; the ranks agree
-            on the most that any of them knows of, and set it.
-    """
-
-    def __init__(
-        self, pulse: Pulse | None, status: Status, rank: int, host: str, task: int, restarts_left: int = 0
-    ) -> None:
+    def __init__(self, pulse: Pulse | None, status: Status, rank: int, host: str, task: int) -> None:
         self._pulse = pulse
         self._status = status
         self._parent = os.getppid()
@@ -156,17 +137,13 @@ class Heartbeat:
             task=task,
             pid=os.getpid(),
             launch=pulse.launch if pulse else 0,
-            attempt=0,
             phase="",
             ticks=0,
             beats=0,
         )
-        self.attempt = self._count_attempts()
-        # A start that is one too many leaves the last words of the one before for the driver to read.
-        self._beats = pulse is not None and self.attempt <= restarts_left
 
     def __enter__(self) -> Heartbeat:
-        if self._beats:
+        if self._pulse is not None:
             self._thread.start()
         return self
 
@@ -176,7 +153,7 @@ class Heartbeat:
 
     def __exit__(self, *_: Any) -> None:
         self._done.set()
-        if self._beats:
+        if self._pulse is not None:
             # A store that does not answer must not keep the result back.
             self._thread.join(LONGEST_INTERVAL_SECONDS)
 
@@ -203,7 +180,6 @@ class Heartbeat:
         assert self._pulse is not None
         self._beat = replace(
             self._beat,
-            attempt=self.attempt,
             phase=self._failure.phase if self._failure else self._status.phase,
             ticks=self._status.ticks,
             beats=self._beat.beats + 1,
@@ -214,16 +190,6 @@ class Heartbeat:
         with suppress(Exception):
             data = json.dumps(asdict(self._beat)).encode()
             storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data)
-
-    def _count_attempts(self) -> int:
-        """How often Spark had started this rank before: it tells a Python worker nothing of that."""
-        if self._pulse is None:
-            return 0
-        with suppress(Exception):
-            last = Beat.from_json(storage.read_bytes(beat_uri(self._pulse.run_uri, self._beat.rank)))
-            if last is not None and (last.token, last.launch) == (self._pulse.token, self._pulse.launch):
-                return last.attempt + 1
-        return 0
 
     def _look_for_successor(self) -> None:
         """Stops rank 0 where somebody else writes into the run directory."""
@@ -240,11 +206,3 @@ class Heartbeat:
                 )
             elif int(owner["launch"]) > self._pulse.launch:
                 self._status.stop("the driver has started the workers again without this one")
-            before = Beat.from_json(storage.read_bytes(beat_uri(self._pulse.run_uri, 0)))
-            if (
-                before is not None
-                and before.token == self._pulse.token
-                and before.pid != self._beat.pid
-                and before.attempt > self.attempt
-            ):
-                self._status.stop("Spark has started the workers again without this one")

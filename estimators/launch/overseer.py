@@ -1,8 +1,7 @@
 """The driver's thread beside the Spark job of a gang: reads the signs of life and acts on them.
 
 The thread that waits for the job can do nothing else. This one cancels the job where a rank hangs, or
-where Spark waits for slots that are gone (it tries a barrier stage again without asking whether the
-cluster still has room), and writes down each start of the stage that Spark makes by itself.
+where Spark waits for slots that are gone.
 """
 
 from __future__ import annotations
@@ -39,15 +38,12 @@ class Overseer:
         num_workers: int,
         job: SparkJob,
         count_slots: Callable[[], int | None],
-        note_restart: Callable[[str], None],
     ) -> None:
         self._pulse = pulse
         self._num_workers = num_workers
         self._job = job
         self._count_slots = count_slots
-        self._note_restart = note_restart
         self._watch = Watch(num_workers, pulse.timeout_seconds)
-        self._noted = 0
         self._full_at = time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringspark-overseer", daemon=True)
@@ -55,7 +51,7 @@ class Overseer:
 
     @property
     def beats(self) -> list[Beat]:
-        """The last signs of life of the newest start."""
+        """The last signs of life."""
         return self._watch.beats
 
     def __enter__(self) -> Overseer:
@@ -68,12 +64,6 @@ class Overseer:
         # What the ranks said last.
         with suppress(OSError):
             self._look()
-
-    def note_attempts(self, stage: int) -> None:
-        """Writes down the starts that Spark made, up to its number `stage`."""
-        while self._noted < stage:
-            self._noted += 1
-            self._note_restart("Spark lost a worker and started the stage again")
 
     def _run(self) -> None:
         # A far store is asked no more often than there is news.
@@ -88,19 +78,8 @@ class Overseer:
                 return
 
     def _look(self) -> None:
-        before, old = self._watch.attempt, self._watch.beats
         beats = read_beats(self._pulse.run_uri, self._num_workers, self._pulse.token, self._pulse.launch)
         self._watch.look(beats, time.monotonic())
-        now = self._watch.attempt
-        if before is not None and now is not None and now.stage > before.stage:
-            silent = [beat for beat in old if not beat.ended]
-            for beat in silent[:1]:
-                self._noted += 1
-                self._note_restart(
-                    Failure.lost(beat.rank, beat.host, beat.phase, "Spark lost its process").sentence
-                )
-        if now is not None:
-            self.note_attempts(now.stage)
 
     def _judge(self) -> Failure | None:
         self._look()

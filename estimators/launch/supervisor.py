@@ -2,8 +2,8 @@
 
 A gang is started again, up to `max_restarts` times, where its infrastructure failed: a process or an
 executor died, a rank hung, a collective broke without any rank having raised, a store failed for a
-while. What user code or data raise ends it at once, and so does a cancelled job. Two things start a
-gang: Spark, which runs a barrier stage again whose task died, and this driver. Both count.
+while. What user code or data raise ends it at once, and so does a cancelled job. It is this driver that
+starts a gang again: Spark gives up a barrier stage with a result as soon as one of its tasks dies.
 
 Every start goes on from the newest good checkpoint of the run directory, by itself (`train_worker`).
 """
@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
-from ringspark.estimators.launch.gang_task import GangTask, NoRestartLeftError, Work
+from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.overseer import NO_ROOM, Overseer
 from ringspark.estimators.launch.owner import write_owner
@@ -105,17 +105,15 @@ class Supervisor:
         pulse = Pulse(
             run_uri=self.run_uri, token=self.token, launch=launch, timeout_seconds=self.timeout_seconds
         )
-        left = self.max_restarts - len(self.restarts)
         task = GangTask(
             collective=self.collective,
             work=self.make_work(self.num_workers),
             use_gpu=self.use_gpu,
             timeout_seconds=self.timeout_seconds,
             pulse=pulse,
-            restarts_left=left,
         )
         job = SparkJob(self.spark)
-        overseer = Overseer(pulse, self.num_workers, job, self._stage.slots, self._note)
+        overseer = Overseer(pulse, self.num_workers, job, self._stage.slots)
         try:
             with overseer:
                 rows = self._stage.run(task, self.num_workers, job)
@@ -128,10 +126,7 @@ class Supervisor:
             # Ctrl-C: the folder may be removed next, and no rank may write into it any more.
             job.wait_until_ended(END_SECONDS)
             raise
-        overseer.note_attempts(min(left, max(int(row.attempt) for row in rows)))
         failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
-        if any(failure.type == NoRestartLeftError.__name__ for failure in failures):
-            failures += _lost(overseer.beats, "its process died")
         if failures:
             raise WorkerError(failures)
         return [str(row.result) for row in rows]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ringspark.estimators.launch.heartbeat import Attempt, Beat, interval_seconds
+from ringspark.estimators.launch.heartbeat import Beat, interval_seconds
 
 
 @dataclass(kw_only=True)
@@ -44,37 +44,25 @@ class Watch:
         self._timeout = timeout_seconds
         # Two beats may be missed: the store hiccups, the machine is loaded.
         self._grace = 2 * interval_seconds(timeout_seconds) + 1.0
-        self._attempt: Attempt | None = None
-        self._began = 0.0
+        self._began: float | None = None
         self._seen: dict[int, _Seen] = {}
         self._stalled_since: float | None = None
         self._last_look: float | None = None
 
     @property
-    def attempt(self) -> Attempt | None:
-        """The newest start of the gang that gave a sign of life."""
-        return self._attempt
-
-    @property
     def beats(self) -> list[Beat]:
-        """The last beats of the newest attempt, in rank order."""
+        """The last beats, in rank order."""
         return [self._seen[rank].beat for rank in sorted(self._seen)]
 
     def look(self, beats: Iterable[Beat], now: float) -> None:
-        """Takes in what the ranks have written last; of an older attempt than the newest it is ignored."""
-        beats = list(beats)
+        """Takes in what the ranks have written last."""
         if self._last_look is not None and now - self._last_look > self._grace:
             # The driver itself was stopped or could not read: nothing is known of the time between.
             self._forgive(now - self._last_look)
         self._last_look = now
-        newest = max((beat.of for beat in beats), default=None)
-        if newest is None:
-            return
-        if self._attempt is None or newest > self._attempt:
-            self._attempt, self._began, self._seen, self._stalled_since = newest, now, {}, None
         for beat in beats:
-            if beat.of != self._attempt:
-                continue
+            if self._began is None:
+                self._began = now
             seen = self._seen.get(beat.rank)
             if seen is None:
                 self._seen[beat.rank] = _Seen(beat=beat, beat_changed=now, tick_changed=now)
@@ -87,7 +75,7 @@ class Watch:
 
     def hung(self, now: float) -> Hung | None:
         """The rank that hangs, None while none does."""
-        if self._attempt is None:
+        if self._began is None:
             return None
         running = {rank: seen for rank, seen in self._seen.items() if not seen.beat.ended}
         # A peer that has given up waits for nobody any more: what is silent now will not come back.
@@ -122,13 +110,14 @@ class Watch:
         )
 
     def nobody_works(self, now: float) -> bool:
-        """Whether no rank of the newest attempt has given a sign of life lately and is not done."""
+        """Whether no rank has given a sign of life lately and is not done."""
         return not any(
             not seen.beat.ended and now - seen.beat_changed < self._grace for seen in self._seen.values()
         )
 
     def _forgive(self, seconds: float) -> None:
-        self._began += seconds
+        if self._began is not None:
+            self._began += seconds
         self._stalled_since = None
         for seen in self._seen.values():
             seen.beat_changed += seconds

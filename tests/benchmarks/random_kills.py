@@ -34,9 +34,9 @@ import processes
 
 SEED = 17
 NUM_WORKERS = (2, 1, 3)
-BATCH, EPOCHS, EVERY_STEPS = 4096, 20, 4
+BATCH, EPOCHS, EVERY_STEPS = 4096, 8, 2
 # So long a training that its middle is not over before the driver has been seen.
-PAUSE_SECONDS = 0.03
+PAUSE_SECONDS = 0.01
 TOLERANCE = 1e-5
 LONGEST_LIFE_SECONDS = 300.0
 

@@ -177,6 +177,20 @@ def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
         _estimator(tmp_path, resume=True, epochs=5).fit(table)
 
 
+def test_a_run_of_given_shards_is_not_gone_on_with_by_a_dataframe(
+    table: Any, shards: str, tmp_path: Path
+) -> None:
+    (tmp_path / "fails").touch()
+    with pytest.raises(WorkerError, match="on purpose"):
+        _estimator(tmp_path).fitOnShards(shards)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"data: shards given to fitOnShards -> a DataFrame; set them back"):
+        _estimator(tmp_path, resume=True).fit(table)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "fails").unlink()
+    assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
+
+
 def test_a_failure_before_any_checkpoint_leaves_nothing(table: Any, tmp_path: Path) -> None:
     (tmp_path / "fails").touch()
     with pytest.raises(WorkerError, match="on purpose"):

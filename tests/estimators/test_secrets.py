@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringspark.estimators import TorchRegressor
+from ringspark.estimators import TorchRegressor, WorkerError
 from ringspark.models import ModelSpec
 
+GANG_KEY = bytes(range(180, 212))
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 URI = "s3://KEY:hunter2@bucket/runs"
 
@@ -42,3 +45,30 @@ def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
     assert "hunter2" not in str(caught.value)
     estimator.save(str(tmp_path / "stage"))
     assert files_with_it(tmp_path) == []
+
+
+@pytest.mark.spark
+def test_a_whole_fit_leaves_the_gangs_key_nowhere(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
+) -> None:
+    monkeypatch.setattr(secrets, "token_bytes", lambda size: GANG_KEY[:size])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    caplog.set_level(logging.DEBUG, logger="ringspark")
+    table = spark.range(96).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    estimator = TorchRegressor(
+        model=SPEC, numWorkers=2, epochs=2, batchSize=16, runUri=str(tmp_path / "run"), checkpointEverySteps=2
+    )
+    model = estimator.fit(table)
+    model.save(str(tmp_path / "model"))
+    # The other end of a run: what a failure says and leaves.
+    other = estimator.copy({estimator.runUri: str(tmp_path / "failed"), estimator.learningRate: 1e30})
+    with pytest.raises(WorkerError) as caught:
+        other.fit(table)
+    told = capfd.readouterr()
+    files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert any("/run/" in name for name in files)
+    texts = [told.out, told.err, caplog.text, str(caught.value), repr(model), str(model.summary)]
+    places = [*files.values(), *(text.encode() for text in texts)]
+    forms = [GANG_KEY, GANG_KEY.hex().encode(), base64.b64encode(GANG_KEY), repr(GANG_KEY).encode()]
+    for secret in [*forms, b"hunter2"]:
+        assert not [place[:200] for place in places if secret in place]

@@ -544,7 +544,8 @@ def test_a_failed_upload_commits_nothing(
     assert "We encountered an internal error" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     store.tell("clear")
-    assert storage.list_names(uri) == []
+    # A task that Spark has not stopped yet may still put a file into the failed write's folder.
+    assert all(name.startswith("_shards-") for name in storage.list_names(uri))
     old = write_shards(df, uri)
     # One of three files, and the second time the commit itself.
     for pattern in ("PUT .*part-00001", "PUT .*manifest.json"):
@@ -553,7 +554,6 @@ def test_a_failed_upload_commits_nothing(
             write_shards(df.limit(5), uri, overwrite=True, num_files=2)
         store.tell("clear")
         assert ShardManifest.load(uri).files == old.files
-        # A task that Spark has not stopped yet may still put a file into the failed write's folder.
         owned = {old.files[0].path.split("/")[0], "manifest.json"}
         names = set(storage.list_names(uri))
         assert owned <= names

@@ -1,0 +1,115 @@
+"""A training that is cancelled through Spark, as a user, a notebook or an administrator does it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
+from ringspark.estimators.launch.heartbeat import read_beats
+from ringspark.estimators.launch.owner import read_owner
+from ringspark.estimators.run_folder import RunFolder
+from ringspark.models import ModelSpec
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+IS_CONNECT = MASTER == "connect" or MASTER.startswith("sc://")
+NUM_WORKERS = 2
+
+pytestmark = [pytest.mark.spark, pytest.mark.modes]
+
+
+class Slow(Callback):
+    """Steps that last, as long as `path` is there."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if os.path.exists(self._path):
+            time.sleep(0.1)
+
+
+def _cancel_group(spark: Any) -> None:
+    spark.sparkContext.cancelJobGroup("my group")
+
+
+def _cancel_all(spark: Any) -> None:
+    spark.sparkContext.cancelAllJobs()
+
+
+def _interrupt_all(spark: Any) -> None:
+    spark.interruptAll()
+
+
+WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, _cancel_all]
+
+
+@pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
+    spark: Any, tmp_path: Path, cancel: Callable[[Any], None]
+) -> None:
+    slow, run = tmp_path / "slow", tmp_path / "run"
+    slow.touch()
+    estimator = TorchRegressor(
+        model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+        callbacks=[Slow(str(slow))],
+        epochs=50,
+        batchSize=16,
+        numWorkers=NUM_WORKERS,
+        runUri=str(run),
+        checkpointEverySteps=5,
+        showProgress=False,
+    )
+    table = spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    folder = RunFolder(str(run), is_given=True)
+    pids: list[int] = []
+
+    def act() -> None:
+        if _wait_for(folder.has_checkpoint):
+            owner = read_owner(str(run))
+            assert owner is not None
+            beats = read_beats(str(run), NUM_WORKERS, owner["token"], owner["launch"])
+            pids.extend(beat.pid for beat in beats)
+        cancel(spark)
+
+    if not IS_CONNECT:
+        spark.sparkContext.setJobGroup("my group", "what a notebook sets for a cell", interruptOnCancel=False)
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        with pytest.raises(
+            TrainingCancelledError, match=r"was cancelled in Spark .*fit again with resume=True"
+        ):
+            estimator.fit(table)
+    finally:
+        thread.join()
+        if not IS_CONNECT:
+            spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+            spark.sparkContext.setLocalProperty("spark.job.description", None)
+    assert len(pids) == NUM_WORKERS
+    assert _wait_for(lambda: all(map(_is_gone, pids)))
+    assert folder.has_checkpoint()
+    slow.unlink()
+    model = estimator.copy({estimator.resume: True}).fit(table)
+    assert model.summary.steps == 300
+    assert model.summary.resumed_steps
+
+
+def _wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
