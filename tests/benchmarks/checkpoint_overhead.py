@@ -12,7 +12,9 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +24,7 @@ from precision import JOBS, flights_job
 from ringspark.estimators.launch.local import train_here
 from ringspark.jobs import cli
 
-CASES: dict[str, int | None] = {"none": None, "every 100 steps": 100, "every 20 steps": 20}
+NONE = "none"
 
 
 def parse() -> argparse.Namespace:
@@ -31,8 +33,16 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     harness.add_options(parser)
-    parser.add_argument("--epochs", type=cli.positive_int, default=2, help="of each training")
+    parser.add_argument("--epochs", type=cli.positive_int, default=1, help="of each training")
     parser.add_argument("--members", type=cli.positive_int, default=3, help="of the job's ensemble")
+    parser.add_argument(
+        "--every",
+        type=cli.positive_int,
+        nargs="+",
+        default=[100],
+        metavar="STEPS",
+        help="between checkpoints",
+    )
     parser.set_defaults(repeats=5, root=cli.DEFAULT_ROOT)
     return parser.parse_args()
 
@@ -56,10 +66,9 @@ def main() -> None:
         steps.add(result.steps)
         return result.seconds
 
-    results = harness.measure_in_turns(
-        {name: lambda every=every: seconds(every) for name, every in CASES.items()},  # type: ignore[misc]
-        args.repeats,
-    )
+    cases: dict[str, Callable[[], float]] = {NONE: partial(seconds, None)}
+    cases |= {f"every {every} steps": partial(seconds, every) for every in args.every}
+    results = harness.measure_in_turns(cases, args.repeats)
     harness.print_table(
         f"checkpoint_overhead: flights, {args.members} members, {steps.pop():,} steps, "
         f"{args.repeats} rounds in turns",

@@ -13,6 +13,9 @@ Real drivers, executors, ranks, disks and servers: see tests/faults. A cell of t
     python tests/benchmarks/fault_matrix.py --repeats 20
     python tests/benchmarks/fault_matrix.py --repeats 3 --only "rank 0" "executor JVM"
 
+All takes hours. With `--output`, moments that the folder's faults.json holds already are not run again, good
+or bad, so a run may be stopped and gone on with. After a change of the code take a new folder.
+
 Ends with 1 if anything was wrong.
 """
 
@@ -49,7 +52,9 @@ def main() -> int:
         "--timeout-seconds", type=float, default=TIMEOUT_SECONDS, help="of the trainings; more if it is busy"
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, or cells as 'row/column'")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="for faults.json and faults.png")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="for faults.json, which is gone on with, and faults.png"
+    )
     args = parser.parse_args()
     # What was started ends with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -58,14 +63,17 @@ def main() -> int:
         parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
     # Those of one place follow each other: every change of it costs a start of Spark.
     faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
-    cells: Cells = defaultdict(list)
+    cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
     with Lab(timeout_seconds=args.timeout_seconds) as lab:
         for fault in faults:
             if reason := lab.reason_not_to(fault):
                 skipped[fault.target, fault.kind] = reason
                 continue
+            known = {moment.seed for moment in cells[fault.target, fault.kind]}
             for seed in range(args.seed, args.seed + args.repeats):
+                if seed in known:
+                    continue
                 moment = run(lab, fault, seed)
                 cells[fault.target, fault.kind].append(moment)
                 print(line_of(moment, fault), flush=True)
@@ -162,6 +170,16 @@ def seconds(moments: list[Moment]) -> str:
         return "-"
     spark = median(m.spark_seconds for m in good)
     return f"{median(values):.1f}, {max(values):.1f} s" + (f" + {spark:.1f}" if spark >= 0.05 else "")
+
+
+def load(folder: Path | None) -> Cells:
+    """The moments of earlier runs."""
+    cells: Cells = defaultdict(list)
+    if folder is not None and (folder / "faults.json").exists():
+        for values in json.loads((folder / "faults.json").read_text()):
+            moment = Moment(**values | {"problems": tuple(values["problems"])})
+            cells[moment.target, moment.kind].append(moment)
+    return cells
 
 
 def save(folder: Path | None, cells: Cells) -> None:

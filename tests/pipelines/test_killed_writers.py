@@ -200,11 +200,11 @@ def test_files_that_a_killed_writer_was_about_to_rename_are_removed_a_day_later(
 def test_a_killed_spark_application_leaves_all_rows_or_none() -> None:
     benchmark = Path(__file__).parents[1] / "benchmarks" / "killed_writers.py"
     done = subprocess.run(
-        [sys.executable, str(benchmark), "--repeats", "2", "--rows", "200000"],
+        [sys.executable, str(benchmark), "--repeats", "1", "--rows", "100000"],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 of 4 outcomes are wrong" in done.stdout
+    assert "0 of 2 outcomes are wrong" in done.stdout

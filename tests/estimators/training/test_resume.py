@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -197,6 +199,28 @@ def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(
         stopped(config, at)
     result = train_here(config, objects())
     assert result.resumed_steps == (1, 4, 5, 7, 12)
+    assert_same(result, expected)
+
+
+def test_a_clock_that_jumps_and_files_of_other_times_change_nothing(
+    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = data(make_shards)
+    expected = train_here(config_of(manifest, tmp_path / "undisturbed"), objects())
+    draw = random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: draw.uniform(0.0, 4e9))
+    config = config_of(
+        manifest, tmp_path / "jumping", checkpoint_every_steps=3, checkpoint_every_seconds=60.0
+    )
+    stopped(config, 11)
+    # The newest is the one of most steps, whatever the files' times say.
+    checkpoints = sorted((tmp_path / "jumping" / "checkpoints").iterdir())
+    assert len(checkpoints) == 2
+    for age, folder in enumerate(checkpoints):
+        for path in (folder, *folder.iterdir()):
+            os.utime(path, (4e9 - 1e9 * age, 4e9 - 1e9 * age))
+    result = train_here(config, objects())
+    assert result.resumed_steps == (9,)
     assert_same(result, expected)
 
 
