@@ -58,11 +58,19 @@ def longest_pause(lines: Iterable[Line], fault: float) -> float:
 def check(lines: list[Line], num_rows: int) -> Trained:
     """Whether each epoch that was trained saw rows 0..num_rows-1, each exactly once."""
     trained: dict[tuple[int, int], list[dict[int, Line]]] = {}
+    began: dict[int, float] = {}
     for line in lines:
+        if line["what"] == "start":
+            began[line["rank"]] = line["time"]
         if line["what"] != "step":
             continue
         tries = trained.setdefault((line["epoch"], line["step"]), [{}])
-        if line["rank"] in tries[-1] or any(other["size"] != line["size"] for other in tries[-1].values()):
+        # Of an earlier gang: one that was ended in this step may have only some ranks' lines of it.
+        of_others = any(
+            other["size"] != line["size"] or other["time"] < began.get(line["rank"], 0.0)
+            for other in tries[-1].values()
+        )
+        if line["rank"] in tries[-1] or of_others:
             tries.append({})
         tries[-1][line["rank"]] = line
     problems = []

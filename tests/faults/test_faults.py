@@ -80,6 +80,11 @@ def test_the_diaries_tell_lost_and_repeated_rows() -> None:
     other = rows.check([*good, *_lines([[0, 1], [2, 3]], first=10.0)], 4)
     assert other.problems == [f"rank 0 saw other rows in the repetition of step {step}" for step in (1, 2)]
     assert rows.check(_lines([[0, 2], [1, 1]]), 4).problems == ["epoch 1 saw 1 rows twice and 1 not at all"]
+    # Rank 0 alone had ended step 2 when its gang was ended; the next one trains it whole.
+    starts = [{"what": "start", "rank": rank, "time": 9.5} for rank in (0, 1)]
+    next_gang = [*_lines([[0], [2]], 1, 2, 10.0), *_lines([[1], [3]], 0, 2, 10.1)]
+    both = [*_lines([[1], [3]], 0, 2), *_lines([[0]], 1, 2), *starts, *next_gang]
+    assert rows.check(sorted(both, key=lambda line: line["time"]), 4).problems == []
     lonely = rows.check(_lines([[0, 2], [1, 3]], size=2), 4)
     assert lonely.problems == [f"step {step} was trained last by the ranks [0] only" for step in (1, 2)]
 

@@ -10,10 +10,9 @@ rates that a schedule writes as numbers; bitsandbytes has no such step for the C
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, num_blocks
@@ -55,9 +54,8 @@ class Adam8bit(DenseOptimizer):
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        if isinstance(parameter, DTensor):
-            # Each rank quantizes the part that it holds.
-            parameter, gradient = parameter.to_local(), cast(DTensor, gradient).to_local()
+        # Each rank quantizes the part of a DTensor that it holds.
+        parameter, gradient = _local(parameter), _local(gradient)
         step = count_step(state)
         if step == 1:
             _allocate(parameter, state)
@@ -130,3 +128,9 @@ def _adam(
     square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
     root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
     return weights.addcdiv(mean, root, value=-group["lr"] / (1 - beta1**step))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, told by its method: the class takes a second to import."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
