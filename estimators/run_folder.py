@@ -4,6 +4,7 @@
       owner.json      the driver that works on it now; its presence says that a run has begun here
       run.json        what makes it this run: see `run_identity`
       config.json     the settings of its last start
+      shards.json     what its file system or store tells of each of its shards: see `shard_states`
       shards/         its rows, where `fit` wrote them for a run of the user's
       heartbeat/ history.json progress.json checkpoints/ checkpoint/ best-<epoch>/
       result.json     the finished training: its presence says so
@@ -26,6 +27,7 @@ from ringspark.estimators.launch.heartbeat import FOLDER as HEARTBEAT
 from ringspark.estimators.launch.owner import OWNER, read_owner, write_owner
 from ringspark.estimators.launch.supervisor import TrainingCancelledError
 from ringspark.estimators.run_identity import FORMAT_VERSION, differences
+from ringspark.estimators.shard_states import STATES
 from ringspark.estimators.training.checkpoint_folders import checkpoints_uri, is_committed, steps_in
 from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.status import WorkerError
@@ -160,6 +162,7 @@ class RunFolder:
         # Until now, a driver that dies goes on from them.
         discard(checkpoints_uri(self.uri))
         discard(storage.join(self.uri, HEARTBEAT))
+        discard(storage.join(self.uri, STATES))
         shards = storage.join(self.uri, SHARDS)
         if self.is_given:
             for name in storage.list_names(shards):

@@ -39,6 +39,7 @@ from ringspark.estimators.run_shards import run_shards
 from ringspark.estimators.schema import check_columns_exist, check_inputs, check_types, check_unambiguous
 from ringspark.estimators.session import active_session, storage_root
 from ringspark.estimators.settings import config_of
+from ringspark.estimators.shard_states import ShardStates
 from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.training.check import check_training
@@ -181,7 +182,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         run.begin(config, identity_of(config, objects, manifest), rows_key)
         finished = run.result()
         if finished is None:
-            finished = self._supervised(spark, run, config, pickled)
+            states = ShardStates(manifest, run.uri)
+            states.note()
+            finished = self._supervised(spark, run, config, pickled, states)
             run.finish(finished)
         summary, result = TrainingSummary.of_run(finished)
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
@@ -213,7 +216,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             model._set(model=skeleton(objects.module))
         return cast(M, model)
 
-    def _supervised(self, spark: SparkSession, run: RunFolder, config: TrainConfig, pickled: bytes) -> str:
+    def _supervised(
+        self, spark: SparkSession, run: RunFolder, config: TrainConfig, pickled: bytes, states: ShardStates
+    ) -> str:
         """Trains on the gang; what `TrainingSummary.of_run` reads."""
         supervisor = Supervisor(
             spark=spark,
@@ -228,6 +233,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             timeout_seconds=config.timeout_seconds,
             max_restarts=config.max_restarts,
             min_workers=config.min_workers,
+            check_data=states.check,
         )
         with ProgressWatcher(run.uri, self.getShowProgress()):
             outcome = supervisor.run()

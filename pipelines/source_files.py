@@ -35,7 +35,11 @@ def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
         OSError: A file is missing or cannot be reached.
         ValueError: A file's storage tells nothing that changes with its content.
     """
-    paths = sorted({_decoded(uri) for uri in uris})
+    return path_states(sorted({_decoded(uri) for uri in uris}))
+
+
+def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
+    """As `file_states`, of paths as they are, in their order."""
     remote = [path for path in paths if not storage.is_local(path)]
     for scheme in {path.partition("://")[0]: path for path in remote}.values():
         # fsspec caches listings; a file replaced a second ago must not show its old state.

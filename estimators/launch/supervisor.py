@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,7 @@ class Supervisor:
         run_uri: The run directory; signs of life go there.
         token: Of this driver: see `owner`.
         min_workers: Ranks with which it may go on; None: `num_workers`.
+        check_data: Called before the workers start again; raises where the data are not what they were.
     """
 
     spark: SparkSession
@@ -75,6 +77,7 @@ class Supervisor:
     timeout_seconds: float
     max_restarts: int = 0
     min_workers: int | None = None
+    check_data: Callable[[], None] | None = None
     restarts: list[str] = field(default_factory=list)
     _stage: Any = None
 
@@ -85,6 +88,7 @@ class Supervisor:
             WorkerError: A rank failed by its own doing, or the last start that was allowed failed.
             TrainingCancelledError: The Spark job was cancelled.
             RuntimeError: The cluster has no room for the workers any more.
+            ValueError: The data are not what they were.
         """
         self._stage = GangStage(self.spark, self.use_gpu)
         launch = 0
@@ -97,6 +101,10 @@ class Supervisor:
                         raise self._final(error) from None
                     self._note(error.first.sentence)
                     self._make_room(error.first)
+                    if self.check_data is not None:
+                        # A store that cannot be asked now is the workers' to wait for.
+                        with suppress(OSError):
+                            self.check_data()
                 launch += 1
 
     def _launch(self, launch: int) -> list[str]:

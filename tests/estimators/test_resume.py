@@ -48,6 +48,25 @@ class Walk(Callback):
             raise ZeroDivisionError("on purpose")
 
 
+class Damage(Callback):
+    """Inverts a byte of a shard in step 15 and kills rank 1, as long as `path` is there."""
+
+    def __init__(self, path: Path, shard: Path) -> None:
+        self._path, self._shard = str(path), str(shard)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 15 and state.rank == 1 and os.path.exists(self._path):
+            os.unlink(self._path)
+            _invert(Path(self._shard))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _invert(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    path.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
     return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
@@ -189,6 +208,24 @@ def test_a_run_of_given_shards_is_not_gone_on_with_by_a_dataframe(
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "fails").unlink()
     assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
+
+
+def test_shards_that_changed_under_a_run_train_nothing(table: Any, tmp_path: Path) -> None:
+    manifest = write_shards(table, str(tmp_path / "shards"))
+    shard = Path(manifest.paths[0])
+    (tmp_path / "flag").touch()
+    estimator = _estimator(tmp_path, callbacks=[Damage(tmp_path / "flag", shard)])
+    # Between two starts of the workers, and again by the next driver.
+    told = r"shard file '.*\.parquet' holds other bytes than were written; write the shards again"
+    with pytest.raises(ValueError, match=told):
+        estimator.fitOnShards(manifest.uri)
+    again = estimator.copy({estimator.resume: True})
+    with pytest.raises(ValueError, match=told):
+        again.fitOnShards(manifest.uri)
+    _invert(shard)
+    model = again.fitOnShards(manifest.uri)
+    assert model.summary.steps == STEPS
+    assert model.summary.resumed_steps
 
 
 def test_a_failure_before_any_checkpoint_leaves_nothing(table: Any, tmp_path: Path) -> None:
