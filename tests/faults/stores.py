@@ -50,8 +50,11 @@ class Bucket:
         for path in folder.rglob("*"):
             if path.is_file():
                 key = quote(f"/bucket/{name}/{path.relative_to(folder)}")
-                request = urllib.request.Request(f"{self._direct}{key}", path.read_bytes(), method="PUT")
-                urllib.request.urlopen(request).close()
+                # urllib's own type is that of a form, which moto reads as one and then waits for the body.
+                headers = {"Content-Type": "application/octet-stream"}
+                url, data = f"{self._direct}{key}", path.read_bytes()
+                request = urllib.request.Request(url, data, headers, method="PUT")
+                urllib.request.urlopen(request, timeout=60).close()
         return f"s3://bucket/{name}"
 
     def tell(self, what: str, **arguments: Any) -> Any:
