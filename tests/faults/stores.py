@@ -35,6 +35,7 @@ class Bucket:
             "client_kwargs": {"region_name": "us-east-1"},
             "config_kwargs": {"read_timeout": 2, "connect_timeout": 2, "retries": {"max_attempts": 2}},
         }
+        self._uploaded: set[str] = set()
         self._direct = f"http://127.0.0.1:{ports['moto']}"
         bucket = urllib.request.Request(f"{self._direct}/bucket", method="PUT")
         with urllib.request.urlopen(bucket) as response:
@@ -46,7 +47,10 @@ class Bucket:
         return {"FSSPEC_S3": json.dumps(self.settings)}
 
     def upload(self, folder: Path, name: str) -> str:
-        """Copies a folder into the bucket, past the proxy; returns its URI."""
+        """Copies a folder into the bucket, past the proxy and once for each name; returns its URI."""
+        uri = f"s3://bucket/{name}"
+        if name in self._uploaded:
+            return uri  # whoever is not the owner may not replace it
         for path in folder.rglob("*"):
             if path.is_file():
                 key = quote(f"/bucket/{name}/{path.relative_to(folder)}")
@@ -55,7 +59,8 @@ class Bucket:
                 url, data = f"{self._direct}{key}", path.read_bytes()
                 request = urllib.request.Request(url, data, headers, method="PUT")
                 urllib.request.urlopen(request, timeout=60).close()
-        return f"s3://bucket/{name}"
+        self._uploaded.add(name)
+        return uri
 
     def tell(self, what: str, **arguments: Any) -> Any:
         """Sends a command to the proxy and returns its answer."""
