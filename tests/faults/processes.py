@@ -49,10 +49,14 @@ def cmdline(process: psutil.Process) -> list[str]:
     return line
 
 
+def _is_executor(process: psutil.Process) -> bool:
+    return "CoarseGrainedExecutorBackend" in " ".join(cmdline(process))
+
+
 def executor_jvm(pid: int) -> psutil.Process:
     """The executor that a Python worker belongs to: the JVM in its parent chain."""
     for parent in psutil.Process(pid).parents():
-        if "CoarseGrainedExecutorBackend" in " ".join(cmdline(parent)):
+        if _is_executor(parent):
             return parent
     raise AssertionError(f"process {pid} has no executor among its parents")
 
@@ -75,12 +79,17 @@ def describe(process: psutil.Process) -> str:
 
 
 def orphans(mark: str, owners: Sequence[int]) -> list[psutil.Process]:
-    """Processes of the run that are stopped, or that none of the living owners has started."""
+    """Processes of the run that are stopped, or that none of the living owners has started.
+
+    An executor without ranks is Spark's: a worker that ends may still start one, which ends by itself.
+    """
     left = []
     for process in marked(mark):
         try:
             above = [process.pid, *(parent.pid for parent in process.parents())]
-            if process.status() == psutil.STATUS_STOPPED or not set(owners) & set(above):
+            if process.status() == psutil.STATUS_STOPPED:
+                left.append(process)
+            elif not set(owners) & set(above) and (not _is_executor(process) or process.children()):
                 left.append(process)
         except psutil.Error:
             continue
