@@ -87,9 +87,8 @@ def orphans(mark: str, owners: Sequence[int]) -> list[psutil.Process]:
     for process in marked(mark):
         try:
             above = [process.pid, *(parent.pid for parent in process.parents())]
-            if process.status() == psutil.STATUS_STOPPED:
-                left.append(process)
-            elif not set(owners) & set(above) and (not _is_executor(process) or process.children()):
+            is_stray = not set(owners) & set(above) and (not _is_executor(process) or process.children())
+            if is_stray or process.status() == psutil.STATUS_STOPPED:
                 left.append(process)
         except psutil.Error:
             continue
