@@ -1,6 +1,6 @@
 """The tests marked `modes` again, on executor processes of their own and through Spark Connect.
 
-Each mode needs a process of its own: one Python process holds one kind of Spark session. The whole suite in
+Each mode needs a process of its own: one Python process holds one kind of Spark session. All estimators in
 one of them: `RINGSPARK_TEST_MASTER=connect pytest -m modes`.
 
 From Spark 4 on, pyspark brings its Connect server along. That of 3.5 is a Maven artifact which the

@@ -49,14 +49,10 @@ def cmdline(process: psutil.Process) -> list[str]:
     return line
 
 
-def _is_executor(process: psutil.Process) -> bool:
-    return "CoarseGrainedExecutorBackend" in " ".join(cmdline(process))
-
-
 def executor_jvm(pid: int) -> psutil.Process:
     """The executor that a Python worker belongs to: the JVM in its parent chain."""
     for parent in psutil.Process(pid).parents():
-        if _is_executor(parent):
+        if "CoarseGrainedExecutorBackend" in " ".join(cmdline(parent)):
             return parent
     raise AssertionError(f"process {pid} has no executor among its parents")
 
@@ -79,16 +75,12 @@ def describe(process: psutil.Process) -> str:
 
 
 def orphans(mark: str, owners: Sequence[int]) -> list[psutil.Process]:
-    """Processes of the run that are stopped, or that none of the living owners has started.
-
-    An executor without ranks is Spark's: a worker that ends may still start one, which ends by itself.
-    """
+    """Processes of the run that are stopped, or that none of the living owners has started."""
     left = []
     for process in marked(mark):
         try:
             above = [process.pid, *(parent.pid for parent in process.parents())]
-            is_stray = not set(owners) & set(above) and (not _is_executor(process) or process.children())
-            if is_stray or process.status() == psutil.STATUS_STOPPED:
+            if process.status() == psutil.STATUS_STOPPED or not set(owners) & set(above):
                 left.append(process)
         except psutil.Error:
             continue

@@ -545,7 +545,9 @@ def test_a_failed_upload_commits_nothing(
     assert len(str(caught.value).splitlines()) == 1
     store.tell("clear")
     # A task that Spark has not stopped yet may still put a file into the failed write's folder.
-    assert all(name.startswith("_shards-") for name in storage.list_names(uri))
+    left = storage.list_names(uri)
+    assert len(left) <= 1
+    assert all(name.startswith("_shards-") for name in left)
     old = write_shards(df, uri)
     # One of three files, and the second time the commit itself.
     for pattern in ("PUT .*part-00001", "PUT .*manifest.json"):
