@@ -275,7 +275,15 @@ def peer_errors(operation: str) -> Iterator[None]:
 
 
 # How Gloo, NCCL and Horovod speak of a lost peer where the call is inside autograd.
-PEER_SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "horovod")
+PEER_SIGNS = (
+    "gloo",
+    "nccl",
+    "horovod",
+    "connection closed by peer",
+    "connection reset by peer",
+    # Gloo's word to the other operations when one of them has waited too long.
+    "application timeout caused pair closure",
+)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 A rank is silent when its beats stand still (its process is stopped, its host lost), and stalled when
 its beats go on but its ticks stand still (a loader that never gives the next batch, user code that never
 returns). A rank that waits for a silent one stalls as well, so a silent rank is blamed first; and before
-a stalled one is blamed, those that only wait for it get the time to end by their own timeout.
+a stalled one is blamed, those that only wait for it get the time to end by their own timeout. While one
+has yet to start, importing its libraries on a busy machine, nobody makes progress and nobody hangs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ringspark.estimators.launch.heartbeat import Beat, interval_seconds
+
+# What a rank may take to start after another, where the timeout is shorter.
+START_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)
@@ -72,6 +76,9 @@ class Watch:
             if beat.ticks != seen.beat.ticks or beat.ended:
                 seen.tick_changed = now
             seen.beat = beat
+        if len(self._seen) < self._num_ranks:
+            for seen in self._seen.values():
+                seen.tick_changed = now
 
     def hung(self, now: float) -> Hung | None:
         """The rank that hangs, None while none does."""
@@ -81,9 +88,9 @@ class Watch:
         # A peer that has given up waits for nobody any more: what is silent now will not come back.
         given_up = any(seen.beat.failure is not None for seen in self._seen.values())
         patience = min(self._grace, self._timeout) if given_up else self._timeout
-        for rank in range(self._num_ranks):
-            if rank not in self._seen and now - self._began >= self._timeout:
-                return Hung(rank=rank, beat=None, reason="has not started")
+        late = [rank for rank in range(self._num_ranks) if rank not in self._seen]
+        if late and now - self._began >= max(self._timeout, START_SECONDS):
+            return Hung(rank=late[0], beat=None, reason="has not started")
         silent = [seen for seen in running.values() if now - seen.beat_changed >= patience]
         if silent:
             seen = min(silent, key=lambda s: (s.beat_changed, s.beat.rank))

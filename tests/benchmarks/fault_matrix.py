@@ -1,9 +1,11 @@
 """What a training survives, and how soon it trains again: every fault at moments drawn from a seed.
 
-Real drivers, executors, ranks, disks and servers: see tests/faults. A cell of the matrix says
+Real drivers, executors, ranks, disks and servers: see tests/faults. One training is hit `--hits` times, at a
+random step of each of as many equal parts, by torch and Horovod in turn; what is set up before a training
+hits it once. What is wrong at the end of a training counts for all of its hits. A cell of the matrix says
 
-- how many of the trainings went through by themselves, e.g. `18/20`, and with `+2` how many ended as one
-  error and gave the same weights after `resume=True`; `WRONG` counts those where something was lost, was
+- how many of the hits the fit survived by itself, e.g. `18/20`, and with `+2` how many ended it with one
+  error, after which `resume=True` went on; `WRONG` counts those where something was lost, was
   wrong or was left behind, and the list below the table says what;
 - how many steps were trained twice, median and worst;
 - the seconds until it trained again, median and worst: the longest time without a step of rank 0 since
@@ -11,7 +13,7 @@ Real drivers, executors, ranks, disks and servers: see tests/faults. A cell of t
   rank that hangs is noticed after timeoutSeconds, 8 s unless told otherwise, which are part of it.
 
     python tests/benchmarks/fault_matrix.py --repeats 20
-    python tests/benchmarks/fault_matrix.py --repeats 3 --only "rank 0" "executor JVM"
+    python tests/benchmarks/fault_matrix.py --repeats 3 --hits 1 --only "rank 0" "executor JVM"
 
 All takes hours. With `--output`, moments that the folder's faults.json holds already are not run again, good
 or bad, so a run may be stopped and gone on with. After a change of the code take a new folder.
@@ -36,10 +38,14 @@ from ringspark.jobs import cli
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 
-from moments import Lab, Moment
+import moments as trials
+from lab import Lab
+from moments import Moment
 from scenarios import FAULTS, KINDS, TARGETS, Fault
 from trainings import TIMEOUT_SECONDS
 
+# So that ten hits, and the harness's time between them, have room.
+EPOCHS = 5
 Cells = dict[tuple[str, str], list[Moment]]
 
 
@@ -47,6 +53,7 @@ def main() -> int:
     """Runs the moments, prints the matrix; 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=cli.positive_int, default=20, metavar="N", help="moments of a cell")
+    parser.add_argument("--hits", type=cli.positive_int, default=10, metavar="N", help="of one training")
     parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
     parser.add_argument(
         "--timeout-seconds", type=float, default=TIMEOUT_SECONDS, help="of the trainings; more if it is busy"
@@ -65,19 +72,19 @@ def main() -> int:
     faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
     cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
-    with Lab(timeout_seconds=args.timeout_seconds) as lab:
+    with Lab(epochs=EPOCHS, timeout_seconds=args.timeout_seconds) as lab:
         for fault in faults:
             if reason := lab.reason_not_to(fault):
                 skipped[fault.target, fault.kind] = reason
                 continue
             known = {moment.seed for moment in cells[fault.target, fault.kind]}
-            for seed in range(args.seed, args.seed + args.repeats):
-                if seed in known:
-                    continue
-                moment = run(lab, fault, seed)
-                cells[fault.target, fault.kind].append(moment)
-                print(line_of(moment, fault), flush=True)
-                save(args.output, cells)
+            seeds = range(args.seed, args.seed + args.repeats)
+            for number, chunk in enumerate(chunks(list(seeds), 1 if fault.before else args.hits)):
+                if known.isdisjoint(chunk):
+                    hits = run(lab, fault, chunk, ("torch", "horovod")[number % 2])
+                    cells[fault.target, fault.kind] += hits
+                    print(*(line_of(moment, fault) for moment in hits), sep="\n", flush=True)
+                    save(args.output, cells)
     report(cells, skipped, lab.problems)
     if args.output is not None:
         draw(cells, args.output / "faults.png")
@@ -85,25 +92,33 @@ def main() -> int:
     return 1 if wrong or lab.problems else 0
 
 
-def run(lab: Lab, fault: Fault, seed: int) -> Moment:
-    """One moment; what the harness itself did not expect is a problem of that moment only."""
+def chunks(seeds: list[int], size: int) -> list[list[int]]:
+    """Those of one training each."""
+    return [seeds[first : first + size] for first in range(0, len(seeds), size)]
+
+
+def run(lab: Lab, fault: Fault, seeds: list[int], collective: str) -> list[Moment]:
+    """One training; what the harness itself did not expect is a problem of that training only."""
     try:
-        return lab.run(fault, seed)
+        return trials.run(lab, fault, seeds, collective)
     except Exception as error:
         traceback.print_exc()
         lab.start_anew()
         problem = f"{type(error).__name__}: {str(error)[:500]}"
-        return Moment(
-            target=fault.target,
-            kind=fault.kind,
-            seed=seed,
-            step=0,
-            ended="",
-            repeated=0,
-            pause_seconds=0.0,
-            spark_seconds=0.0,
-            problems=(problem,),
-        )
+        return [
+            Moment(
+                target=fault.target,
+                kind=fault.kind,
+                seed=seed,
+                step=0,
+                ended="",
+                repeated=0,
+                pause_seconds=0.0,
+                spark_seconds=0.0,
+                problems=(problem,),
+            )
+            for seed in seeds
+        ]
 
 
 def line_of(moment: Moment, fault: Fault) -> str:

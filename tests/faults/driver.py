@@ -66,17 +66,18 @@ class Diary(Callback):
         ids, state.module.ids = state.module.ids, []
         self._write(state, "step", ids=ids)
         request = Path(self.folder, f"raise-{state.rank}")
+        if state.step == state.num_steps:
+            self._wait_for_the_fault(request)
         if request.exists():
             request.unlink()
             raise ValueError("a failure on request")
         time.sleep(self.pause_seconds)
-        if state.step == state.num_steps:
-            self._wait_for_the_fault()
 
-    def _wait_for_the_fault(self) -> None:
+    def _wait_for_the_fault(self, request: Path) -> None:
         # A busy harness may be late: the training does not end before the fault has come.
         end = time.monotonic() + LONGEST_WAIT_SECONDS
-        while not Path(self.folder, STRUCK).exists() and time.monotonic() < end:
+        struck = Path(self.folder, STRUCK)
+        while not struck.exists() and not request.exists() and time.monotonic() < end:
             time.sleep(0.05)
 
     def _write(self, state: TrainingState, what: str, **more: Any) -> None:

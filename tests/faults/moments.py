@@ -1,39 +1,31 @@
-"""One fault at one moment: train, hit, let it end, resume where it must be, and look at everything."""
+"""One training, hit once or many times: hit, see that it trains again, hit again; then look at everything."""
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
-import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import processes
 import rows
-import sockets
-import stores
-from cluster import Cluster
-from scenarios import Fault, Place, Scene
-from trainings import (
-    END_SECONDS,
-    EPOCH_STEPS,
-    EPOCHS,
-    LOCAL_CLUSTER,
-    NUM_ROWS,
-    NUM_WORKERS,
-    TIMEOUT_SECONDS,
-    Driver,
-    Plan,
-    difference,
-    wait_for_step,
-)
+from lab import Lab
+from processes import wait_for
+from scenarios import Fault, Scene
+from trainings import END_SECONDS, EPOCH_STEPS, NUM_ROWS, Driver, Plan, difference
+
+# Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
+FIRST_STEPS, LAST_STEPS = 5, 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What became of one training.
+    """What became of one fault.
 
     Attributes:
         step: After which the fault came.
@@ -42,7 +34,8 @@ class Moment:
         pause_seconds: See `rows.longest_pause`; includes the wait for `timeoutSeconds` where a hang had to
             be noticed.
         spark_seconds: Of these, Spark's own: starting an executor, or the driver's session.
-        problems: What must not be; empty in a good run.
+        problems: What must not be; empty in a good run. What is wrong at a training's end stands with all
+            of its moments.
     """
 
     target: str
@@ -60,188 +53,195 @@ class Moment:
         return asdict(self)
 
 
-class Lab:
-    """Drivers, clusters, stores and reference runs, made when they are needed first; a context manager.
+def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = None) -> list[Moment]:
+    """One training that is hit once for each seed, at a random step of as many equal parts.
 
     Args:
-        epochs: Of every training.
-        timeout_seconds: Of every training; a busy machine takes longer to start a rank than a quiet one may
-            be silent.
+        seeds: One where the fault is set up before the training.
+        collective: Drawn from the first seed if not given.
     """
+    assert len(seeds) == 1 or not fault.before, f"{fault.target}/{fault.kind} is set up before"
+    draws = [random.Random(f"{fault.target}, {fault.kind}, {seed}") for seed in seeds]
+    drawn = draws[0].choice(["torch", "horovod"])
+    driver = lab.driver(fault.place)
+    name = f"{fault.target}-{fault.kind}-{seeds[0]}-{time.monotonic_ns()}".replace(" ", "-")
+    lab.shards()
+    reference = lab.reference(driver, collective or drawn)
+    plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2)
+    part = (lab.epochs * EPOCH_STEPS - FIRST_STEPS - LAST_STEPS) / len(seeds)
+    steps = [FIRST_STEPS + int((number + draw.random()) * part) for number, draw in enumerate(draws)]
+    training = Training(lab, fault, lab.placed(plan, fault, name), driver)
+    answer = training.go(list(zip(seeds, draws, steps, strict=True)))
+    return training.moments(answer, reference)
 
-    def __init__(self, epochs: int = EPOCHS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self._epochs = epochs
-        self._timeout_seconds = timeout_seconds
-        self._dead: list[Driver] = []
-        self._stack = ExitStack()
-        self._drivers: dict[str, Driver] = {}
-        self._references: dict[str, dict[str, Any]] = {}
-        self._cluster: Cluster | None = None
-        self._bucket: stores.Bucket | None = None
-        self._disk: Path | None = None
-        self.problems: list[str] = []
 
-    def __enter__(self) -> Lab:
-        folder = tempfile.TemporaryDirectory(prefix="ringspark-lab-")
-        self.root = Path(self._stack.enter_context(folder))
-        return self
+@dataclass(kw_only=True)
+class _Hit:
+    """A fault that has come; times are seconds since the epoch."""
 
-    def __exit__(self, *exc: object) -> None:
-        for name in list(self._drivers):
-            self._end(name)
-        for driver in self._dead:
-            driver.close()
-        if self._cluster is not None:
-            self._cluster.close()
-        if self._bucket is not None:
-            self._bucket.close()
-        self._stack.close()
+    seed: int
+    step: int
+    began: float
+    done: float = math.inf
+    ended: str = ""
+    spark_seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
 
-    def start_anew(self) -> None:
-        """Ends all drivers, whatever they do."""
-        for name in list(self._drivers):
-            self._drivers[name].kill()
-            self._end(name)
 
-    def reason_not_to(self, fault: Fault) -> str | None:
-        """Why this machine cannot do it; None where it can."""
-        if fault.target.startswith("network"):
-            return sockets.reason_not_to()
-        if fault.place == "small disk":
-            try:
-                self.disk()
-            except OSError as error:
-                return str(error)
-        return None
+class Training:
+    """One fit and its resumptions."""
 
-    def driver(self, place: Place = "local-cluster") -> Driver:
-        """The living driver of a place, with all its executors."""
-        name = "standalone" if place == "standalone" else "s3" if place.startswith("s3") else "local"
-        if name in self._drivers and not self._drivers[name].lives:
-            if name == "standalone":
-                self._end(name)  # the next one will bear the same mark
-            else:
-                # The next one does not wait until everything of the last one is gone.
-                self._dead.append(self._drivers.pop(name))
-        if name == "standalone":
-            self._cluster = self._cluster or Cluster(NUM_WORKERS)
-            self._cluster.heal()
-        if name not in self._drivers:
-            # One at a time: each has four JVMs.
-            for other in list(self._drivers):
-                self._end(other)
-            self._drivers[name] = self._start(name)
-        driver = self._drivers[name]
-        driver.wait_for_executors(NUM_WORKERS)
-        return driver
+    def __init__(self, lab: Lab, fault: Fault, plan: Plan, driver: Driver) -> None:
+        self._lab = lab
+        self._fault = fault
+        self._plan = plan
+        self._driver = driver
+        self._diaries = rows.Diaries(plan.diary)
+        self._hits: list[_Hit] = []
+        # Repairs what the last hit broke for good.
+        self._undo = ExitStack()
 
-    def bucket(self) -> stores.Bucket:
-        """The S3 server."""
-        self._bucket = self._bucket or stores.Bucket()
-        return self._bucket
-
-    def disk(self) -> Path:
-        """A folder of 4 MiB."""
-        if self._disk is None:
-            self._disk = self._stack.enter_context(stores.small_disk(self.root / "disk", 4 << 20))
-        return self._disk
-
-    def shards(self) -> Path:
-        """The data of all trainings, on the local disk; they may be copied, not changed."""
-        folder = self.root / "shards"
-        if not folder.exists():
-            next(iter(self._drivers.values())).write_shards(str(folder))
-        return folder
-
-    def reference(self, driver: Driver, collective: str) -> dict[str, Any]:
-        """The weights of the undisturbed training."""
-        key = f"reference-{collective}"
-        if key not in self._references:
-            plan = self._plan(key, collective)
-            plan.nothing_comes()
-            answer = driver.fit(plan)
-            assert answer["ok"], answer
-            problems = rows.check(plan.lines(), NUM_ROWS).problems
-            assert not problems, problems
-            self._references[key] = answer["weights"]
-        return self._references[key]
-
-    def run(self, fault: Fault, seed: int) -> Moment:
-        """One moment of one fault."""
-        draw = random.Random(f"{fault.target}, {fault.kind}, {seed}")
-        driver = self.driver(fault.place)
-        # Where ranks are killed at any moment both collectives must do; which one is drawn too.
-        collective = draw.choice(["torch", "horovod"])
-        name = f"{fault.target}-{fault.kind}-{seed}-{time.monotonic_ns()}".replace(" ", "-")
-        self.shards()
-        reference = self.reference(driver, collective)
-        plan = self._placed(self._plan(name, collective), fault, name)
-        step = draw.randrange(5, self._epochs * EPOCH_STEPS - 10)
-        with ExitStack() as undo:
-            bucket = self.bucket() if fault.place.startswith("s3") else None
-            scene = Scene(driver=driver, plan=plan, pids={}, draw=draw, undo=undo, bucket=bucket)
-            struck = time.time()
-            if fault.before:
-                fault.act(scene)
-                plan.nothing_comes()
-            driver.begin(plan)
-            if not fault.before:
-                scene.pids = wait_for_step(plan, step)
-                driver.note_memory()
-                time.sleep(draw.random() * 0.05)
-                struck = time.time()
+    def go(self, hits: list[tuple[int, random.Random, int]]) -> dict[str, Any]:
+        """Trains, hit at each (seed, draw, step), to the end; the last fit's answer."""
+        with self._undo:
+            if self._fault.before:
+                seed, draw, _ = hits[0]
+                self._hit(seed, draw, 0, {})
+                self._plan.nothing_comes()
+            self._driver.begin(self._plan)
+            if not self._fault.before:
                 try:
-                    fault.act(scene)
+                    for seed, draw, step in hits:
+                        self._hit(seed, draw, step, self._wait_for_step(step))
                 finally:
-                    plan.nothing_comes()
-            answer = self._answer(driver)
-        problems, spark_seconds, ended = [], driver.executor_seconds(struck), ""
-        if not answer["ok"]:
-            ended = f"{answer['type']}: {answer['message']}".splitlines()[0]
-            problems += _problems_of(answer, fault)
-            driver, answer = self._resume(driver, fault, plan)
-            spark_seconds += driver.spark_seconds if ended.startswith("DriverDied") else 0.0
-        problems += self._problems_after(driver, plan, answer, reference)
-        lines = plan.lines()
-        pause = 0.0 if fault.before else rows.longest_pause(lines, struck)
-        return Moment(
-            target=fault.target,
-            kind=fault.kind,
-            seed=seed,
-            step=0 if fault.before else step,
-            ended=ended,
-            repeated=rows.check(lines, NUM_ROWS).repeated,
-            pause_seconds=pause,
-            spark_seconds=min(pause, spark_seconds),
-            problems=tuple(problems),
+                    self._plan.nothing_comes()
+            while True:
+                answer = self._answer(END_SECONDS)
+                assert answer is not None
+                if answer["ok"] or not self._may_resume():
+                    self._note_executors()
+                    return answer
+                self._resume(answer)
+
+    def moments(self, answer: dict[str, Any], reference: dict[str, Any]) -> list[Moment]:
+        """What became of each hit."""
+        problems = self._problems_after(answer, reference)
+        lines = self._diaries.read()
+        moments = []
+        for number, hit in enumerate(self._hits):
+            end = self._hits[number + 1].began if number + 1 < len(self._hits) else math.inf
+            starts = [line for line in lines if line["what"] == "start" and hit.began < line["time"] <= end]
+            if self._fault.restarts and not self._fault.before and not starts:
+                hit.problems.append("nobody was started after it: the fault did nothing")
+            pause = 0.0 if self._fault.before else rows.longest_pause(lines, hit.began, end)
+            moments.append(
+                Moment(
+                    target=self._fault.target,
+                    kind=self._fault.kind,
+                    seed=hit.seed,
+                    step=hit.step,
+                    ended=hit.ended,
+                    repeated=rows.repeated(lines, hit.began, end),
+                    pause_seconds=pause,
+                    spark_seconds=min(pause, hit.spark_seconds),
+                    problems=(*hit.problems, *problems),
+                )
+            )
+        return moments
+
+    def _hit(self, seed: int, draw: random.Random, step: int, pids: dict[int, int]) -> None:
+        self._undo.close()
+        if not self._fault.before:
+            self._note_executors()
+            self._lab.heal(self._fault.place)
+            if not self._hits:
+                self._driver.note_memory()  # takes as long as many steps
+            time.sleep(draw.random() * 0.05)
+        hit = _Hit(seed=seed, step=step, began=time.time())
+        self._hits.append(hit)
+        bucket = self._lab.bucket() if self._fault.place.startswith("s3") else None
+        self._fault.act(
+            Scene(driver=self._driver, plan=self._plan, pids=pids, draw=draw, undo=self._undo, bucket=bucket)
         )
+        hit.done = time.time()
 
-    def _resume(self, driver: Driver, fault: Fault, plan: Plan) -> tuple[Driver, dict[str, Any]]:
-        driver = self.driver(fault.place)
-        return driver, driver.fit(plan, resume=True)
+    def _wait_for_step(self, step: int) -> dict[int, int]:
+        """Until that step is trained, by ranks that have got over the last hit; their process ids."""
+        pids: dict[int, int] = {}
 
-    def _answer(self, driver: Driver) -> dict[str, Any]:
+        def reached() -> bool:
+            if (answer := self._answer(0.0)) is not None:
+                assert not answer["ok"], f"the training ended before step {step}"
+                assert self._may_resume(), f"{answer['type']}: {answer['message'][:1000]}"
+                self._resume(answer)
+            pids.clear()
+            pids.update(self._pids_that_train(step))
+            time.sleep(0.1)  # reading all lines costs the ranks' time
+            return bool(pids)
+
+        wait_for(f"step {step}", reached, END_SECONDS)
+        return pids
+
+    def _pids_that_train(self, step: int) -> dict[int, int]:
+        """Of each rank; empty while they have not got over the last hit or not come to that step."""
+        lines = self._diaries.read()
+        if self._hits:
+            lines = [line for line in lines if line["time"] > self._hits[-1].done]
+            if self._fault.restarts:
+                starts = [line["time"] for line in lines if line["what"] == "start" and line["rank"] == 0]
+                lines = [line for line in lines if starts and line["time"] > starts[-1]]
+        size = self._plan.num_workers
+        # Two: the ranks that are left may still end the step in which one was hit.
+        if any(len(rows.steps_of(lines, rank)) < 2 for rank in range(size)):
+            return {}
+        if max(line["step"] for line in lines) < step:
+            return {}
+        pids = {line["rank"]: line["pid"] for line in lines}
+        return pids if all(processes.pid_lives(pid) for pid in pids.values()) else {}
+
+    def _answer(self, seconds: float) -> dict[str, Any] | None:
+        """Of the fit that runs; None where it has not ended."""
         try:
-            return driver.answer(END_SECONDS)
+            return self._driver.answer(seconds)
         except AssertionError as error:
-            if driver.lives:
-                raise
+            if self._driver.lives:
+                if seconds:
+                    raise
+                return None
             return {"ok": False, "type": "DriverDied", "message": str(error).splitlines()[0]}
 
-    def _problems_after(
-        self, driver: Driver, plan: Plan, answer: dict[str, Any], reference: dict[str, Any]
-    ) -> list[str]:
-        """What is wrong with a training that has ended."""
+    def _may_resume(self) -> bool:
+        """Whether no fit has ended since the last hit."""
+        return bool(self._hits) and not self._hits[-1].ended
+
+    def _resume(self, answer: dict[str, Any]) -> None:
+        hit = self._hits[-1]
+        hit.ended = f"{answer['type']}: {answer['message']}".splitlines()[0]
+        hit.problems += _problems_of(answer, self._fault)
+        self._undo.close()
+        self._note_executors()
+        self._driver = self._lab.driver(self._fault.place)
+        if answer["type"] == "DriverDied":
+            hit.spark_seconds += self._driver.spark_seconds
+        self._driver.begin(self._plan, resume=True)
+
+    def _note_executors(self) -> None:
+        """Counts what Spark took to replace an executor after the last hit, if this driver saw it."""
+        if self._hits and not self._hits[-1].spark_seconds:
+            self._hits[-1].spark_seconds = self._driver.executor_seconds(self._hits[-1].began)
+
+    def _problems_after(self, answer: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+        """What is wrong with the training, now that it has ended."""
+        plan = self._plan
         if not answer["ok"]:
             return [f"the resumed fit failed: {answer['type']}: {answer['message'][:500]}"]
-        problems = rows.check(plan.lines(), NUM_ROWS).problems
+        problems = rows.check(self._diaries.read(), NUM_ROWS).problems
         # Horovod joins gradients as they come: with three ranks the order of additions varies by itself.
         allowed = 1e-5 if plan.collective == "horovod" else 0.0
         if (distance := difference(answer["weights"], reference)) > allowed:
             problems.append(f"weights differ by {distance:.1e}")
-        problems += driver.left_over()
-        while self._dead:
-            problems += [f"left over after the driver: {line}" for line in self._dead.pop().close()]
+        problems += self._driver.left_over()
+        problems += [f"left over after the driver: {line}" for line in self._lab.closed()]
         # The temporary files of this process's own, and what a committed run must not hold.
         if (Path(plan.run) / "checkpoints").exists():
             left = sorted(str(path.relative_to(plan.run)) for path in Path(plan.run).rglob("*"))
@@ -250,41 +250,6 @@ class Lab:
         if Path(plan.run).is_absolute():
             shutil.rmtree(plan.run, ignore_errors=True)
         return problems
-
-    def _plan(self, name: str, collective: str) -> Plan:
-        folder = self.root / name
-        return Plan(
-            run=str(folder / "run"),
-            shards=str(self.root / "shards"),
-            diary=folder / "diary",
-            collective=collective,
-            epochs=self._epochs,
-            timeout_seconds=self._timeout_seconds,
-        )
-
-    def _placed(self, plan: Plan, fault: Fault, name: str) -> Plan:
-        """The plan with the files where the fault wants them."""
-        if fault.place == "s3 run":
-            return replace(plan, run=f"s3://bucket/{name}")
-        if fault.place == "s3 shards":
-            return replace(plan, shards=self.bucket().upload(self.shards(), "shards"))
-        if fault.place == "small disk":
-            return replace(plan, run=str(self.disk() / name))
-        if fault.target in ("manifest", "shard"):
-            own = plan.diary.parent / "shards"
-            shutil.copytree(self.shards(), own)
-            return replace(plan, shards=str(own))
-        return plan
-
-    def _start(self, name: str) -> Driver:
-        if name == "standalone":
-            assert self._cluster is not None
-            return Driver(self._cluster.url, keepers=self._cluster.pids, mark=self._cluster.mark)
-        return Driver(LOCAL_CLUSTER, self.bucket().environment if name == "s3" else None)
-
-    def _end(self, name: str) -> None:
-        left = self._drivers.pop(name).close()
-        self.problems += [f"left over after the driver: {line}" for line in left]
 
 
 def _problems_of(answer: dict[str, Any], fault: Fault) -> list[str]:

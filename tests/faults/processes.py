@@ -33,7 +33,7 @@ def marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+            if lives(process) and process.environ().get(MARK) == mark:
                 found.append(process)
         except psutil.Error:
             continue
@@ -47,6 +47,34 @@ def cmdline(process: psutil.Process) -> list[str]:
     except psutil.Error:
         return []
     return line
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie, whose parent has not asked yet, has ended."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def pid_lives(pid: int) -> bool:
+    """Whether that process runs and is not stopped."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def of_session(session: int) -> list[psutil.Process]:
+    """The living processes of a session: what its leader started, and what that started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if lives(process) and os.getsid(process.pid) == session:
+                found.append(process)
+        except (psutil.Error, ProcessLookupError):
+            continue
+    return found
 
 
 def executor_jvm(pid: int) -> psutil.Process:
@@ -94,7 +122,7 @@ def ranks_that_listen(mark: str) -> list[str]:
         try:
             above = [" ".join(cmdline(parent)) for parent in process.parents()]
             # The daemon itself listens for its executor; a rank is a worker below it.
-            if any("pyspark.daemon" in line for line in above):
+            if any("pyspark.worker" in line for line in above):
                 connections = process.net_connections("tcp")
                 found += [
                     f"port {c.laddr.port} of {process.pid}"

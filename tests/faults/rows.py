@@ -7,6 +7,7 @@ size, the repeated step must have seen the same rows on every rank.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,14 +32,25 @@ class Trained:
     repeated: int
 
 
-def read_lines(folder: Path) -> list[Line]:
-    """All complete lines by time; a kill may have cut the last of a file."""
-    lines = []
-    for path in folder.glob("rank-*.jsonl"):
-        for text in path.read_text().splitlines(keepends=True):
-            if text.endswith("\n"):
-                lines.append(json.loads(text))
-    return sorted(lines, key=lambda line: float(line["time"]))
+class Diaries:
+    """The lines of one training while it writes them; what was read is not read again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        self._lines: list[Line] = []
+
+    def read(self) -> list[Line]:
+        """All complete lines by time; a kill may have cut the last of a file."""
+        for path in self._folder.glob("rank-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
+                self._lines += map(json.loads, whole.split(b"\n"))
+        self._lines.sort(key=lambda line: float(line["time"]))
+        return list(self._lines)
 
 
 def steps_of(lines: Iterable[Line], rank: int = 0) -> list[Line]:
@@ -46,13 +58,24 @@ def steps_of(lines: Iterable[Line], rank: int = 0) -> list[Line]:
     return [line for line in lines if line["what"] == "step" and line["rank"] == rank]
 
 
-def longest_pause(lines: Iterable[Line], fault: float) -> float:
-    """Seconds until training again: the longest time without a step of rank 0 since the fault.
+def longest_pause(lines: Iterable[Line], fault: float, end: float = math.inf) -> float:
+    """Seconds until training again: the longest time without a step of rank 0 between fault and end.
 
     It begins at the fault itself where no step ends between the fault and the pause.
     """
-    times = [fault, *(line["time"] for line in steps_of(lines) if line["time"] > fault)]
+    times = [fault, *(line["time"] for line in steps_of(lines) if fault < line["time"] <= end)]
     return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+def repeated(lines: Iterable[Line], fault: float, end: float = math.inf) -> int:
+    """Steps of rank 0 between fault and end that had been trained before them or are trained twice there."""
+    known = {line["step"] for line in steps_of(lines) if line["time"] <= fault}
+    count = 0
+    for line in steps_of(lines):
+        if fault < line["time"] <= end:
+            count += line["step"] in known
+            known.add(line["step"])
+    return count
 
 
 def check(lines: list[Line], num_rows: int) -> Trained:

@@ -6,6 +6,7 @@ sense: nobody kills a file, and TCP's checksums and the store's see to corrupted
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -37,7 +38,7 @@ class Scene:
     Attributes:
         pids: Of each rank's process.
         draw: What the fault draws from: the same seed hits the same thing.
-        undo: Closed when the fit has ended, before it is resumed: repairs what was broken for good.
+        undo: Closed before the training is resumed or hit again: repairs what was broken for good.
     """
 
     driver: Driver
@@ -60,6 +61,7 @@ class Fault:
         what: What is done, in a few words.
         before: The fault is set up before the training starts.
         must_survive: The fit goes through by itself; else it may also end, as one error, and be resumed.
+        restarts: The ranks cannot go on: whoever trains after the fault was started after it.
     """
 
     target: str
@@ -69,6 +71,7 @@ class Fault:
     place: Place = "local-cluster"
     before: bool = False
     must_survive: bool = True
+    restarts: bool = True
 
 
 FAULTS: list[Fault] = []
@@ -82,6 +85,7 @@ def fault(
     place: Place = "local-cluster",
     before: bool = False,
     must_survive: bool = True,
+    restarts: bool = True,
 ) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
     """Lists the function below."""
 
@@ -95,6 +99,7 @@ def fault(
                 place=place,
                 before=before,
                 must_survive=must_survive,
+                restarts=restarts,
             )
         )
         return act
@@ -162,6 +167,7 @@ def _(scene: Scene) -> None:
 def _some_worker(scene: Scene) -> psutil.Process:
     worker = _some_executor(scene).parent()
     assert worker is not None
+    assert "org.apache.spark.deploy.worker.Worker" in processes.cmdline(worker), processes.describe(worker)
     return worker
 
 
@@ -170,16 +176,23 @@ def _(scene: Scene) -> None:
     send(_some_worker(scene), signal.SIGKILL)
 
 
-@fault("Spark worker", "hang", "SIGSTOP, for longer than timeoutSeconds", place="standalone")
+@fault("Spark worker", "hang", "SIGSTOP, for longer than timeoutSeconds", place="standalone", restarts=False)
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     scene.undo.callback(send, worker, signal.SIGCONT)
     _stop_for([worker], scene.plan.timeout_seconds + 2)
 
 
-@fault("Spark worker", "error", "SIGTERM", place="standalone")
+@fault("Spark worker", "error", "SIGTERM, as systemd stops a service", place="standalone")
 def _(scene: Scene) -> None:
-    send(_some_worker(scene), signal.SIGTERM)
+    worker = _some_worker(scene)
+    session = os.getsid(worker.pid)
+    send(worker, signal.SIGTERM)
+    wait_for("the worker's end", lambda: not processes.lives(worker))
+    # While it shuts down, Spark's master may have it start one more executor (its log says "Launching
+    # executor" on the worker that it removes next), which never learns that the worker is gone.
+    for process in processes.of_session(session):
+        send(process, signal.SIGKILL)
 
 
 @fault("driver", "kill", "SIGKILL for Python and JVM", must_survive=False)
@@ -187,7 +200,7 @@ def _(scene: Scene) -> None:
     scene.driver.kill()
 
 
-@fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds")
+@fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds", restarts=False)
 def _(scene: Scene) -> None:
     _stop_for([psutil.Process(scene.driver.pid), *scene.driver.jvms()], scene.plan.timeout_seconds + 2)
 
@@ -219,7 +232,14 @@ def _for_seconds(scene: Scene, seconds: float, kind: str, pattern: str) -> None:
     scene.bucket.tell("clear")
 
 
-@fault("store writes", "kill", "S3 refuses connections for 3 s", place="s3 run", must_survive=False)
+@fault(
+    "store writes",
+    "kill",
+    "S3 refuses connections for 3 s",
+    place="s3 run",
+    must_survive=False,
+    restarts=False,
+)
 def _(scene: Scene) -> None:
     assert scene.bucket is not None
     scene.bucket.tell("refuse")
@@ -227,24 +247,45 @@ def _(scene: Scene) -> None:
     scene.bucket.tell("accept")
 
 
-@fault("store writes", "hang", "S3 answers no write for 5 s", place="s3 run", must_survive=False)
+@fault(
+    "store writes", "hang", "S3 answers no write for 5 s", place="s3 run", must_survive=False, restarts=False
+)
 def _(scene: Scene) -> None:
     _for_seconds(scene, 5, "stall_before", WRITES)
 
 
-@fault("store writes", "error", "S3 answers 500 to writes for 5 s", place="s3 run", must_survive=False)
+@fault(
+    "store writes",
+    "error",
+    "S3 answers 500 to writes for 5 s",
+    place="s3 run",
+    must_survive=False,
+    restarts=False,
+)
 def _(scene: Scene) -> None:
     _for_seconds(scene, 5, "internal", WRITES)
 
 
 @fault(
-    "store writes", "corruption", "S3 writes, its answer is lost, 3 times", place="s3 run", must_survive=False
+    "store writes",
+    "corruption",
+    "S3 writes, its answer is lost, 3 times",
+    place="s3 run",
+    must_survive=False,
+    restarts=False,
 )
 def _(scene: Scene) -> None:
     _next_requests(scene, "lost_answer", WRITES)
 
 
-@fault("disk of the run", "error", "no room left, for 5 s", place="small disk", must_survive=False)
+@fault(
+    "disk of the run",
+    "error",
+    "no room left, for 5 s",
+    place="small disk",
+    must_survive=False,
+    restarts=False,
+)
 def _(scene: Scene) -> None:
     filler = stores.fill(Path(scene.plan.run).parent)
     scene.undo.callback(filler.unlink, missing_ok=True)
@@ -300,7 +341,7 @@ def _(scene: Scene) -> None:
     _of_one_rank(scene, sockets.drop)
 
 
-@fault("network between ranks", "error", "a rank's packets are dropped for 3 s")
+@fault("network between ranks", "error", "a rank's packets are dropped for 3 s", restarts=False)
 def _(scene: Scene) -> None:
     def delay(connections: list[sockets.Socket]) -> None:
         sockets.drop(connections)

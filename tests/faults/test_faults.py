@@ -1,20 +1,26 @@
 """A seeded selection of the fault matrix, and the harness's own instruments.
 
-All moments: `make faults`. Each scenario asserts what `moments.Lab.run` looks at: every row once an epoch,
+All moments: `make faults`. Each scenario asserts what `moments.run` looks at: every row once an epoch,
 the weights of the undisturbed run, no process, port, temporary file or shared memory left.
 """
 
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import damage
+import moments
+import processes
 import pytest
 import rows
-from moments import Lab
+from cluster import Cluster
+from lab import Lab
 from scenarios import FAULTS, KINDS, find
+from trainings import END_SECONDS, NUM_ROWS, Driver, Plan, difference
 
 # Each with a seed whose moment comes after several checkpoints; torch and horovod in turn.
 SELECTION = [
@@ -43,10 +49,56 @@ def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, 
     fault = find(target, kind)
     if reason := lab.reason_not_to(fault):
         pytest.skip(reason)
-    moment = lab.run(fault, seed)
+    (moment,) = moments.run(lab, fault, [seed])
     assert not moment.problems, moment
     # Not from the first step again.
     assert moment.repeated < moment.step or fault.before, moment
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
+    # Two machines with two slots each; nobody replaces the one that is lost.
+    with ExitStack() as stack:
+        cluster = Cluster(2)
+        stack.callback(cluster.close)
+        driver = Driver(cluster.url, keepers=cluster.pids, mark=cluster.mark)
+        stack.callback(driver.close)
+        driver.write_shards(str(tmp_path / "shards"))
+        driver.wait_for_executors(2)
+        # Other numbers of ranks draw other dropout, and Adam divides by numbers close to zero.
+        more = {"minWorkers": 2, "optimizer": "sgd"}
+        plans = [
+            Plan(
+                run=str(tmp_path / name / "run"),
+                shards=str(tmp_path / "shards"),
+                diary=tmp_path / name,
+                num_workers=4,
+                epochs=2,
+                dropout=0.0,
+                timeout_seconds=20.0,
+                more=more,
+            )
+            for name in ("undisturbed", "disturbed")
+        ]
+        plans[0].nothing_comes()
+        reference = driver.fit(plans[0])
+        assert reference["ok"], reference
+        driver.begin(plans[1])
+        processes.wait_for("step 30", lambda: len(rows.steps_of(plans[1].lines())) >= 30, END_SECONDS)
+        rank = plans[1].lines()[-1]["pid"]
+        worker = processes.executor_jvm(rank).parent()
+        assert worker is not None
+        processes.send(worker, signal.SIGKILL)
+        plans[1].nothing_comes()
+        answer = driver.answer(END_SECONDS)
+        assert answer["ok"], answer
+        lines = plans[1].lines()
+        assert rows.check(lines, NUM_ROWS).problems == []
+        assert {line["size"] for line in lines} == {2, 4}
+        assert difference(answer["weights"], reference["weights"]) <= 1e-5
+        assert driver.left_over() == []
 
 
 def test_every_cell_is_one_fault() -> None:
@@ -77,6 +129,9 @@ def test_the_diaries_tell_lost_and_repeated_rows() -> None:
     again = [*good, *_lines([[0, 2], [1, 3]], first=10.0)]
     assert rows.check(again, 4) == rows.Trained(problems=[], steps=2, repeated=2)
     assert rows.longest_pause(again, fault=1.0) == pytest.approx(9.0)
+    assert rows.longest_pause(again, fault=1.0, end=9.0) == 0.0
+    repeated = [rows.repeated(again, 5.0), rows.repeated(again, 5.0, 10.0), rows.repeated(again, 0.5)]
+    assert repeated == [2, 1, 2]
     other = rows.check([*good, *_lines([[0, 1], [2, 3]], first=10.0)], 4)
     assert other.problems == [f"rank 0 saw other rows in the repetition of step {step}" for step in (1, 2)]
     assert rows.check(_lines([[0, 2], [1, 1]]), 4).problems == ["epoch 1 saw 1 rows twice and 1 not at all"]
@@ -90,8 +145,12 @@ def test_the_diaries_tell_lost_and_repeated_rows() -> None:
 
 
 def test_a_line_that_a_kill_cut_is_no_line(tmp_path: Path) -> None:
-    (tmp_path / "rank-0-1.jsonl").write_text('{"what": "step", "time": 1.0}\n{"what": "st')
-    assert rows.read_lines(tmp_path) == [{"what": "step", "time": 1.0}]
+    diaries, file = rows.Diaries(tmp_path), tmp_path / "rank-0-1.jsonl"
+    assert diaries.read() == []
+    file.write_text('{"what": "step", "time": 1.0}\n{"what": "st')
+    assert diaries.read() == diaries.read() == [{"what": "step", "time": 1.0}]
+    file.write_text(file.read_text() + 'art", "time": 0.5}\n')
+    assert diaries.read() == [{"what": "start", "time": 0.5}, {"what": "step", "time": 1.0}]
 
 
 @pytest.mark.parametrize("how", [damage.flip, damage.truncate])

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -47,6 +47,8 @@ CONF = {
     "spark.network.timeout": "30s",
     "spark.executor.heartbeatInterval": "3s",
     "spark.network.timeoutInterval": "3s",
+    # Ranks that are started anew need not import torch again.
+    "spark.python.daemon.module": "ringspark.estimators.python_daemon",
 }
 
 
@@ -57,6 +59,7 @@ class Plan:
     Attributes:
         run: Folder or URI of the run.
         diary: Local folder that the ranks write their steps to.
+        more: Params beside these.
     """
 
     run: str
@@ -70,6 +73,7 @@ class Plan:
     max_restarts: int = 3
     timeout_seconds: float = TIMEOUT_SECONDS
     keep_checkpoints: int = 2
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self, resume: bool) -> dict[str, Any]:
         """What the driver reads."""
@@ -87,6 +91,7 @@ class Plan:
             "timeoutSeconds": self.timeout_seconds,
             "reader": "arrow",
             "storageUri": str(self.diary.parent),
+            **self.more,
         }
         return {
             "do": "fit",
@@ -104,7 +109,7 @@ class Plan:
 
     def lines(self) -> list[rows.Line]:
         """The steps so far."""
-        return rows.read_lines(self.diary)
+        return rows.Diaries(self.diary).read()
 
 
 class Driver:
@@ -203,7 +208,7 @@ class Driver:
         end = time.monotonic() + seconds
         while True:
             try:
-                return self._answers.get(timeout=0.2)
+                return self._answers.get(block=seconds > 0, timeout=0.2)
             except Empty:
                 if self._process.poll() is not None and self._answers.empty():
                     reason = f"the driver ended with {self._process.returncode}"
@@ -306,18 +311,6 @@ class Driver:
         for line in self._process.stdout:
             if line.startswith(ANSWER):
                 self._answers.put(json.loads(line.removeprefix(ANSWER)))
-
-
-def wait_for_step(plan: Plan, step: int, seconds: float = END_SECONDS) -> dict[int, int]:
-    """Until rank 0 has trained that step; process id of each rank that trains now."""
-
-    def reached() -> bool:
-        return any(line["step"] >= step for line in rows.steps_of(plan.lines()))
-
-    wait_for(f"step {step}", reached, seconds)
-    pids = {line["rank"]: line["pid"] for line in plan.lines()}
-    assert len(pids) == plan.num_workers, f"ranks {sorted(pids)} only"
-    return pids
 
 
 def difference(weights: Mapping[str, Any], others: Mapping[str, Any]) -> float:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES, Collective, Member, collective_class
+from ringspark.estimators.collectives import (
+    COLLECTIVES,
+    Collective,
+    CollectiveError,
+    Member,
+    collective_class,
+)
+from ringspark.estimators.collectives.base import backward_errors
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import environment, interface_of
 from ringspark.estimators.launch.local import run_spawned
@@ -192,6 +199,21 @@ def test_a_failing_rank_ends_its_peers_and_is_named(name: str) -> None:
         run_spawned(3, name, _fails_on_rank_one, timeout_seconds=60)
     peers = {failure.rank: failure.from_peer for failure in caught.value.failures}
     assert peers == {0: True, 1: False, 2: True}
+
+
+@pytest.mark.parametrize(
+    ("message", "is_peers"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:538] Read error [10.0.0.2]:4711: Connection reset by peer", True),
+        # No file's name in it: another of the step's operations had waited too long.
+        ("Application timeout caused pair closure", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_the_network(message: str, is_peers: bool) -> None:
+    with pytest.raises(RuntimeError) as caught, backward_errors():
+        raise RuntimeError(message)
+    assert isinstance(caught.value, CollectiveError) == is_peers
 
 
 def _environment_after(collective: Collective, device: str, status: Status) -> str:

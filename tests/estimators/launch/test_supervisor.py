@@ -14,7 +14,7 @@ from ringspark.estimators.launch import heartbeat
 from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, read_beats
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
-from ringspark.estimators.launch.watch import Watch
+from ringspark.estimators.launch.watch import START_SECONDS, Watch
 from ringspark.estimators.training.status import Failure, Status, WorkerError, WorkerStoppedError
 
 TIMEOUT = 20.0  # a beat each 5 s, so a rank may miss two: 11 s
@@ -86,8 +86,22 @@ def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> 
 
 
 def test_a_rank_that_never_started_is_blamed() -> None:
-    _, hung = _play(Watch(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
-    assert (hung.rank, hung.beat) == (1, None)
+    when, hung = _play(Watch(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
+    assert (hung.rank, hung.beat, when) == (1, None, START_SECONDS)
+    longer = 2 * START_SECONDS
+    when, hung = _play(Watch(2, longer), 200, lambda s: [_beat(0, beats=s // 5)])  # type: ignore[misc]
+    assert (hung.rank, hung.beat, when) == (1, None, longer)
+
+
+def test_those_that_wait_for_one_that_starts_late_do_not_hang() -> None:
+    def script(second: int) -> list[Beat]:
+        late = [_beat(1, beats=second // 5, ticks=min(second, 60))] if second > 50 else []
+        return [_beat(0, beats=second // 5, ticks=max(1, min(second, 60) - 50)), *late]
+
+    when, hung = _play(Watch(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    # Not before both have stood still for that long.
+    assert when > 60 + TIMEOUT
+    assert "no progress" in hung.reason
 
 
 def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:

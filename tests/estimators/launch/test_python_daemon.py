@@ -1,0 +1,58 @@
+"""Workers that are forked from a daemon which has imported torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+DRIVER = """
+import json, os, sys
+from pyspark.sql import SparkSession
+
+def look(rows):
+    import pyspark
+    # What is in sys.modules before anybody here has asked for it.
+    loaded = "torch" in sys.modules
+    pyspark.BarrierTaskContext.get().barrier()
+    import numpy
+    yield loaded, os.getpid(), numpy.random.rand()
+
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.enabled", "false")
+    .config("spark.python.daemon.module", "ringspark.estimators.python_daemon")
+    .getOrCreate()
+)
+print(json.dumps(spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(look).collect()))
+spark.stop()
+"""
+
+
+def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (loaded, pid, number), (other_loaded, other_pid, other_number) = json.loads(done.stdout.splitlines()[-1])
+    assert loaded
+    assert other_loaded
+    assert pid != other_pid
+    # Forks of one process would draw the same numbers.
+    assert number != other_number
+
+
+def test_what_libraries_print_does_not_reach_spark() -> None:
+    code = """
+import os
+from ringspark.estimators.python_daemon import _quiet_stdout
+with _quiet_stdout():
+    print("a greeting")
+    os.system("echo from below")
+print("the port")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "the port\n"
+    assert "a greeting\n" in done.stderr
+    assert "from below\n" in done.stderr

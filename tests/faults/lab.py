@@ -1,0 +1,180 @@
+"""What trainings need: drivers, clusters, stores and reference runs, each made when it is needed first."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import rows
+import sockets
+import stores
+from cluster import Cluster
+from scenarios import Fault, Place
+from trainings import (
+    EPOCHS,
+    LOCAL_CLUSTER,
+    NUM_ROWS,
+    NUM_WORKERS,
+    TIMEOUT_SECONDS,
+    Driver,
+    Plan,
+)
+
+
+class Lab:
+    """Drivers, clusters, stores and reference runs, made when they are needed first; a context manager.
+
+    Args:
+        epochs: Of every training.
+        timeout_seconds: Of every training; a busy machine takes longer to start a rank than a quiet one may
+            be silent.
+    """
+
+    def __init__(self, epochs: int = EPOCHS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self.epochs = epochs
+        self._timeout_seconds = timeout_seconds
+        self._dead: list[Driver] = []
+        self._stack = ExitStack()
+        self._drivers: dict[str, Driver] = {}
+        self._references: dict[str, dict[str, Any]] = {}
+        self._cluster: Cluster | None = None
+        self._bucket: stores.Bucket | None = None
+        self._disk: Path | None = None
+        self.problems: list[str] = []
+
+    def __enter__(self) -> Lab:
+        folder = tempfile.TemporaryDirectory(prefix="ringspark-lab-")
+        self.root = Path(self._stack.enter_context(folder))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name in list(self._drivers):
+            self._end(name)
+        for driver in self._dead:
+            driver.close()
+        if self._cluster is not None:
+            self._cluster.close()
+        if self._bucket is not None:
+            self._bucket.close()
+        self._stack.close()
+
+    def start_anew(self) -> None:
+        """Ends all drivers, whatever they do."""
+        for name in list(self._drivers):
+            self._drivers[name].kill()
+            self._end(name)
+
+    def reason_not_to(self, fault: Fault) -> str | None:
+        """Why this machine cannot do it; None where it can."""
+        if fault.target.startswith("network"):
+            return sockets.reason_not_to()
+        if fault.place == "small disk":
+            try:
+                self.disk()
+            except OSError as error:
+                return str(error)
+        return None
+
+    def driver(self, place: Place = "local-cluster") -> Driver:
+        """The living driver of a place, with all its executors."""
+        name = "standalone" if place == "standalone" else "s3" if place.startswith("s3") else "local"
+        if name in self._drivers and not self._drivers[name].lives:
+            if name == "standalone":
+                self._end(name)  # the next one will bear the same mark
+            else:
+                # The next one does not wait until everything of the last one is gone.
+                self._dead.append(self._drivers.pop(name))
+        self.heal(place)
+        if name not in self._drivers:
+            # One at a time: each has four JVMs.
+            for other in list(self._drivers):
+                self._end(other)
+            self._drivers[name] = self._start(name)
+        driver = self._drivers[name]
+        driver.wait_for_executors(NUM_WORKERS)
+        return driver
+
+    def heal(self, place: Place) -> None:
+        """Starts Spark workers anew that a fault has ended."""
+        if place == "standalone":
+            self._cluster = self._cluster or Cluster(NUM_WORKERS)
+            self._cluster.heal()
+
+    def closed(self) -> list[str]:
+        """Ends what is left of drivers that died; what had not ended by itself."""
+        left = []
+        while self._dead:
+            left += self._dead.pop().close()
+        return left
+
+    def bucket(self) -> stores.Bucket:
+        """The S3 server."""
+        self._bucket = self._bucket or stores.Bucket()
+        return self._bucket
+
+    def disk(self) -> Path:
+        """A folder of 4 MiB."""
+        if self._disk is None:
+            self._disk = self._stack.enter_context(stores.small_disk(self.root / "disk", 4 << 20))
+        return self._disk
+
+    def shards(self) -> Path:
+        """The data of all trainings, on the local disk; they may be copied, not changed."""
+        folder = self.root / "shards"
+        if not folder.exists():
+            next(iter(self._drivers.values())).write_shards(str(folder))
+        return folder
+
+    def reference(self, driver: Driver, collective: str) -> dict[str, Any]:
+        """The weights of the undisturbed training."""
+        key = f"reference-{collective}"
+        if key not in self._references:
+            plan = self.plan(key, collective)
+            plan.nothing_comes()
+            answer = driver.fit(plan)
+            assert answer["ok"], answer
+            problems = rows.check(plan.lines(), NUM_ROWS).problems
+            assert not problems, problems
+            self._references[key] = answer["weights"]
+        return self._references[key]
+
+    def plan(self, name: str, collective: str, max_restarts: int = 3) -> Plan:
+        """A training with files of its own."""
+        folder = self.root / name
+        return Plan(
+            run=str(folder / "run"),
+            shards=str(self.root / "shards"),
+            diary=folder / "diary",
+            collective=collective,
+            epochs=self.epochs,
+            max_restarts=max_restarts,
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    def placed(self, plan: Plan, fault: Fault, name: str) -> Plan:
+        """The plan with the files where the fault wants them."""
+        if fault.place == "s3 run":
+            return replace(plan, run=f"s3://bucket/{name}")
+        if fault.place == "s3 shards":
+            return replace(plan, shards=self.bucket().upload(self.shards(), "shards"))
+        if fault.place == "small disk":
+            return replace(plan, run=str(self.disk() / name))
+        if fault.target in ("manifest", "shard"):
+            own = plan.diary.parent / "shards"
+            shutil.copytree(self.shards(), own)
+            return replace(plan, shards=str(own))
+        return plan
+
+    def _start(self, name: str) -> Driver:
+        if name == "standalone":
+            assert self._cluster is not None
+            return Driver(self._cluster.url, keepers=self._cluster.pids, mark=self._cluster.mark)
+        return Driver(LOCAL_CLUSTER, self.bucket().environment if name == "s3" else None)
+
+    def _end(self, name: str) -> None:
+        left = self._drivers.pop(name).close()
+        self.problems += [f"left over after the driver: {line}" for line in left]
