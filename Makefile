@@ -30,7 +30,7 @@ setup: python ## Build .venv from the pins, with Horovod; a second run is a no-o
 setup-modern: python ## Build .venv-modern: the newest Spark, Arrow, NumPy and pandas, no Petastorm
 	@$(PYTHON) scripts/setup_environment.py --modern
 
-setup-spark35: python ## Build .venv-spark35: as .venv, with the oldest Spark that ringspark supports
+setup-spark35: python ## Build .venv, and .venv-spark35: the same with the oldest Spark that ringspark supports
 	@$(PYTHON) scripts/setup_environment.py --spark35
 
 demo: setup ## Train the flights example end to end; options in ARGS="..."
@@ -46,7 +46,7 @@ test-modern: setup-modern ## Run those of Spark, Arrow and NumPy in .venv-modern
 	@$(MODERN_PYTHON) -m pytest -m "not distributed" $(TORCH_TESTS:%=--ignore=%) $(ARGS)
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
-test-spark35: setup setup-spark35 ## Run the tests of the stages in .venv-spark35; options in ARGS="..."
+test-spark35: setup-spark35 ## Run the tests of the stages in .venv-spark35; options in ARGS="..."
 	@$(SPARK35_PYTHON) -m pytest $(STAGE_TESTS) $(ARGS)
 
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)

@@ -1,8 +1,8 @@
 """Builds a development environment, `.venv` or one of its siblings; a second run is a no-op.
 
 `.venv` holds Petastorm and the newest Spark and Arrow that it still runs with; `.venv-modern` leaves
-it out and takes the newest of all; `.venv-spark35` is `.venv` with the oldest Spark that ringspark
-supports. The same phases build each.
+it out and takes the newest of all, built by the same phases. `.venv-spark35` holds the oldest Spark that
+ringspark supports, and nothing else: it sees the packages of `.venv` behind its own.
 
 Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
 machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
@@ -65,8 +65,8 @@ class Environment:
 
     name: str
     lock: str
-    overlay: str | None = None  # pins that stand in for those of the lock
     without_dependencies: tuple[str, ...] = ()  # installed as they are: no resolver takes their metadata
+    base: Environment | None = None  # whose packages it sees where it has none of that name
 
     @property
     def folder(self) -> Path:
@@ -85,23 +85,31 @@ class Environment:
         return self.folder / "horovod-build.log"
 
     @property
+    def packages(self) -> Path:
+        return self.folder / "lib" / f"python{PYTHON[0]}.{PYTHON[1]}" / "site-packages"
+
+    @property
     def requirements(self) -> list[Path]:
-        # The overlay first: of two pins the first counts.
-        overlay = (self.overlay,) if self.overlay else ()
-        names = (*overlay, self.lock, *self.without_dependencies, "horovod.txt", "cmake.txt")
-        return [ROOT / "requirements" / name for name in names]
+        names = (self.lock, *self.without_dependencies, "horovod.txt", "cmake.txt")
+        own = [ROOT / "requirements" / name for name in (names if self.base is None else (self.lock,))]
+        return own if self.base is None else [*own, *self.base.requirements]
 
     def pip(self, *arguments: str) -> list[str]:
-        """Returns the command line of this environment's pip."""
+        """Returns the command line of this environment's pip, or of its base's, which works on it."""
         quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
+        if self.base is not None:
+            return [str(self.base.python), "-m", "pip", "--python", str(self.python), *quiet, *arguments]
         return [str(self.python), "-m", "pip", *quiet, *arguments]
+
+    def install(self, *arguments: str) -> list[str]:
+        """Returns that of `pip install`."""
+        # Python compiles what it imports, a tenth of what is installed here: that saves more than a minute.
+        return self.pip("install", "--no-compile", *arguments)
 
 
 MAIN = Environment(name=".venv", lock="lock.txt", without_dependencies=("petastorm.txt",))
 MODERN = Environment(name=".venv-modern", lock="modern.txt")
-SPARK35 = Environment(
-    name=".venv-spark35", lock="lock.txt", overlay="spark35.txt", without_dependencies=("petastorm.txt",)
-)
+SPARK35 = Environment(name=".venv-spark35", lock="spark35.txt", base=MAIN)
 
 
 class SetupError(Exception):
@@ -288,7 +296,9 @@ def make_venv(environment: Environment) -> None:
                 shutil.rmtree(metadata)
         return
     with phase(f"virtual environment {environment.name}"):
-        run([sys.executable, "-m", "venv", "--clear", str(environment.folder)])
+        # Of its own pip and setuptools it would see those, and not the base's.
+        without = ["--without-pip"] if environment.base is not None else []
+        run([sys.executable, "-m", "venv", "--clear", *without, str(environment.folder)])
 
 
 def link_packages() -> None:
@@ -339,7 +349,7 @@ def build_horovod(environment: Environment, version: str, folder: Path) -> None:
         env["PATH"] = f"{environment.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         if cmake_on_path() is None:
             cmake = str(ROOT / "requirements" / "cmake.txt")
-            step(environment.pip("install", "--target", f"{name}/cmake", "-r", cmake))
+            step(environment.install("--target", f"{name}/cmake", "-r", cmake))
             # The package's own script needs it importable; this is the binary behind the script.
             env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
 
@@ -395,7 +405,7 @@ def install_horovod(environment: Environment, installed: str | None) -> str:
         stale = installed is not None and installed != folder.name
         for force in [True] if stale else [False, True]:
             options = ["--no-deps", *(["--force-reinstall"] if force else [])]
-            run(environment.pip("install", *options, *wheels))
+            run(environment.install(*options, *wheels))
             imported = subprocess.run(
                 [python, "-c", "import horovod.torch"],
                 stdin=subprocess.DEVNULL,
@@ -426,37 +436,35 @@ def horovod_required() -> bool:
     return os.environ.get("RINGSPARK_REQUIRE_HOROVOD", "0") not in ("", "0")
 
 
-def merged_lock(environment: Environment) -> str:
-    """Returns the file that pip gets: the lock, or a copy of it that holds the overlay's pins instead."""
-    lock = ROOT / "requirements" / environment.lock
-    if environment.overlay is None:
-        return str(lock)
-    overlay = lock.with_name(environment.overlay).read_text()
-    # pip takes two different pins of one package for a contradiction, wherever they stand.
-    replaced = tuple(re.findall(r"^[\w.-]+==", overlay, flags=re.MULTILINE))
-    kept = [line for line in lock.read_text().splitlines() if not line.startswith(replaced)]
-    merged = environment.folder / "requirements.txt"
-    merged.write_text("\n".join([overlay, *kept]) + "\n")
-    return str(merged)
-
-
 def install_pinned(environment: Environment) -> None:
     """Installs what the requirements pin, and ringspark itself; all but Horovod."""
-    pip, lock = environment.pip, merged_lock(environment)
+    install, lock = environment.install, str(ROOT / "requirements" / environment.lock)
     torch = pin(environment, "torch")
     with phase(f"torch {torch}"):
-        run(pip("install", f"torch=={torch}", "--constraint", lock))
+        run(install(f"torch=={torch}", "--constraint", lock))
     with phase("pinned requirements"):
-        run(pip("install", "--requirement", lock))
+        run(install("--requirement", lock))
     for file in environment.without_dependencies:
         with phase(file.removesuffix(".txt")):
-            run(pip("install", "--no-deps", "-r", str(ROOT / "requirements" / file)))
+            run(install("--no-deps", "-r", str(ROOT / "requirements" / file)))
     with phase("ringspark itself, editable"):
-        run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+        run(install("--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+
+
+def install_over(environment: Environment, base: Environment) -> None:
+    """Installs what the environment has of its own, and lets it see the packages of its base."""
+    link = environment.packages / "base.pth"
+    link.unlink(missing_ok=True)  # pip is to see its own packages only
+    with phase(f"what differs from {base.name}"):
+        run(environment.install("--no-deps", "--requirement", str(environment.requirements[0])))
+    # With the .pth files in there, one of which is ringspark's own; a plain line would leave them out.
+    link.write_text(f"import site; site.addsitedir({str(base.packages)!r})\n")
 
 
 def set_up(environment: Environment) -> int:
     """Brings the environment to what the inputs ask for; returns the exit status."""
+    if environment.base is not None:
+        return set_up_over(environment, environment.base)
     link_packages()
     inputs, stamp = inputs_hash(environment), read_stamp(environment)
     current = stamp.get("inputs") == inputs and os.access(environment.python, os.X_OK)
@@ -481,6 +489,22 @@ def set_up(environment: Environment) -> int:
         status = report_horovod(environment, str(error))
     write_stamp(environment, stamp)
     return status
+
+
+def set_up_over(environment: Environment, base: Environment) -> int:
+    """As `set_up`, for an environment that has a base: this is brought up to date first."""
+    status = set_up(base)
+    inputs = inputs_hash(environment)
+    if status != 0:
+        return status
+    if read_stamp(environment).get("inputs") == inputs and os.access(environment.python, os.X_OK):
+        say(f"{environment.name} is up to date")
+        return 0
+    make_venv(environment)
+    environment.stamp.unlink(missing_ok=True)
+    install_over(environment, base)
+    write_stamp(environment, {"inputs": inputs})
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

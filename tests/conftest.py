@@ -39,6 +39,9 @@ settings.load_profile("ringspark")
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
+# Workers that a test has ended need not import torch again.
+DAEMON = ("spark.python.daemon.module", "ringspark.estimators.python_daemon")
+
 MakeShards = Callable[..., ShardManifest]
 
 
@@ -73,7 +76,7 @@ def spark() -> Iterator[Any]:
     builder = SparkSession.builder.appName("ringspark-tests")
     if MASTER == "connect":
         with alone_on_the_connect_port():
-            session = builder.remote("local[4]").getOrCreate()
+            session = builder.remote("local[4]").config(*DAEMON).getOrCreate()
             yield session
             session.stop()
         return
@@ -86,6 +89,7 @@ def spark() -> Iterator[Any]:
             .config("spark.ui.showConsoleProgress", "false")
             .config("spark.sql.shuffle.partitions", "4")
             .config("spark.driver.bindAddress", "127.0.0.1")
+            .config(*DAEMON)
             .getOrCreate()
         )
         session.sparkContext.setLogLevel("OFF")

@@ -16,7 +16,8 @@ hits it once. What is wrong at the end of a training counts for all of its hits.
     python tests/benchmarks/fault_matrix.py --repeats 3 --hits 1 --only "rank 0" "executor JVM"
 
 All takes hours. With `--output`, moments that the folder's faults.json holds already are not run again, good
-or bad, so a run may be stopped and gone on with. After a change of the code take a new folder.
+or bad, so a run may be stopped and gone on with; each tells the commit it ran on. tests/faults/recorded holds
+those that docs/measured.md sums up.
 
 Ends with 1 if anything was wrong.
 """
@@ -198,12 +199,14 @@ def load(folder: Path | None) -> Cells:
 
 
 def save(folder: Path | None, cells: Cells) -> None:
-    """Every moment as JSON."""
+    """Every moment as JSON, one a line."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    moments = [moment.to_json() for group in cells.values() for moment in group]
-    (folder / "faults.json").write_text(json.dumps(moments, indent=1))
+    moments = [json.dumps(moment.to_json()) for group in cells.values() for moment in group]
+    fresh = folder / "faults.json.new"
+    fresh.write_text("[\n" + ",\n".join(moments) + "\n]\n")
+    fresh.replace(folder / "faults.json")
 
 
 def draw(cells: Cells, path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,19 @@ from trainings import END_SECONDS, EPOCH_STEPS, NUM_ROWS, Driver, Plan, differen
 
 # Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
 FIRST_STEPS, LAST_STEPS = 5, 10
+
+
+@cache
+def _commit() -> str:
+    """The last that changed the packages; ends in "-dirty" where they were changed since, "" without git."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*command: str) -> str:
+        packages = ["--", "pipelines", "models", "estimators"]
+        done = subprocess.run(["git", *command, *packages], cwd=root, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    return git("log", "-1", "--format=%h") + ("-dirty" if git("status", "--porcelain") else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +51,7 @@ class Moment:
         spark_seconds: Of these, Spark's own: starting an executor, or the driver's session.
         problems: What must not be; empty in a good run. What is wrong at a training's end stands with all
             of its moments.
+        commit: Of the packages.
     """
 
     target: str
@@ -47,6 +63,7 @@ class Moment:
     pause_seconds: float
     spark_seconds: float
     problems: tuple[str, ...]
+    commit: str = field(default_factory=_commit)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
