@@ -58,8 +58,8 @@ def _preload() -> None:
 def _list_archives_once() -> None:
     """Keeps the listing of an archive on sys.path until its file changes.
 
-    Every task of PySpark invalidates the caches of importlib. For each package in an archive Python then lists
-    the archive: Spark's pyspark.zip, and its spark-core.jar, which has 5000 entries.
+    Every task of PySpark invalidates the caches of importlib. Python then lists an archive again for each
+    package in it: Spark's pyspark.zip, and its spark-core.jar, which has 5000 entries.
     """
     list_anew = zipimport.zipimporter.invalidate_caches
     listed: WeakKeyDictionary[zipimport.zipimporter, tuple[int, int, int]] = WeakKeyDictionary()
@@ -76,7 +76,7 @@ def _list_archives_once() -> None:
             list_anew(importer)
             listed[importer] = state
 
-    zipimport.zipimporter.invalidate_caches = invalidate_caches  # type: ignore[method-assign]
+    zipimport.zipimporter.invalidate_caches = invalidate_caches  # type: ignore[assignment, method-assign]
 
 
 @contextlib.contextmanager

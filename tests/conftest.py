@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +77,10 @@ def spark() -> Iterator[Any]:
     builder = SparkSession.builder.appName("ringspark-tests")
     if MASTER == "connect":
         with alone_on_the_connect_port():
-            session = builder.remote("local[4]").config(*DAEMON).getOrCreate()
+            with warnings.catch_warnings():
+                # The server has taken it at its start; the client sets it again, in vain.
+                warnings.filterwarnings("ignore", message="(?s).*spark.python.daemon.module")
+                session = builder.remote("local[4]").config(*DAEMON).getOrCreate()
             yield session
             session.stop()
         return

@@ -195,7 +195,7 @@ def test_files_that_a_killed_writer_was_about_to_rename_are_removed_a_day_later(
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "manifest.json", data])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spark
 def test_a_killed_spark_application_leaves_all_rows_or_none() -> None:
     benchmark = Path(__file__).parents[1] / "benchmarks" / "killed_writers.py"

@@ -24,6 +24,8 @@ CONF = {
     "spark.worker.resource.gpu.amount": "2",
     "spark.executor.resource.gpu.amount": "2",
     "spark.task.resource.gpu.amount": "0.25",
+    "spark.sql.shuffle.partitions": "4",
+    "spark.python.daemon.module": "ringspark.estimators.python_daemon",
 }
 MASTER = "local-cluster[1,4,1024]"
 
@@ -93,7 +95,7 @@ spark.stop()
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classic", "connect"])
+@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.long)])
 def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     kind: str, tmp_path: Path, connect_port: None
 ) -> None:

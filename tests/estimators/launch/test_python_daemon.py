@@ -56,3 +56,38 @@ print("the port")
     assert done.stdout == "the port\n"
     assert "a greeting\n" in done.stderr
     assert "from below\n" in done.stderr
+
+
+def test_an_archive_is_listed_again_when_it_has_changed(tmp_path: Path) -> None:
+    code = """
+import importlib, sys, zipfile, zipimport
+from ringspark.estimators.python_daemon import _list_archives_once
+
+archive = sys.argv[1]
+
+def write(**modules):
+    with zipfile.ZipFile(archive, "w") as target:
+        for name, text in modules.items():
+            target.writestr(f"shipped/{name}.py", text)
+
+listings = []
+read_directory = zipimport._read_directory
+zipimport._read_directory = lambda path: listings.append(path) or read_directory(path)
+_list_archives_once()
+write(__init__="", one="value = 1")
+sys.path.insert(0, archive)
+from shipped import one
+for _ in range(3):
+    importlib.invalidate_caches()
+first = listings.count(archive)
+for _ in range(3):
+    importlib.invalidate_caches()
+assert listings.count(archive) == first, listings
+write(__init__="", one="value = 1", two="value = 22")
+importlib.invalidate_caches()
+from shipped import two
+assert (one.value, two.value) == (1, 22)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "shipped.zip")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
