@@ -1,7 +1,10 @@
 """Seconds of a whole small `fit`: 1,000 rows, one epoch, two workers, in a session that has fitted before.
 
 What remains is launch: settings, one write of the shards, one barrier stage, one checkpoint. Spark's own
-share stands beside it: a bare barrier stage of two tasks, and one plain job.
+share stands beside it: a bare barrier stage of two tasks, and one plain job. With the Python daemon:
+
+    conf="--conf spark.python.daemon.module=ringspark.estimators.python_daemon"
+    PYSPARK_SUBMIT_ARGS="$conf pyspark-shell" python tests/benchmarks/warm_fit.py
 """
 
 from __future__ import annotations
