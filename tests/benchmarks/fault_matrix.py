@@ -16,8 +16,7 @@ hits it once. What is wrong at the end of a training counts for all of its hits.
     python tests/benchmarks/fault_matrix.py --repeats 3 --hits 1 --only "rank 0" "executor JVM"
 
 All takes hours. With `--output`, moments that the folder's faults.json holds already are not run again, good
-or bad, so a run may be stopped and gone on with; each tells the commit it ran on. tests/faults/recorded holds
-those that docs/measured.md sums up.
+or bad, so a run may be stopped and gone on with; each tells the commit it ran on.
 
 Ends with 1 if anything was wrong.
 """
