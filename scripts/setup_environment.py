@@ -101,11 +101,6 @@ class Environment:
             return [str(self.base.python), "-m", "pip", "--python", str(self.python), *quiet, *arguments]
         return [str(self.python), "-m", "pip", *quiet, *arguments]
 
-    def install(self, *arguments: str) -> list[str]:
-        """Returns that of `pip install`."""
-        # Python compiles what it imports, a tenth of what is installed here: that saves more than a minute.
-        return self.pip("install", "--no-compile", *arguments)
-
 
 MAIN = Environment(name=".venv", lock="lock.txt", without_dependencies=("petastorm.txt",))
 MODERN = Environment(name=".venv-modern", lock="modern.txt")
@@ -349,7 +344,7 @@ def build_horovod(environment: Environment, version: str, folder: Path) -> None:
         env["PATH"] = f"{environment.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         if cmake_on_path() is None:
             cmake = str(ROOT / "requirements" / "cmake.txt")
-            step(environment.install("--target", f"{name}/cmake", "-r", cmake))
+            step(environment.pip("install", "--target", f"{name}/cmake", "-r", cmake))
             # The package's own script needs it importable; this is the binary behind the script.
             env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
 
@@ -405,7 +400,7 @@ def install_horovod(environment: Environment, installed: str | None) -> str:
         stale = installed is not None and installed != folder.name
         for force in [True] if stale else [False, True]:
             options = ["--no-deps", *(["--force-reinstall"] if force else [])]
-            run(environment.install(*options, *wheels))
+            run(environment.pip("install", *options, *wheels))
             imported = subprocess.run(
                 [python, "-c", "import horovod.torch"],
                 stdin=subprocess.DEVNULL,
@@ -438,17 +433,17 @@ def horovod_required() -> bool:
 
 def install_pinned(environment: Environment) -> None:
     """Installs what the requirements pin, and ringspark itself; all but Horovod."""
-    install, lock = environment.install, str(ROOT / "requirements" / environment.lock)
+    pip, lock = environment.pip, str(ROOT / "requirements" / environment.lock)
     torch = pin(environment, "torch")
     with phase(f"torch {torch}"):
-        run(install(f"torch=={torch}", "--constraint", lock))
+        run(pip("install", f"torch=={torch}", "--constraint", lock))
     with phase("pinned requirements"):
-        run(install("--requirement", lock))
+        run(pip("install", "--requirement", lock))
     for file in environment.without_dependencies:
         with phase(file.removesuffix(".txt")):
-            run(install("--no-deps", "-r", str(ROOT / "requirements" / file)))
+            run(pip("install", "--no-deps", "-r", str(ROOT / "requirements" / file)))
     with phase("ringspark itself, editable"):
-        run(install("--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+        run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
 
 
 def install_over(environment: Environment, base: Environment) -> None:
@@ -456,7 +451,7 @@ def install_over(environment: Environment, base: Environment) -> None:
     link = environment.packages / "base.pth"
     link.unlink(missing_ok=True)  # pip is to see its own packages only
     with phase(f"what differs from {base.name}"):
-        run(environment.install("--no-deps", "--requirement", str(environment.requirements[0])))
+        run(environment.pip("install", "--no-deps", "--requirement", str(environment.requirements[0])))
     # With the .pth files in there, one of which is ringspark's own; a plain line would leave them out.
     link.write_text(f"import site; site.addsitedir({str(base.packages)!r})\n")
 

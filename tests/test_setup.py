@@ -26,7 +26,7 @@ if args[0] == "-c":
     if "importlib.metadata" in args[1]: print("2.13.0+cpu", end="")
     if "horovod.torch" in args[1]: sys.exit((here / "unimportable").exists())
     sys.exit()
-quiet = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-compile")
+quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
 words = [arg for arg in args[2:] if arg not in quiet]
 if words[0] == "--python": here, words = pathlib.Path(words[1]).parent, words[2:]
 with open(here / "calls", "a") as calls: print(*words, file=calls)
