@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from trainings import END_SECONDS, EPOCH_STEPS, NUM_ROWS, Driver, Plan, differen
 
 # Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
 FIRST_STEPS, LAST_STEPS = 5, 10
+# Of those that end by themselves, beside timeoutSeconds.
+LONGEST_FAULT_SECONDS = 5.0
 
 
 @cache
@@ -86,6 +88,9 @@ def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = N
     reference = lab.reference(driver, collective or drawn)
     plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2)
     part = (lab.epochs * EPOCH_STEPS - FIRST_STEPS - LAST_STEPS) / len(seeds)
+    if not fault.restarts:
+        # Training goes on meanwhile: its end must not come before the last fault has.
+        plan = replace(plan, pause_seconds=(plan.timeout_seconds + LONGEST_FAULT_SECONDS) / part)
     steps = [FIRST_STEPS + int((number + draw.random()) * part) for number, draw in enumerate(draws)]
     training = Training(lab, fault, lab.placed(plan, fault, name), driver)
     answer = training.go(list(zip(seeds, draws, steps, strict=True)))
@@ -233,7 +238,8 @@ class Training:
 
     def _resume(self, answer: dict[str, Any]) -> None:
         hit = self._hits[-1]
-        hit.ended = f"{answer['type']}: {answer['message']}".splitlines()[0]
+        message = str(answer["message"]).replace(f"{self._lab.root}/", "")
+        hit.ended = f"{answer['type']}: {message}".splitlines()[0]
         hit.problems += _problems_of(answer, self._fault)
         self._undo.close()
         self._note_executors()
