@@ -1,4 +1,4 @@
-"""What a user reads for each bad input of tests/estimators/bad_inputs.py, and after how many seconds.
+"""What a user reads for each bad input of tests/support/bad_input_table.py, and after how many seconds.
 
 In a session that has fitted before. A row misses where the sentence lacks its subject or its remedy, takes
 over 5 s, or something is left behind; with any, the exit code is 1.
@@ -9,39 +9,25 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import harness
+from bad_input_table import BAD_INPUTS, Place
 
 from ringspark.jobs import cli
 
 TARGET_SECONDS = 5.0
 SHOWN = 110
-TABLE = Path(__file__).parent.parent / "estimators" / "bad_inputs.py"
-
-
-def load_table() -> Any:
-    """The module of the table, which is in no package."""
-    spec = spec_from_file_location("bad_inputs_table", TABLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> int:
     """Runs every row once."""
     harness.parse(__doc__)
-    table = load_table()
     lines, misses = [], []
     with cli.spark("bad inputs") as spark, tempfile.TemporaryDirectory() as folder:
         spark.sparkContext.setLogLevel("OFF")
-        place = table.Place(spark, Path(folder))
-        for number, row in enumerate(table.BAD_INPUTS):
+        place = Place(spark, Path(folder))
+        for number, row in enumerate(BAD_INPUTS):
             place.enter(Path(folder) / f"row-{number}")
             problem, said = "nothing was refused", ""
             start = time.perf_counter()

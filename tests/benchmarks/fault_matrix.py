@@ -33,16 +33,13 @@ from pathlib import Path
 from statistics import median
 
 import harness
-
-from ringspark.jobs import cli
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
-
 import moments as trials
 from lab import Lab
 from moments import Moment
 from scenarios import FAULTS, KINDS, TARGETS, Fault
 from trainings import TIMEOUT_SECONDS
+
+from ringspark.jobs import cli
 
 # So that ten hits, and the harness's time between them, have room.
 EPOCHS = 5

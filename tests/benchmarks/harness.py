@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,9 @@ from ringspark.models import ModelSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+# What tests and benchmarks share; pytest finds it by itself.
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("support", "faults")]
 
 MASTER = "local[2]"
 NUM_WORKERS = 2

@@ -29,9 +29,6 @@ from statistics import median
 from typing import Any
 
 import harness
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
-
 import processes
 
 SEED = 17

@@ -8,14 +8,11 @@ Target: in every run the weights are those of the quiet run, and nothing grows.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
-import harness
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "estimators" / "collectives"))
 import attacked_gang
+import harness
 
 from ringspark.estimators import WorkerError
 

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_input_table import BAD_INPUTS, Place
 
 pytestmark = pytest.mark.spark
 
 
-def _table() -> Any:
-    """The module beside this one: tests are in no package."""
-    spec = spec_from_file_location("bad_inputs_table", Path(__file__).with_name("bad_inputs.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLE = _table()
-
-
 @pytest.fixture(scope="module")
-def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The rows' table, shards, run and model."""
-    yield TABLE.Place(spark, tmp_path_factory.mktemp("place"))
-    sys.modules.pop("bad_inputs_table")
+    return Place(spark, tmp_path_factory.mktemp("place"))
 
 
-@pytest.mark.parametrize("row", TABLE.BAD_INPUTS, ids=lambda row: row.name.replace(" ", "-"))
+@pytest.mark.parametrize("row", BAD_INPUTS, ids=lambda row: row.name.replace(" ", "-"))
 def test_a_bad_input_is_refused_in_one_sentence(
-    place: Any, row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -55,5 +38,5 @@ def test_a_bad_input_is_refused_in_one_sentence(
 
 
 def test_the_table_has_each_name_once() -> None:
-    names = [row.name for row in TABLE.BAD_INPUTS]
+    names = [row.name for row in BAD_INPUTS]
     assert len(names) == len(set(names)) > 60

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from processes import pid_lives
+from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
 from ringspark.estimators.launch.heartbeat import read_beats
@@ -72,12 +73,14 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
     pids: list[int] = []
 
     def act() -> None:
-        if _wait_for(folder.has_checkpoint):
+        try:
+            wait_for("a checkpoint", folder.has_checkpoint)
             owner = read_owner(str(run))
             assert owner is not None
             beats = read_beats(str(run), NUM_WORKERS, owner["token"], owner["launch"])
             pids.extend(beat.pid for beat in beats)
-        cancel(spark)
+        finally:
+            cancel(spark)
 
     if not IS_CONNECT:
         spark.sparkContext.setJobGroup("my group", "what a notebook sets for a cell", interruptOnCancel=False)
@@ -94,25 +97,9 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
             spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
             spark.sparkContext.setLocalProperty("spark.job.description", None)
     assert len(pids) == NUM_WORKERS
-    assert _wait_for(lambda: all(map(_is_gone, pids)))
+    wait_for("the workers' end", lambda: not any(map(pid_lives, pids)))
     assert folder.has_checkpoint()
     slow.unlink()
     model = estimator.copy({estimator.resume: True}).fit(table)
     assert model.summary.steps == 60
     assert model.summary.resumed_steps
-
-
-def _wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

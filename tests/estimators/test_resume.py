@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from processes import pid_lives
+from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.launch.heartbeat import FOLDER, Beat
@@ -105,28 +106,16 @@ def _beat(run: Path, rank: int) -> Beat | None:
         return None
 
 
-def _wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 @contextmanager
 def _hit(root: Path, rank: int, number: signal.Signals) -> Iterator[list[Beat]]:
     """Sends a signal to the process of a rank once there is a checkpoint to go on from."""
     run, hits = root / "run", []
 
     def hit() -> None:
-        if _wait_for(
-            lambda: RunFolder(str(run), is_given=True).has_checkpoint() and _beat(run, rank) is not None
-        ):
-            beat = _beat(run, rank)
-            assert beat is not None
-            os.kill(beat.pid, number)
-            hits.append(beat)
+        wait_for("a checkpoint", RunFolder(str(run), is_given=True).has_checkpoint)
+        beat = wait_for("a beat", lambda: _beat(run, rank))
+        os.kill(beat.pid, number)
+        hits.append(beat)
 
     thread = threading.Thread(target=hit)
     thread.start()
@@ -134,13 +123,6 @@ def _hit(root: Path, rank: int, number: signal.Signals) -> Iterator[list[Beat]]:
         yield hits
     finally:
         thread.join()
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_killed_worker_costs_no_step(table: Any, shards: str, tmp_path: Path) -> None:
@@ -167,7 +149,7 @@ def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> Non
     assert "has given no sign of life" in first_line
     assert "fit again with resume=True to go on" in first_line
     (beat,) = hits
-    assert _wait_for(lambda: _is_gone(beat.pid))
+    wait_for("the worker's end", lambda: not pid_lives(beat.pid))
     assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
 
 
@@ -266,9 +248,8 @@ def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path
     try:
         run = tmp_path / "run"
         folder = RunFolder(str(run), is_given=True)
-        assert _wait_for(lambda: folder.has_checkpoint() or driver.poll() is not None)
-        assert _wait_for(lambda: all(_beat(run, rank) is not None for rank in (0, 1)))
-        beats = [beat for beat in (_beat(run, rank) for rank in (0, 1)) if beat is not None]
+        wait_for("a checkpoint", lambda: folder.has_checkpoint() or driver.poll() is not None)
+        beats = [wait_for("a beat", lambda rank=rank: _beat(run, rank)) for rank in (0, 1)]
         driver.send_signal(signal.SIGINT)
         _, told = driver.communicate(timeout=120)
     finally:
@@ -276,5 +257,5 @@ def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path
         driver.wait()
     assert "KeyboardInterrupt" in told
     assert "fit again with resume=True to go on" in told
-    assert _wait_for(lambda: all(_is_gone(beat.pid) for beat in beats))
+    wait_for("the workers' end", lambda: not any(pid_lives(beat.pid) for beat in beats))
     assert folder.has_checkpoint()

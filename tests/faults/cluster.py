@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import processes
-from processes import wait_for
+from waiting import wait_for
 
 
 class Cluster:

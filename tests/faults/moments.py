@@ -17,9 +17,9 @@ from typing import Any
 import processes
 import rows
 from lab import Lab
-from processes import wait_for
 from scenarios import Fault, Scene
 from trainings import END_SECONDS, EPOCH_STEPS, NUM_ROWS, Driver, Plan, difference
+from waiting import wait_for
 
 # Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
 FIRST_STEPS, LAST_STEPS = 5, 10

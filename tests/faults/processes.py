@@ -7,25 +7,11 @@ and daemons, and is found by it: also what has lost its parent.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import psutil
 
 MARK = "RINGSPARK_FAULT_RUN"
-T = TypeVar("T")
-
-
-def wait_for(what: str, condition: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """Asks until there is a value that is not None or False; AssertionError with `what` if there is none."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        value = condition()
-        if value is not None and value is not False:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"waited {seconds:.0f} s for {what}")
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -22,8 +22,9 @@ import processes
 import psutil
 import sockets
 import stores
-from processes import send, wait_for
+from processes import send
 from trainings import Driver, Plan
+from waiting import wait_for
 
 Kind = Literal["kill", "hang", "error", "corruption"]
 KINDS: tuple[Kind, ...] = ("kill", "hang", "error", "corruption")

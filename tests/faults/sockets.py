@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -72,6 +72,9 @@ def cut(connections: Sequence[socket.socket]) -> None:
         # Connecting to "no address" makes the kernel send RST; Python has no name for it.
         address = struct.pack("=H14x", socket.AF_UNSPEC)
         _libc.connect(one.fileno(), address, len(address))
+        # Which leaves this end without the end of stream that an RST from elsewhere brings, and Gloo waiting.
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
 
 
 def drop(connections: Sequence[socket.socket]) -> None:

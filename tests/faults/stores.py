@@ -5,41 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-PROXY = Path(__file__).resolve().parents[1] / "pipelines" / "faulty_proxy.py"
+from s3_server import S3Server
 
 
-class Bucket:
-    """moto's S3 server and the proxy before it, in a process of their own; see `faulty_proxy.Proxy`.
-
-    Attributes:
-        settings: What s3fs needs to reach it through the proxy.
-    """
+class Bucket(S3Server):
+    """The server as a training meets it: the client tries again, as users' do."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, PROXY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        ports = self._answer()
-        self.settings: dict[str, Any] = {
-            "key": "test",
-            "secret": "test",
-            "endpoint_url": f"http://127.0.0.1:{ports['proxy']}",
-            "client_kwargs": {"region_name": "us-east-1"},
-            "config_kwargs": {"read_timeout": 2, "connect_timeout": 2, "retries": {"max_attempts": 2}},
-        }
+        super().__init__({"read_timeout": 2, "connect_timeout": 2, "retries": {"max_attempts": 2}})
         self._uploaded: set[str] = set()
-        self._direct = f"http://127.0.0.1:{ports['moto']}"
-        bucket = urllib.request.Request(f"{self._direct}/bucket", method="PUT")
-        with urllib.request.urlopen(bucket) as response:
-            assert response.status == 200
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,38 +27,12 @@ class Bucket:
 
     def upload(self, folder: Path, name: str) -> str:
         """Copies a folder into the bucket, past the proxy and once for each name; returns its URI."""
-        uri = f"s3://bucket/{name}"
-        if name in self._uploaded:
-            return uri  # whoever is not the owner may not replace it
-        for path in folder.rglob("*"):
-            if path.is_file():
-                key = quote(f"/bucket/{name}/{path.relative_to(folder)}")
-                # urllib's own type is that of a form, which moto reads as one and then waits for the body.
-                headers = {"Content-Type": "application/octet-stream"}
-                url, data = f"{self._direct}{key}", path.read_bytes()
-                request = urllib.request.Request(url, data, headers, method="PUT")
-                urllib.request.urlopen(request, timeout=60).close()
-        self._uploaded.add(name)
-        return uri
-
-    def tell(self, what: str, **arguments: Any) -> Any:
-        """Sends a command to the proxy and returns its answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        if name not in self._uploaded:  # whoever is not the owner may not replace it
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    self.put(quote(f"/bucket/{name}/{path.relative_to(folder)}"), path.read_bytes())
+            self._uploaded.add(name)
+        return f"s3://bucket/{name}"
 
 
 def reason_not_to_mount() -> str | None:

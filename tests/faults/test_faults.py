@@ -21,6 +21,7 @@ from cluster import Cluster
 from lab import Lab
 from scenarios import FAULTS, KINDS, find
 from trainings import END_SECONDS, NUM_ROWS, Driver, Plan, difference
+from waiting import wait_for
 
 # Each with a seed whose moment comes after several checkpoints; torch and horovod in turn.
 SELECTION = [
@@ -86,7 +87,7 @@ def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
         reference = driver.fit(plans[0])
         assert reference["ok"], reference
         driver.begin(plans[1])
-        processes.wait_for("step 30", lambda: len(rows.steps_of(plans[1].lines())) >= 30, END_SECONDS)
+        wait_for("step 30", lambda: len(rows.steps_of(plans[1].lines())) >= 30, END_SECONDS)
         rank = plans[1].lines()[-1]["pid"]
         worker = processes.executor_jvm(rank).parent()
         assert worker is not None

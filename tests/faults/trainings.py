@@ -25,7 +25,7 @@ from typing import Any
 import processes
 import psutil
 import rows
-from processes import wait_for
+from waiting import wait_for
 
 HERE = Path(__file__).resolve().parent
 # As driver.py, which imports torch, has them.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+import mutations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from targets import targets as all_targets
 
 EXAMPLES = 60
 NAMES = [
@@ -21,25 +20,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-def beside(name: str) -> Any:
-    """A module of this folder, which is no package."""
-    full = f"ringspark_fuzz_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
-mutations = beside("mutations")
-
-
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = beside("targets").targets(tmp_path_factory.mktemp("fuzz"))
-    return found
+    return all_targets(tmp_path_factory.mktemp("fuzz"))
 
 
 def test_every_target_has_a_test(targets: dict[str, Any]) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +16,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from s3_server import S3Server
 
 from ringspark.pipelines import ShardManifest, cached_shards, open_reader, storage, write_shards
 from ringspark.pipelines.readers import Batch, ShardReader, range_file, retry
@@ -33,33 +31,11 @@ NUM_ROWS = FILES * GROUPS * GROUP_ROWS
 BATCH = 3 * GROUP_ROWS
 
 
-class Store:
-    """The server's process, and what s3fs needs to reach it through the proxy."""
+class Store(S3Server):
+    """Without the client's own attempts: they take seconds, and around them ours would not be seen."""
 
     def __init__(self) -> None:
-        script = Path(__file__).parent / "faulty_proxy.py"
-        self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        ports = self._answer()
-        # Around the client's own attempts, which take seconds, ours would not be seen.
-        self.settings: dict[str, Any] = {
-            "key": "test",
-            "secret": "test",
-            "endpoint_url": f"http://127.0.0.1:{ports['proxy']}",
-            "client_kwargs": {"region_name": "us-east-1"},
-            "config_kwargs": {"read_timeout": 1, "connect_timeout": 5, "retries": {"max_attempts": 0}},
-        }
-        bucket = urllib.request.Request(f"http://127.0.0.1:{ports['moto']}/bucket", method="PUT")
-        with urllib.request.urlopen(bucket) as response:
-            assert response.status == 200
-
-    def tell(self, what: str, **arguments: Any) -> Any:
-        """Sends a command to the proxy and returns its answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        super().__init__({"read_timeout": 1, "connect_timeout": 5, "retries": {"max_attempts": 0}})
 
     def fail(self, kind: str, *, times: int = 1, pattern: str = "GET .*parquet", skip: int = 0) -> None:
         """Breaks requests, see `Proxy.fault`; forgets those so far."""
@@ -75,18 +51,6 @@ class Store:
         """Returns when an answer has stopped in the middle."""
         while not self.tell("state")["stalled"]:
             time.sleep(0.01)
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
 
 
 @pytest.fixture(scope="module")

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_training import config_of, train_gang, weights_of
 from torch import nn
 
-from ringspark.estimators import WorkerError, user_code
+from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.torch_estimator import TrainTask
-from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.training.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16] * 4, "out_features": 1, "dropout": 0.0})
 MakeShards = Callable[..., ShardManifest]
+_config = partial(config_of, model=SPEC.to_json())
+_weights = partial(weights_of, module=SPEC.build())
 SHARDED = [
     (sharding, collective)
     for sharding in STRATEGIES
@@ -38,37 +38,6 @@ def _columns(rows: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     features = rng.normal(size=(rows, 4)).astype(np.float32)
     return {"x": features, "y": features.sum(1).astype(np.float32)}
-
-
-def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        task="regression",
-        model=SPEC.to_json(),
-        losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
-        batch_size=32,
-        learning_rate=0.01,
-        epochs=2,
-        reader="arrow",
-    )
-    return replace(config, **changes)
-
-
-def _weights(result: TrainResult) -> torch.Tensor:
-    module = SPEC.build()
-    load_checkpoint(result.checkpoint_uri, module)
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def _gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
-    objects = objects or UserObjects()
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
-    task = TrainTask(config=config, objects=user_code.dumps(objects))
-    texts = run_spawned(config.num_workers, config.collective, task, timeout_seconds=120)
-    return TrainResult.from_json(texts[0])
 
 
 @pytest.mark.distributed
@@ -90,7 +59,7 @@ def test_the_best_checkpoint_of_two_workers_is_that_of_one(
     two = _config(
         manifest, tmp_path / "two", num_workers=2, collective=collective, sharding=sharding, **changes
     )
-    result = _gang(two)
+    result = train_gang(two)
     assert result.checkpoint_epoch == one.checkpoint_epoch
     assert (_weights(one) - _weights(result)).abs().max() < 1e-5
     assert result.history[-1].validation_loss == pytest.approx(one.history[-1].validation_loss, rel=1e-4)
@@ -106,7 +75,7 @@ def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(
     sharded = replace(
         plain, run_uri=str(tmp_path / "b"), sharding="parameters", gradient_checkpointing=policy
     )
-    assert (_weights(_gang(plain)) - _weights(_gang(sharded))).abs().max() < 1e-5
+    assert (_weights(train_gang(plain)) - _weights(train_gang(sharded))).abs().max() < 1e-5
 
 
 class _FailsOnRankOne(nn.Module):
@@ -133,5 +102,5 @@ def test_a_model_that_raises_on_one_rank_ends_the_others(
         manifest, tmp_path / "run", model=None, num_workers=2, collective="torch", sharding=sharding
     )
     with pytest.raises(WorkerError, match=r"rank 1 .* step 3': RuntimeError: the model broke") as caught:
-        _gang(config, UserObjects(module=_FailsOnRankOne()))
+        train_gang(config, UserObjects(module=_FailsOnRankOne()))
     assert {f.rank: f.from_peer for f in caught.value.failures}.get(0, True)

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_training import train_gang
 
-from ringspark.estimators import user_code
 from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.torch_estimator import TrainTask
-from ringspark.estimators.training.check import check_training
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -59,13 +57,6 @@ def config(make_shards: MakeShards, tmp_path: Path) -> TrainConfig:
     )
 
 
-def _gang(config: TrainConfig) -> TrainResult:
-    objects = UserObjects()
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
-    task = TrainTask(config=config, objects=user_code.dumps(objects))
-    return TrainResult.from_json(run_spawned(config.num_workers, config.collective, task)[0])
-
-
 def _assert_same_training(first: TrainResult, second: TrainResult) -> None:
     assert first.steps == second.steps == 20
     assert [r.train_loss for r in first.history] == [r.train_loss for r in second.history]
@@ -93,4 +84,4 @@ def test_one_worker_ends_with_the_same_weights(
 def test_two_workers_end_with_the_same_weights(config: TrainConfig, tmp_path: Path, collective: str) -> None:
     config = replace(config, num_workers=2, collective=collective)
     recomputed = replace(config, run_uri=str(tmp_path / "recomputed"), gradient_checkpointing="sqrt")
-    _assert_same_training(_gang(config), _gang(recomputed))
+    _assert_same_training(train_gang(config), train_gang(recomputed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics as reference
+from small_training import config_of, train_ranks
 from torch import nn
 from torch.nn import functional
 
-from ringspark.estimators import Callback, TrainingState, user_code
+from ringspark.estimators import Callback, TrainingState
 from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.best import Best
-from ringspark.estimators.training.check import check_training, monitored
+from ringspark.estimators.training.check import monitored
 from ringspark.estimators.training.checkpoint import load_checkpoint
 from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.estimators.training.history import EpochRecord
@@ -30,6 +31,13 @@ from ringspark.pipelines import ShardManifest
 GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})
 MakeShards = Callable[..., ShardManifest]
+_config = partial(
+    config_of,
+    task="classification",
+    model=SPEC.to_json(),
+    losses=("auto",),
+    label_columns=("kind",),
+)
 
 
 @pytest.fixture
@@ -45,28 +53,9 @@ def columns() -> dict[str, np.ndarray]:
     }
 
 
-def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        task="classification",
-        model=SPEC.to_json(),
-        input_columns=("x",),
-        label_columns=("kind",),
-        batch_size=32,
-        learning_rate=0.01,
-        epochs=2,
-        reader="arrow",
-    )
-    return replace(config, **changes)
-
-
 def _gang(config: TrainConfig, objects: UserObjects | None = None, workers: int = 2) -> list[TrainResult]:
     """The results of all ranks."""
-    config = replace(config, num_workers=workers)
-    config, _ = check_training(config, objects or UserObjects(), ShardManifest.load(config.shards_uri))
-    task = TrainTask(config=config, objects=user_code.dumps(objects or UserObjects()))
-    return [TrainResult.from_json(text) for text in run_spawned(workers, config.collective, task)]
+    return train_ranks(replace(config, num_workers=workers), objects)
 
 
 def _module(result: TrainResult, module: nn.Module | None = None) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_training
 import torch
 from torch import nn
 
@@ -86,22 +87,7 @@ def data(make_shards: MakeShards, bad: float | None = POISON, **options: Any) ->
     return make_shards({"x": features, "y": label}, num_files=1, row_group_rows=16, **options)
 
 
-def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
-        batch_size=16,
-        learning_rate=0.01,
-        metrics=("mae",),
-        epochs=2,
-        shuffle=False,
-        reader="arrow",
-        task="regression",
-    )
-    return replace(config, **changes)
+config_of = partial(small_training.config_of, batch_size=16, metrics=("mae",), shuffle=False)
 
 
 def objects(bursts: int = 0, **changes: Any) -> UserObjects:

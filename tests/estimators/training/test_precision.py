@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_training import config_of, weights_of
 from torch import nn
 
 from ringspark.estimators import user_code
@@ -21,8 +23,7 @@ from ringspark.estimators.summary import TrainingSummary
 from ringspark.estimators.torch_estimator import TrainTask
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.config import UserObjects
 from ringspark.estimators.training.precision import (
     MIN_SCALE,
     NORMS,
@@ -227,30 +228,17 @@ def _columns(rows: int, bad_rows: tuple[int, ...] = ()) -> dict[str, np.ndarray]
     return {"x": features, "y": label}
 
 
-def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        task="regression",
-        losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
-        batch_size=32,
-        learning_rate=0.01,
-        epochs=2,
-        reader="arrow",
-        shuffle=False,
-        # Small enough that no gradient overflows by the first scale, 65536.
-        loss_weights=(1 / 64,),
-        precision="fp16",
-    )
-    return replace(config, **changes)
+_config = partial(
+    config_of,
+    shuffle=False,
+    # Small enough that no gradient overflows by the first scale, 65536.
+    loss_weights=(1 / 64,),
+    precision="fp16",
+)
 
 
 def _weights(result: TrainResult) -> torch.Tensor:
-    module = _Net()
-    load_checkpoint(result.checkpoint_uri, module)
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    return weights_of(result, _Net())
 
 
 class _Watch(Callback):

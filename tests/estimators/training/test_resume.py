@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_training
 import torch
 from torch import nn
 
@@ -108,25 +109,17 @@ def data(make_shards: MakeShards) -> ShardManifest:
     return make_shards(columns, validation=np.arange(88) >= 78, row_group_rows=20)
 
 
-def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        task="regression",
-        losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
-        batch_size=16,
-        learning_rate=0.02,
-        optimizer="adamw",
-        lr_schedule="one_cycle",
-        metrics=("mae", "r2"),
-        patience=2,
-        keep="best",
-        epochs=3,
-        reader="arrow",
-    )
-    return replace(config, **changes)
+config_of = partial(
+    small_training.config_of,
+    batch_size=16,
+    learning_rate=0.02,
+    optimizer="adamw",
+    lr_schedule="one_cycle",
+    metrics=("mae", "r2"),
+    patience=2,
+    keep="best",
+    epochs=3,
+)
 
 
 def objects(at: int | None = None, dropout: float = 0.3) -> UserObjects:

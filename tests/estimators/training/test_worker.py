@@ -6,21 +6,21 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_training import config_of, train_gang, weights_of
 from torch import nn
 
-from ringspark.estimators import WorkerError, user_code
+from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.torch_estimator import TrainTask
-from ringspark.estimators.training.check import check_training
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.config import UserObjects
 from ringspark.estimators.training.history import read_history, read_progress
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
@@ -29,6 +29,8 @@ from ringspark.pipelines import ShardManifest
 GANGS = [name for name in COLLECTIVES if name != "local"]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
 MakeShards = Callable[..., ShardManifest]
+_config = partial(config_of, model=SPEC.to_json())
+_weights = partial(weights_of, module=SPEC.build())
 
 
 def _columns(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -36,36 +38,6 @@ def _columns(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     features = rng.normal(size=(rows, 4)).astype(np.float32)
     label = (features.sum(1) + rng.normal(size=rows) * 0.1).astype(np.float32)
     return {"x": features, "y": label, "w": rng.integers(0, 3, size=rows).astype(np.float64)}
-
-
-def _config(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        task="regression",
-        model=SPEC.to_json(),
-        losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
-        batch_size=32,
-        learning_rate=0.01,
-        epochs=2,
-        reader="arrow",
-    )
-    return replace(config, **changes)
-
-
-def _weights(result: TrainResult, module: nn.Module | None = None) -> torch.Tensor:
-    module = module or SPEC.build()
-    load_checkpoint(result.checkpoint_uri, module)
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def _gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
-    objects = objects or UserObjects()
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
-    task = TrainTask(config=config, objects=user_code.dumps(objects))
-    return TrainResult.from_json(run_spawned(config.num_workers, config.collective, task)[0])
 
 
 @pytest.mark.distributed
@@ -76,7 +48,7 @@ def test_two_workers_equal_one_on_the_same_global_batches(
     manifest = make_shards(_columns(803))
     # 26 steps an epoch, 52 in all; the last batch of an epoch is short.
     one = train_here(_config(manifest, tmp_path / "one"))
-    two = _gang(_config(manifest, tmp_path / "two", num_workers=2, collective=collective))
+    two = train_gang(_config(manifest, tmp_path / "two", num_workers=2, collective=collective))
     assert one.steps == two.steps == 52
     assert (_weights(one) - _weights(two)).abs().max() < 1e-5
     losses = [[record.train_loss for record in result.history] for result in (one, two)]
@@ -91,7 +63,7 @@ def test_a_rank_without_rows_in_a_step_does_not_change_the_numbers(
     """65 rows in batches of 32: the third batch has one row, so all ranks but one have none."""
     manifest = make_shards(_columns(65), row_group_rows=40, num_files=1)
     one = train_here(_config(manifest, tmp_path / "one"))
-    three = _gang(_config(manifest, tmp_path / "three", num_workers=3, collective=collective))
+    three = train_gang(_config(manifest, tmp_path / "three", num_workers=3, collective=collective))
     assert one.steps == three.steps == 6
     assert (_weights(one) - _weights(three)).abs().max() < 1e-5
 
@@ -118,8 +90,8 @@ def test_a_rank_without_rows_adds_exactly_nothing(
     changes: dict[str, Any] = {"model": None, "epochs": 1}
     one = train_here(_config(manifest, tmp_path / "a", **changes), UserObjects(module=_seeded()))
     config = _config(manifest, tmp_path / "b", num_workers=2, collective=collective, **changes)
-    two = _gang(config, UserObjects(module=_seeded()))
-    assert (_weights(one, _Logarithm()) - _weights(two, _Logarithm())).abs().max() < 1e-5
+    two = train_gang(config, UserObjects(module=_seeded()))
+    assert (weights_of(one, _Logarithm()) - weights_of(two, _Logarithm())).abs().max() < 1e-5
 
 
 def _seeded() -> nn.Module:
@@ -134,7 +106,9 @@ def test_row_weights_count_over_the_global_batch(
 ) -> None:
     manifest = make_shards(_columns(200))
     one = train_here(_config(manifest, tmp_path / "one", weight_column="w"))
-    two = _gang(_config(manifest, tmp_path / "two", weight_column="w", num_workers=2, collective=collective))
+    two = train_gang(
+        _config(manifest, tmp_path / "two", weight_column="w", num_workers=2, collective=collective)
+    )
     unweighted = train_here(_config(manifest, tmp_path / "plain"))
     assert (_weights(one) - _weights(two)).abs().max() < 1e-5
     assert (_weights(one) - _weights(unweighted)).abs().max() > 1e-3
@@ -160,9 +134,9 @@ def test_two_runs_with_one_seed_are_bitwise_equal(
     manifest = make_shards(_columns(300))
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.3})
     config = _config(manifest, tmp_path / "a", num_workers=2, collective=collective, model=spec.to_json())
-    first, second = _gang(config), _gang(replace(config, run_uri=str(tmp_path / "b")))
-    other = _gang(replace(config, run_uri=str(tmp_path / "c"), seed=1))
-    weights = [_weights(result, spec.build()) for result in (first, second, other)]
+    first, second = train_gang(config), train_gang(replace(config, run_uri=str(tmp_path / "b")))
+    other = train_gang(replace(config, run_uri=str(tmp_path / "c"), seed=1))
+    weights = [weights_of(result, spec.build()) for result in (first, second, other)]
     assert weights[0].equal(weights[1])
     assert not weights[0].equal(weights[2])
 
@@ -183,7 +157,7 @@ def test_micro_batches_on_two_workers(make_shards: MakeShards, tmp_path: Path, c
     manifest = make_shards(_columns(197))
     whole = train_here(_config(manifest, tmp_path / "a", max_grad_norm=0.1))
     config = _config(manifest, tmp_path / "b", gradient_accumulation=2, num_workers=2, max_grad_norm=0.1)
-    assert (_weights(whole) - _weights(_gang(replace(config, collective=collective)))).abs().max() < 1e-5
+    assert (_weights(whole) - _weights(train_gang(replace(config, collective=collective)))).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -327,7 +301,7 @@ def test_a_model_that_raises_on_one_rank_is_named_with_its_step(
     with pytest.raises(
         WorkerError, match=r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"
     ):
-        _gang(config, UserObjects(module=_FailsAtStep(3)))
+        train_gang(config, UserObjects(module=_FailsAtStep(3)))
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(make_shards: MakeShards, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""moto's S3 server with a proxy before it that breaks requests on command, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+class S3Server:
+    """With an empty bucket named `bucket`; see `faulty_proxy.Proxy`.
+
+    Args:
+        client: What s3fs hands on to botocore's client: its timeouts and retries.
+
+    Attributes:
+        settings: What s3fs needs to reach it through the proxy.
+    """
+
+    def __init__(self, client: dict[str, Any]) -> None:
+        script = Path(__file__).with_name("faulty_proxy.py")
+        self._process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        ports = self._answer()
+        self.settings: dict[str, Any] = {
+            "key": "test",
+            "secret": "test",
+            "endpoint_url": f"http://127.0.0.1:{ports['proxy']}",
+            "client_kwargs": {"region_name": "us-east-1"},
+            "config_kwargs": client,
+        }
+        self._direct = f"http://127.0.0.1:{ports['moto']}"
+        self.put("/bucket")
+
+    def put(self, path: str, data: bytes | None = None) -> None:
+        """Sends a PUT past the proxy."""
+        # urllib's own type is that of a form, which moto reads as one and then waits for the body.
+        headers = {} if data is None else {"Content-Type": "application/octet-stream"}
+        request = urllib.request.Request(f"{self._direct}{path}", data, headers, method="PUT")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200
+
+    def tell(self, what: str, **arguments: Any) -> Any:
+        """Sends a command to the proxy and returns its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=30)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())

@@ -1,0 +1,20 @@
+"""Waiting for what other processes and threads do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, condition: Callable[[], T | None], seconds: float = 300.0) -> T:
+    """Asks until there is a value that is not None or False; AssertionError with `what` if there is none."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value is not None and value is not False:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"waited {seconds:.0f} s for {what}")
