@@ -11,8 +11,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import attacked_gang
 import harness
+from attacked_gang import run as attacked_gang
 
 from ringspark.estimators import WorkerError
 
@@ -25,10 +25,10 @@ def main() -> None:
     rows = []
     for collective in ("horovod", "torch"):
         with tempfile.TemporaryDirectory() as folder:
-            quiet = attacked_gang.run(collective, Path(folder), steps=STEPS, attacked=False)
+            quiet = attacked_gang(collective, Path(folder), steps=STEPS, attacked=False)
             for number in range(options.repeats):
                 try:
-                    found = attacked_gang.run(collective, Path(folder), steps=STEPS, attacked=True)
+                    found = attacked_gang(collective, Path(folder), steps=STEPS, attacked=True)
                 except WorkerError as error:
                     rows.append(
                         [f"{collective} {number + 1}", "failed", str(error).splitlines()[0], *[""] * 4]
