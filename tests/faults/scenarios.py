@@ -318,8 +318,15 @@ def _(scene: Scene) -> None:
 
 def _next_requests(scene: Scene, kind: str, pattern: str) -> None:
     assert scene.bucket is not None
-    scene.bucket.tell("fault", kind=kind, times=3, pattern=pattern, skip=scene.draw.randrange(10))
-    scene.undo.callback(scene.bucket.tell, "clear")
+    bucket = scene.bucket
+    bucket.tell("fault", kind=kind, times=3, pattern=pattern, skip=scene.draw.randrange(10))
+
+    def end() -> None:
+        left = bucket.tell("state")["faults_left"]
+        bucket.tell("clear")
+        assert not left, f"{left} of the 3 requests that were to fail never came"
+
+    scene.undo.callback(end)
 
 
 # Network between the ranks: all connections of one rank.
