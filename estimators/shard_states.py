@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.source_files import path_states
 
 STATES = "shards.json"
@@ -39,8 +40,15 @@ class ShardStates:
         """Reads what was touched since, and compares it with what was written.
 
         Raises:
-            ValueError: Files hold other bytes than were written, or are missing; names them.
+            ValueError: Files hold other bytes than were written, or are missing; names them. Or the manifest,
+                which every worker reads again, says something else than it did.
         """
+        # As text: of two NaN among the statistics, neither is the other's equal.
+        if ShardManifest.load(self._manifest.uri).to_json() != self._manifest.to_json():
+            raise ValueError(
+                f"{storage.join(self._manifest.uri, MANIFEST_NAME)!r} changed during the training; put back "
+                "what it was, or train these shards in a run of their own"
+            )
         known = self._known()
         now = self._states()
         touched = [file for file in self._manifest.files if known.get(file.path) != now.get(file.path)]

@@ -1,16 +1,17 @@
 """What a training survives, and how soon it trains again: every fault at moments drawn from a seed.
 
 Real drivers, executors, ranks, disks and servers: see tests/faults. One training is hit `--hits` times, at a
-random step of each of as many equal parts, by torch and Horovod in turn; what is set up before a training
-hits it once. What is wrong at the end of a training counts for all of its hits. A cell of the matrix says
+random step of each of as many equal parts, by torch and Horovod in turn; what breaks reads, which come at
+the beginning of an epoch, hits it once in every epoch but the last. What is wrong at the end of a training
+counts for all of its hits. A cell of the matrix says
 
 - how many of the hits the fit survived by itself, e.g. `18/20`, and with `+2` how many ended it with one
   error, after which `resume=True` went on; `WRONG` counts those where something was lost, was
   wrong or was left behind, and the list below the table says what;
 - how many steps were trained twice, median and worst;
 - the seconds until it trained again, median and worst: the longest time without a step of rank 0 since
-  the fault, less what Spark needed to start an executor or the driver's session, shown after a plus. A
-  rank that hangs is noticed after timeoutSeconds, 8 s unless told otherwise, which are part of it.
+  the fault, less what Spark needed to start an executor or the driver's session; then the median with it.
+  A rank that hangs is noticed after timeoutSeconds, 8 s unless told otherwise, which are part of it.
 
     python tests/benchmarks/fault_matrix.py --repeats 20
     python tests/benchmarks/fault_matrix.py --repeats 3 --hits 1 --only "rank 0" "executor JVM"
@@ -76,7 +77,7 @@ def main() -> int:
                 continue
             known = {moment.seed for moment in cells[fault.target, fault.kind]}
             seeds = range(args.seed, args.seed + args.repeats)
-            for number, chunk in enumerate(chunks(list(seeds), 1 if fault.before else args.hits)):
+            for number, chunk in enumerate(chunks(list(seeds), trials.most_hits(lab, fault, args.hits))):
                 if known.isdisjoint(chunk):
                     hits = run(lab, fault, chunk, ("torch", "horovod")[number % 2])
                     cells[fault.target, fault.kind] += hits
@@ -124,6 +125,7 @@ def line_of(moment: Moment, fault: Fault) -> str:
     return (
         f"{moment.target}/{moment.kind} ({fault.what}), seed {moment.seed}, step {moment.step}: {became}, "
         f"{moment.repeated} steps twice, {moment.pause_seconds:.1f} s, Spark's {moment.spark_seconds:.1f} s"
+        + (f", started {moment.starts} times" if moment.starts > 1 else "")
         + "".join(f"\n    {text}" for text in (moment.ended, *moment.problems) if text)
     )
 
@@ -134,7 +136,7 @@ def report(cells: Cells, skipped: dict[tuple[str, str], str], left: list[str]) -
     for title, text_of in (
         ("survived by itself + after resume", outcome),
         ("steps trained twice: median, worst", steps),
-        ("seconds until training again: median, worst, and Spark's own starts", seconds),
+        ("seconds until training again: median, worst", seconds),
     ):
         table = [
             [
@@ -175,13 +177,14 @@ def steps(moments: list[Moment]) -> str:
 
 
 def seconds(moments: list[Moment]) -> str:
-    """Median and worst pause without Spark's part, and the median of that."""
+    """Median and worst pause without Spark's part, and the median with it."""
     good = [m for m in moments if not m.problems]
     values = [m.pause_seconds - m.spark_seconds for m in good]
     if not values:
         return "-"
-    spark = median(m.spark_seconds for m in good)
-    return f"{median(values):.1f}, {max(values):.1f} s" + (f" + {spark:.1f}" if spark >= 0.05 else "")
+    text = f"{median(values):.1f}, {max(values):.1f} s"
+    whole = median(m.pause_seconds for m in good)
+    return text + (f" ({whole:.1f} with Spark's)" if any(m.spark_seconds for m in good) else "")
 
 
 def load(folder: Path | None) -> Cells:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import pid_lives
+from processes import has_ended
 from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
@@ -97,7 +97,7 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
             spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
             spark.sparkContext.setLocalProperty("spark.job.description", None)
     assert len(pids) == NUM_WORKERS
-    wait_for("the workers' end", lambda: not any(map(pid_lives, pids)))
+    wait_for("the workers' end", lambda: all(map(has_ended, pids)))
     assert folder.has_checkpoint()
     slow.unlink()
     model = estimator.copy({estimator.resume: True}).fit(table)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import pid_lives
+from processes import has_ended
 from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
@@ -149,7 +149,7 @@ def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> Non
     assert "has given no sign of life" in first_line
     assert "fit again with resume=True to go on" in first_line
     (beat,) = hits
-    wait_for("the worker's end", lambda: not pid_lives(beat.pid))
+    wait_for("the worker's end", lambda: has_ended(beat.pid))
     assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
 
 
@@ -257,5 +257,5 @@ def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path
         driver.wait()
     assert "KeyboardInterrupt" in told
     assert "fit again with resume=True to go on" in told
-    wait_for("the workers' end", lambda: not any(pid_lives(beat.pid) for beat in beats))
+    wait_for("the workers' end", lambda: all(has_ended(beat.pid) for beat in beats))
     assert folder.has_checkpoint()

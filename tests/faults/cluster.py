@@ -14,6 +14,9 @@ from pathlib import Path
 import processes
 from waiting import wait_for
 
+# After which the master gives a silent worker up, instead of a minute.
+WORKER_TIMEOUT_SECONDS = 15
+
 
 class Cluster:
     """One master and `num_workers` workers; each has room for one executor more than it needs.
@@ -78,8 +81,9 @@ class Cluster:
                     "SPARK_WORKER_DIR": str(Path(folder, "work")),
                     "SPARK_LOCAL_DIRS": str(Path(folder, "local")),
                     "TMPDIR": folder,
-                    # The master gives a silent worker up after this time, instead of a minute.
-                    "SPARK_MASTER_OPTS": "-Dspark.worker.timeout=15",
+                    # Of the master's patience, and of a worker's beats: four in that time.
+                    "SPARK_MASTER_OPTS": f"-Dspark.worker.timeout={WORKER_TIMEOUT_SECONDS}",
+                    "SPARK_WORKER_OPTS": f"-Dspark.worker.timeout={WORKER_TIMEOUT_SECONDS}",
                 },
                 start_new_session=True,
             )

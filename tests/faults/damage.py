@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def flip(path: Path, draw: random.Random) -> None:
-    """Inverts one byte, in place: the size stays."""
+    """Inverts one bit, in place: the size stays, and text stays ASCII."""
     position = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(position)
         byte = file.read(1)[0]
         file.seek(position)
-        file.write(bytes([byte ^ 0xFF]))
+        file.write(bytes([byte ^ 1 << draw.randrange(7)]))
 
 
 def truncate(path: Path, draw: random.Random) -> None:

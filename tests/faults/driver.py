@@ -143,7 +143,13 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
     try:
         model = TorchEstimator(model=network, callbacks=[diary], **settings).fitOnShards(command["shards"])
         weights = {name: value.tolist() for name, value in model.module().state_dict().items()}
-        return {"ok": True, "start": start, "end": time.time(), "weights": weights}
+        return {
+            "ok": True,
+            "start": start,
+            "end": time.time(),
+            "weights": weights,
+            "checkpoint_errors": model.summary.checkpoint_errors,
+        }
     # Ctrl-C ends the fit, not this program: the harness asks for a resume next.
     except (Exception, KeyboardInterrupt) as error:
         return {

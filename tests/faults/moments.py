@@ -23,8 +23,8 @@ from waiting import wait_for
 
 # Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
 FIRST_STEPS, LAST_STEPS = 5, 10
-# Of those that end by themselves, beside timeoutSeconds.
-LONGEST_FAULT_SECONDS = 5.0
+# By how much longer than a fault a part of the training lasts.
+MARGIN = 1.3
 
 
 @cache
@@ -45,8 +45,9 @@ class Moment:
     """What became of one fault.
 
     Attributes:
-        step: After which the fault came.
+        step: The last of rank 0 when the fault came.
         ended: The error's first line where the fit failed and was resumed, "" where it went through.
+        starts: How often the ranks were started after it.
         repeated: Steps trained twice, of all ranks together once.
         pause_seconds: See `rows.longest_pause`; includes the wait for `timeoutSeconds` where a hang had to
             be noticed.
@@ -65,6 +66,7 @@ class Moment:
     pause_seconds: float
     spark_seconds: float
     problems: tuple[str, ...]
+    starts: int = 0
     commit: str = field(default_factory=_commit)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,14 +74,18 @@ class Moment:
         return asdict(self)
 
 
+def most_hits(lab: Lab, fault: Fault, hits: int) -> int:
+    """How many of `hits` one training can take."""
+    return min(hits, lab.epochs - 1) if fault.an_epoch_each else hits
+
+
 def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = None) -> list[Moment]:
     """One training that is hit once for each seed, at a random step of as many equal parts.
 
     Args:
-        seeds: One where the fault is set up before the training.
+        seeds: No more than `most_hits`.
         collective: Drawn from the first seed if not given.
     """
-    assert len(seeds) == 1 or not fault.before, f"{fault.target}/{fault.kind} is set up before"
     draws = [random.Random(f"{fault.target}, {fault.kind}, {seed}") for seed in seeds]
     drawn = draws[0].choice(["torch", "horovod"])
     driver = lab.driver(fault.place)
@@ -87,11 +93,14 @@ def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = N
     lab.shards()
     reference = lab.reference(driver, collective or drawn)
     plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2)
-    part = (lab.epochs * EPOCH_STEPS - FIRST_STEPS - LAST_STEPS) / len(seeds)
-    if not fault.restarts:
-        # Training goes on meanwhile: its end must not come before the last fault has.
-        plan = replace(plan, pause_seconds=(plan.timeout_seconds + LONGEST_FAULT_SECONDS) / part)
-    steps = [FIRST_STEPS + int((number + draw.random()) * part) for number, draw in enumerate(draws)]
+    if fault.an_epoch_each:
+        # Early enough in each for the harness to be late.
+        steps = [int((number + 0.8 * draw.random()) * EPOCH_STEPS) for number, draw in enumerate(draws)]
+    else:
+        part = (lab.epochs * EPOCH_STEPS - FIRST_STEPS - LAST_STEPS) / len(seeds)
+        steps = [FIRST_STEPS + int((number + draw.random()) * part) for number, draw in enumerate(draws)]
+        # Where training goes on meanwhile, its end must not come before the last fault has.
+        plan = replace(plan, pause_seconds=max(plan.pause_seconds, fault.lasts * MARGIN / part))
     training = Training(lab, fault, lab.placed(plan, fault, name), driver)
     answer = training.go(list(zip(seeds, draws, steps, strict=True)))
     return training.moments(answer, reference)
@@ -126,17 +135,14 @@ class Training:
     def go(self, hits: list[tuple[int, random.Random, int]]) -> dict[str, Any]:
         """Trains, hit at each (seed, draw, step), to the end; the last fit's answer."""
         with self._undo:
-            if self._fault.before:
-                seed, draw, _ = hits[0]
-                self._hit(seed, draw, 0, {})
-                self._plan.nothing_comes()
             self._driver.begin(self._plan)
-            if not self._fault.before:
-                try:
-                    for seed, draw, step in hits:
-                        self._hit(seed, draw, step, self._wait_for_step(step))
-                finally:
-                    self._plan.nothing_comes()
+            try:
+                self._wait_for_step(1)
+                self._driver.note_memory()  # takes as long as many steps
+                for seed, draw, step in hits:
+                    self._hit(seed, draw, self._wait_for_step(step))
+            finally:
+                self._plan.nothing_comes()
             while True:
                 answer = self._answer(END_SECONDS)
                 assert answer is not None
@@ -153,9 +159,14 @@ class Training:
         for number, hit in enumerate(self._hits):
             end = self._hits[number + 1].began if number + 1 < len(self._hits) else math.inf
             starts = [line for line in lines if line["what"] == "start" and hit.began < line["time"] <= end]
-            if self._fault.restarts and not self._fault.before and not starts:
+            starts = [line for line in starts if line["rank"] == 0]
+            if self._fault.restarts and not starts:
                 hit.problems.append("nobody was started after it: the fault did nothing")
-            pause = 0.0 if self._fault.before else rows.longest_pause(lines, hit.began, end)
+            if self._fault.blamed not in hit.ended:
+                hit.problems.append(f"no error named {self._fault.blamed}: {hit.ended!r}")
+            if hit.step >= self._lab.epochs * EPOCH_STEPS - 1:
+                hit.problems.append("it came after the last step but one: nothing was left to train")
+            pause = rows.longest_pause(lines, hit.began, end)
             moments.append(
                 Moment(
                     target=self._fault.target,
@@ -166,20 +177,19 @@ class Training:
                     repeated=rows.repeated(lines, hit.began, end),
                     pause_seconds=pause,
                     spark_seconds=min(pause, hit.spark_seconds),
+                    starts=len(starts),
                     problems=(*hit.problems, *problems),
                 )
             )
         return moments
 
-    def _hit(self, seed: int, draw: random.Random, step: int, pids: dict[int, int]) -> None:
+    def _hit(self, seed: int, draw: random.Random, pids: dict[int, int]) -> None:
         self._undo.close()
-        if not self._fault.before:
-            self._note_executors()
-            self._lab.heal(self._fault.place)
-            if not self._hits:
-                self._driver.note_memory()  # takes as long as many steps
-            time.sleep(draw.random() * 0.05)
-        hit = _Hit(seed=seed, step=step, began=time.time())
+        self._note_executors()
+        self._lab.heal(self._fault.place)
+        time.sleep(draw.random() * 0.05)
+        last = rows.steps_of(self._diaries.read())[-1]["step"]
+        hit = _Hit(seed=seed, step=last, began=time.time())
         self._hits.append(hit)
         bucket = self._lab.bucket() if self._fault.place.startswith("s3") else None
         self._fault.act(
@@ -261,8 +271,11 @@ class Training:
         problems = rows.check(self._diaries.read(), NUM_ROWS).problems
         # Horovod joins gradients as they come: with three ranks the order of additions varies by itself.
         allowed = 1e-5 if plan.collective == "horovod" else 0.0
-        if (distance := difference(answer["weights"], reference)) > allowed:
+        distance = difference(answer["weights"], reference)
+        if not distance <= allowed:
             problems.append(f"weights differ by {distance:.1e}")
+        if self._fault.place == "small disk" and not self._hits[-1].ended and not answer["checkpoint_errors"]:
+            problems.append("no checkpoint met the full disk")
         problems += self._driver.left_over()
         problems += [f"left over after the driver: {line}" for line in self._lab.closed()]
         # The temporary files of this process's own, and what a committed run must not hold.

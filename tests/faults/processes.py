@@ -51,6 +51,14 @@ def pid_lives(pid: int) -> bool:
         return False
 
 
+def has_ended(pid: int) -> bool:
+    """Whether that process runs no more; a stopped one has not ended."""
+    try:
+        return not lives(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
+
+
 def of_session(session: int) -> list[psutil.Process]:
     """The living processes of a session: what its leader started, and what that started."""
     found = []

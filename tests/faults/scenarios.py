@@ -15,15 +15,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import damage
 import processes
 import psutil
 import sockets
 import stores
+from cluster import WORKER_TIMEOUT_SECONDS
 from processes import send
-from trainings import Driver, Plan
+from trainings import TIMEOUT_SECONDS, Driver, Plan
 from waiting import wait_for
 
 Kind = Literal["kill", "hang", "error", "corruption"]
@@ -60,9 +61,11 @@ class Fault:
 
     Attributes:
         what: What is done, in a few words.
-        before: The fault is set up before the training starts.
         must_survive: The fit goes through by itself; else it may also end, as one error, and be resumed.
+        blamed: What the error must name; the fit must end with one.
         restarts: The ranks cannot go on: whoever trains after the fault was started after it.
+        lasts: Seconds for which training may go on until the fault is over or told.
+        an_epoch_each: The next epoch's beginning meets it: one an epoch, none in the last.
     """
 
     target: str
@@ -70,39 +73,23 @@ class Fault:
     what: str
     act: Callable[[Scene], None]
     place: Place = "local-cluster"
-    before: bool = False
     must_survive: bool = True
+    blamed: str = ""
     restarts: bool = True
+    lasts: float = 0.0
+    an_epoch_each: bool = False
 
 
 FAULTS: list[Fault] = []
 
 
 def fault(
-    target: str,
-    kind: Kind,
-    what: str,
-    *,
-    place: Place = "local-cluster",
-    before: bool = False,
-    must_survive: bool = True,
-    restarts: bool = True,
+    target: str, kind: Kind, what: str, **more: Any
 ) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    """Lists the function below."""
+    """Lists the function below; `more` are attributes of `Fault`."""
 
     def add(act: Callable[[Scene], None]) -> Callable[[Scene], None]:
-        FAULTS.append(
-            Fault(
-                target=target,
-                kind=kind,
-                what=what,
-                act=act,
-                place=place,
-                before=before,
-                must_survive=must_survive,
-                restarts=restarts,
-            )
-        )
+        FAULTS.append(Fault(target=target, kind=kind, what=what, act=act, **more))
         return act
 
     return add
@@ -155,7 +142,8 @@ def _(scene: Scene) -> None:
     send(_some_executor(scene), signal.SIGKILL)
 
 
-@fault("executor JVM", "hang", "SIGSTOP, for ever")
+# Its rank trains on until Spark gives the executor up, which it asks nothing: spark.network.timeout.
+@fault("executor JVM", "hang", "SIGSTOP, for ever", lasts=35)
 def _(scene: Scene) -> None:
     send(_some_executor(scene), signal.SIGSTOP)
 
@@ -165,6 +153,10 @@ def _(scene: Scene) -> None:
     send(_some_executor(scene), signal.SIGTERM)
 
 
+# Until a new Spark worker is there, which the harness starts before the next fault.
+HEAL_SECONDS = 10.0
+
+
 def _some_worker(scene: Scene) -> psutil.Process:
     worker = _some_executor(scene).parent()
     assert worker is not None
@@ -172,19 +164,27 @@ def _some_worker(scene: Scene) -> psutil.Process:
     return worker
 
 
-@fault("Spark worker", "kill", "SIGKILL", place="standalone")
+@fault("Spark worker", "kill", "SIGKILL", place="standalone", lasts=HEAL_SECONDS)
 def _(scene: Scene) -> None:
     send(_some_worker(scene), signal.SIGKILL)
 
 
-@fault("Spark worker", "hang", "SIGSTOP, for longer than timeoutSeconds", place="standalone", restarts=False)
+@fault(
+    "Spark worker",
+    "hang",
+    "SIGSTOP, until its master has given it up",
+    place="standalone",
+    restarts=False,
+    lasts=2 * WORKER_TIMEOUT_SECONDS + 5 + HEAL_SECONDS,
+)
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     scene.undo.callback(send, worker, signal.SIGCONT)
-    _stop_for([worker], scene.plan.timeout_seconds + 2)
+    # The master looks once in that time.
+    _stop_for([worker], 2 * WORKER_TIMEOUT_SECONDS + 5)
 
 
-@fault("Spark worker", "error", "SIGTERM, as systemd stops a service", place="standalone")
+@fault("Spark worker", "error", "SIGTERM, as systemd stops a service", place="standalone", lasts=HEAL_SECONDS)
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     session = os.getsid(worker.pid)
@@ -201,7 +201,7 @@ def _(scene: Scene) -> None:
     scene.driver.kill()
 
 
-@fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds", restarts=False)
+@fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds", restarts=False, lasts=TIMEOUT_SECONDS + 2)
 def _(scene: Scene) -> None:
     _stop_for([psutil.Process(scene.driver.pid), *scene.driver.jvms()], scene.plan.timeout_seconds + 2)
 
@@ -219,107 +219,32 @@ def _stop_for(stopped: list[psutil.Process], seconds: float) -> None:
         send(process, signal.SIGCONT)
 
 
-# Stores. Faults of a client's request are repeated until it has given up at least once.
+# Stores. A checkpoint must have met a fault of writes.
 
 WRITES = "^(PUT|POST) "
+CHECKPOINTS = "^(PUT|POST) .*/checkpoints/"
 READS = "^GET .*parquet"
+# As many steps as lie between two checkpoints take less.
+FAILS_SECONDS = 6.0
 
 
-def _for_seconds(scene: Scene, seconds: float, kind: str, pattern: str) -> None:
+def _for_seconds(scene: Scene, kind: str) -> None:
     assert scene.bucket is not None
-    scene.bucket.tell("fault", kind=kind, times=1_000_000, pattern=pattern)
-    scene.undo.callback(scene.bucket.tell, "clear")
-    time.sleep(seconds)
     scene.bucket.tell("clear")
-
-
-@fault(
-    "store writes",
-    "kill",
-    "S3 refuses connections for 3 s",
-    place="s3 run",
-    must_survive=False,
-    restarts=False,
-)
-def _(scene: Scene) -> None:
-    assert scene.bucket is not None
-    scene.bucket.tell("refuse")
-    time.sleep(3)
-    scene.bucket.tell("accept")
-
-
-@fault(
-    "store writes", "hang", "S3 answers no write for 5 s", place="s3 run", must_survive=False, restarts=False
-)
-def _(scene: Scene) -> None:
-    _for_seconds(scene, 5, "stall_before", WRITES)
-
-
-@fault(
-    "store writes",
-    "error",
-    "S3 answers 500 to writes for 5 s",
-    place="s3 run",
-    must_survive=False,
-    restarts=False,
-)
-def _(scene: Scene) -> None:
-    _for_seconds(scene, 5, "internal", WRITES)
-
-
-@fault(
-    "store writes",
-    "corruption",
-    "S3 writes, its answer is lost, 3 times",
-    place="s3 run",
-    must_survive=False,
-    restarts=False,
-)
-def _(scene: Scene) -> None:
-    _next_requests(scene, "lost_answer", WRITES)
-
-
-@fault(
-    "disk of the run",
-    "error",
-    "no room left, for 5 s",
-    place="small disk",
-    must_survive=False,
-    restarts=False,
-)
-def _(scene: Scene) -> None:
-    filler = stores.fill(Path(scene.plan.run).parent)
-    scene.undo.callback(filler.unlink, missing_ok=True)
-    time.sleep(5)
-    filler.unlink()
-
-
-@fault("store reads", "kill", "S3 resets 3 answers", place="s3 shards", before=True, must_survive=False)
-def _(scene: Scene) -> None:
-    _next_requests(scene, "reset", READS)
-
-
-@fault("store reads", "hang", "S3 stops in 3 answers", place="s3 shards", before=True, must_survive=False)
-def _(scene: Scene) -> None:
-    _next_requests(scene, "stall", READS)
-
-
-@fault("store reads", "error", "S3 answers 500, 3 times", place="s3 shards", before=True, must_survive=False)
-def _(scene: Scene) -> None:
-    _next_requests(scene, "internal", READS)
-
-
-@fault(
-    "store reads", "corruption", "S3 cuts 3 answers short", place="s3 shards", before=True, must_survive=False
-)
-def _(scene: Scene) -> None:
-    _next_requests(scene, "short", READS)
+    scene.bucket.tell("fault", kind=kind, times=1_000_000, pattern=WRITES)
+    scene.undo.callback(scene.bucket.tell, "clear")
+    time.sleep(FAILS_SECONDS)
+    requests = scene.bucket.tell("state")["requests"]
+    scene.bucket.tell("clear")
+    paths = [request["path"] for request in requests if request["fault"]]
+    assert any("/checkpoints/" in path for path in paths), f"no checkpoint was written meanwhile: {paths}"
 
 
 def _next_requests(scene: Scene, kind: str, pattern: str) -> None:
+    """The next 3 of them; before the next fault, or the end, they must have come."""
     assert scene.bucket is not None
     bucket = scene.bucket
-    bucket.tell("fault", kind=kind, times=3, pattern=pattern, skip=scene.draw.randrange(10))
+    bucket.tell("fault", kind=kind, times=3, pattern=pattern, skip=scene.draw.randrange(3))
 
     def end() -> None:
         left = bucket.tell("state")["faults_left"]
@@ -327,6 +252,64 @@ def _next_requests(scene: Scene, kind: str, pattern: str) -> None:
         assert not left, f"{left} of the 3 requests that were to fail never came"
 
     scene.undo.callback(end)
+
+
+def _writes(kind: Kind, what: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+    return fault(
+        "store writes", kind, what, place="s3 run", must_survive=False, restarts=False, lasts=FAILS_SECONDS
+    )
+
+
+@_writes("kill", "S3 refuses connections for 6 s")
+def _(scene: Scene) -> None:
+    assert scene.bucket is not None
+    scene.bucket.tell("refuse")
+    time.sleep(FAILS_SECONDS)
+    scene.bucket.tell("accept")
+
+
+@_writes("hang", "S3 answers no write for 6 s")
+def _(scene: Scene) -> None:
+    _for_seconds(scene, "stall_before")
+
+
+@_writes("error", "S3 answers 500 to writes for 6 s")
+def _(scene: Scene) -> None:
+    _for_seconds(scene, "internal")
+
+
+@_writes("corruption", "S3 writes parts of a checkpoint, its answer is lost, 3 times")
+def _(scene: Scene) -> None:
+    _next_requests(scene, "lost_answer", CHECKPOINTS)
+
+
+@fault(
+    "disk of the run",
+    "error",
+    "no room left, for 6 s",
+    place="small disk",
+    must_survive=False,
+    restarts=False,
+    lasts=FAILS_SECONDS,
+)
+def _(scene: Scene) -> None:
+    filler = stores.fill(Path(scene.plan.run).parent)
+    scene.undo.callback(filler.unlink, missing_ok=True)
+    time.sleep(FAILS_SECONDS)
+    filler.unlink()
+
+
+_BROKEN_READS: list[tuple[Kind, str, str]] = [
+    ("kill", "reset", "S3 resets 3 answers"),
+    ("hang", "stall", "S3 stops in 3 answers"),
+    ("error", "internal", "S3 answers 500, 3 times"),
+    ("corruption", "short", "S3 cuts 3 answers short"),
+]
+
+for _kind, _break, _words in _BROKEN_READS:
+    fault("store reads", _kind, _words, place="s3 shards", restarts=False, an_epoch_each=True)(
+        lambda scene, broken=_break: _next_requests(scene, broken, READS)
+    )
 
 
 # Network between the ranks: all connections of one rank.
@@ -349,7 +332,7 @@ def _(scene: Scene) -> None:
     _of_one_rank(scene, sockets.drop)
 
 
-@fault("network between ranks", "error", "a rank's packets are dropped for 3 s", restarts=False)
+@fault("network between ranks", "error", "a rank's packets are dropped for 3 s", restarts=False, lasts=3)
 def _(scene: Scene) -> None:
     def delay(connections: list[sockets.Socket]) -> None:
         sockets.drop(connections)
@@ -393,17 +376,17 @@ def _damage_shards(scene: Scene, pattern: str, how: Callable[[Path, random.Rando
 _DAMAGES: list[tuple[Kind, str, Callable[[Path, random.Random], None]]] = [
     ("kill", "deleted", damage.delete),
     ("error", "cut off", damage.truncate),
-    ("corruption", "a byte inverted", damage.flip),
+    ("corruption", "a bit inverted", damage.flip),
 ]
 
 for _kind, _words, _how in _DAMAGES:
     fault("checkpoint file", _kind, f"a file of the newest {_words}, rank 0 killed")(
         lambda scene, how=_how: _damage_checkpoint(scene, how)
     )
-    fault("manifest", _kind, f"{_words}, rank 0 killed", must_survive=False)(
+    fault("manifest", _kind, f"{_words}, rank 0 killed", must_survive=False, blamed="manifest.json")(
         lambda scene, how=_how: _damage_shards(scene, "manifest.json", how)
     )
-    fault("shard", _kind, f"{_words}, rank 0 killed", must_survive=False)(
+    fault("shard", _kind, f"{_words}, rank 0 killed", must_survive=False, blamed=".parquet")(
         lambda scene, how=_how: _damage_shards(scene, "*.parquet", how)
     )
 

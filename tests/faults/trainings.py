@@ -318,9 +318,8 @@ def difference(weights: Mapping[str, Any], others: Mapping[str, Any]) -> float:
     import torch
 
     assert weights.keys() == others.keys()
-    return max(
-        float((torch.tensor(weights[name]) - torch.tensor(others[name])).abs().max()) for name in weights
-    )
+    distances = [(torch.tensor(weights[name]) - torch.tensor(others[name])).abs().max() for name in weights]
+    return float(torch.stack(distances).max())  # NaN if there is one
 
 
 def _until_empty(look: Any, seconds: float) -> list[str]:

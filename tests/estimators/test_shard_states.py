@@ -1,0 +1,54 @@
+"""What a restart finds changed in a run's shards. Files of a real training: `test_resume.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringspark.estimators.shard_states import ShardStates
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+
+
+@pytest.fixture
+def manifest(make_shards: MakeShards) -> ShardManifest:
+    """With a statistic that is NaN."""
+    return make_shards({"x": np.array([[1.0, 2.0]] * 70, np.float32), "y": np.full(70, np.nan)})
+
+
+@pytest.fixture
+def states(manifest: ShardManifest, tmp_path: Path) -> ShardStates:
+    states = ShardStates(manifest, str(tmp_path / "run"))
+    states.note()
+    return states
+
+
+def test_what_nobody_changed_is_as_it_was(states: ShardStates, manifest: ShardManifest) -> None:
+    states.check()
+    for path in map(Path, manifest.paths):
+        path.touch()
+    states.check()
+
+
+@pytest.mark.parametrize(("old", "new"), [('"format_version": 2', '"format_version": 1'), ("64", "65")])
+def test_another_manifest_is_refused(
+    states: ShardStates, manifest: ShardManifest, old: str, new: str
+) -> None:
+    path = Path(manifest.uri, "manifest.json")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"manifest\.json' changed during the training; put back"):
+        states.check()
+    path.write_text(text)
+    states.check()
+
+
+def test_a_missing_manifest_is_named(states: ShardStates, manifest: ShardManifest) -> None:
+    Path(manifest.uri, "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no shards \(no manifest\.json"):
+        states.check()
