@@ -162,15 +162,21 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Shards of `rows` rows; `id` counts them, the label is a function of the features."""
+    """Shards of `rows` rows; `id` counts them, the label is a function of the features.
+
+    What nobody reads makes the files large: of a small one, a reader keeps all that it has read once.
+    """
     from pyspark.sql import functions as F
 
     from ringspark.pipelines import write_shards
 
     features = F.array(*[F.rand(seed).cast("float") for seed in range(NUM_FEATURES)]).alias("features")
-    frame = spark.range(0, command["rows"], 1, 2).select("id", features)
+    padding = F.array(*[F.rand(NUM_FEATURES + seed) for seed in range(64)]).alias("padding")
+    frame = spark.range(0, command["rows"], 1, 2).select("id", features, padding)
     label = (F.col("features")[0] - F.col("features")[1]).cast("float").alias("label")
-    write_shards(frame.select("id", "features", label), command["uri"], num_files=2, row_group_rows=100)
+    write_shards(
+        frame.select("id", "features", label, "padding"), command["uri"], num_files=2, row_group_rows=100
+    )
     return {"ok": True}
 
 
