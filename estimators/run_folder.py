@@ -163,6 +163,10 @@ class RunFolder:
         discard(checkpoints_uri(self.uri))
         discard(storage.join(self.uri, HEARTBEAT))
         discard(storage.join(self.uri, STATES))
+        # What `write_atomic` leaves where it is killed.
+        for name in storage.list_names(self.uri):
+            if name.startswith("."):
+                discard(storage.join(self.uri, name))
         shards = storage.join(self.uri, SHARDS)
         if self.is_given:
             for name in storage.list_names(shards):

@@ -25,6 +25,11 @@ from trainings import (
 )
 
 
+def names_below(folder: Path) -> set[str]:
+    """The files of a folder, hidden ones too."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 class Lab:
     """Drivers, clusters, stores and reference runs, made when they are needed first; a context manager.
 
@@ -141,6 +146,10 @@ class Lab:
             assert not problems, problems
             self._references[key] = answer["weights"]
         return self._references[key]
+
+    def names(self, collective: str) -> set[str]:
+        """What the undisturbed training has left in its run's folder."""
+        return names_below(self.root / f"reference-{collective}" / "run")
 
     def plan(self, name: str, collective: str, max_restarts: int = 3) -> Plan:
         """A training with files of its own."""

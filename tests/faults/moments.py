@@ -16,7 +16,7 @@ from typing import Any
 
 import processes
 import rows
-from lab import Lab
+from lab import Lab, names_below
 from scenarios import Fault, Scene
 from trainings import END_SECONDS, EPOCH_STEPS, NUM_ROWS, Driver, Plan, difference
 from waiting import wait_for
@@ -279,11 +279,10 @@ class Training:
         problems += self._driver.left_over()
         problems += [f"left over after the driver: {line}" for line in self._lab.closed()]
         # The temporary files of this process's own, and what a committed run must not hold.
-        if (Path(plan.run) / "checkpoints").exists():
-            left = sorted(str(path.relative_to(plan.run)) for path in Path(plan.run).rglob("*"))
-            problems.append(f"the finished run still has its checkpoints: {left}")
-        # The diaries are small, the runs are not needed any more.
         if Path(plan.run).is_absolute():
+            left = names_below(Path(plan.run)) - self._lab.names(plan.collective)
+            problems += [f"left over in the finished run: {name}" for name in sorted(left)]
+            # The diaries are small, the runs are not needed any more.
             shutil.rmtree(plan.run, ignore_errors=True)
         return problems
 

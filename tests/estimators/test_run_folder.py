@@ -1,0 +1,17 @@
+"""What a finished run's folder holds. What a given folder may hold at first: `test_resume.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ringspark.estimators.run_folder import RunFolder
+
+
+def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path), is_given=True)
+    (tmp_path / "checkpoints" / "step-0000000010").mkdir(parents=True)
+    (tmp_path / "heartbeat").mkdir()
+    for name in ("history.json", "shards.json", ".progress.json.0123abcd", "checkpoints/step-0000000010/x"):
+        (tmp_path / name).write_text("{}")
+    run.finish("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["history.json", "result.json"]
