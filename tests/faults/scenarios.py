@@ -383,7 +383,7 @@ for _kind, _words, _how in _DAMAGES:
     fault("checkpoint file", _kind, f"a file of the newest {_words}, rank 0 killed")(
         lambda scene, how=_how: _damage_checkpoint(scene, how)
     )
-    fault("manifest", _kind, f"{_words}, rank 0 killed", must_survive=False, blamed="manifest.json")(
+    fault("manifest", _kind, f"{_words}, rank 0 killed", must_survive=False, blamed="manifest")(
         lambda scene, how=_how: _damage_shards(scene, "manifest.json", how)
     )
     fault("shard", _kind, f"{_words}, rank 0 killed", must_survive=False, blamed=".parquet")(
