@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ HISTORY = "history.json"
 PROGRESS = "progress.json"
 # The store may be far away: at most this often.
 PROGRESS_SECONDS = 0.5
+# For what is being written when the training ends.
+END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +73,41 @@ class Progress:
 
 
 class RunLog:
-    """Rank 0's writer of the run directory; on the other ranks nothing is written."""
+    """Rank 0's writer of the run directory; on the other ranks nothing is written. A context manager.
+
+    The position is for show only: no training waits for the store to take it, or ends where it does not.
+    """
 
     def __init__(self, run_uri: str, writes: bool) -> None:
         self._run_uri = run_uri
         self._writes = writes
         self._last_progress = 0.0
+        self._showing: threading.Thread | None = None
         self.history: list[EpochRecord] = []
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The folder may be removed next.
+        if self._showing is not None:
+            self._showing.join(END_SECONDS)
 
     def progress(self, progress: Progress) -> None:
         now = time.monotonic()
-        if self._writes and now - self._last_progress >= PROGRESS_SECONDS:
-            self._last_progress = now
-            # For show only: a store that hiccups here must not end a training.
-            with suppress(OSError):
-                self._write(PROGRESS, asdict(progress))
+        if not self._writes or now - self._last_progress < PROGRESS_SECONDS:
+            return
+        if self._showing is not None and self._showing.is_alive():
+            return
+        self._last_progress = now
+        self._showing = threading.Thread(
+            target=self._show, args=(progress,), name="ringspark-progress-file", daemon=True
+        )
+        self._showing.start()
+
+    def _show(self, progress: Progress) -> None:
+        with suppress(OSError):
+            self._write(PROGRESS, asdict(progress))
 
     def epoch(self, record: EpochRecord) -> None:
         self.history.append(record)

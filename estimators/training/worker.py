@@ -141,9 +141,9 @@ def _train(
         root = storage.join(config.run_uri, "best")
         best = BestCheckpoint(best_of(config), root, keeps_worse=recovery.is_asked)
     parts = _parts(config, objects, manifest, module, sync, best, device)
-    log = RunLog(config.run_uri, writes=collective.rank == 0)
-    trainer = Trainer(config, collective, parts, log, status, recovery)
-    trainer.fit(train, validation)
+    with RunLog(config.run_uri, writes=collective.rank == 0) as log:
+        trainer = Trainer(config, collective, parts, log, status, recovery)
+        trainer.fit(train, validation)
     recovery.finish()
     checkpoint_uri, checkpoint_epoch = _final_weights(config, collective, module, trainer, best, status)
     status.phase = "done"

@@ -1,0 +1,59 @@
+"""What rank 0 writes for those who watch. What is in the files: `test_worker.py`."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ringspark.estimators.training import history
+from ringspark.estimators.training.history import Progress, RunLog, read_progress
+from ringspark.pipelines import storage
+
+
+def _at(step: int) -> Progress:
+    return Progress(epoch=1, epochs=1, step=step, num_steps=9, rows=step, seconds=0.0)
+
+
+def test_the_position_is_there_when_the_training_has_ended(tmp_path: Path) -> None:
+    with RunLog(str(tmp_path), writes=True) as log:
+        log.progress(_at(1))
+    assert read_progress(str(tmp_path)) == _at(1)
+
+
+def test_a_store_that_does_not_answer_holds_no_training_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bytes] = []
+    answers = threading.Event()
+
+    def write(uri: str, data: bytes) -> None:
+        answers.wait(60)
+        written.append(data)
+
+    monkeypatch.setattr(storage, "write_atomic", write)
+    monkeypatch.setattr(history, "PROGRESS_SECONDS", 0.0)
+    with RunLog(str(tmp_path), writes=True) as log:
+        for step in range(1, 4):
+            log.progress(_at(step))
+        assert not written
+        answers.set()
+    # The others were passed over.
+    assert len(written) == 1
+
+
+def test_a_store_that_fails_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(uri: str, data: bytes) -> None:
+        raise OSError("no such bucket")
+
+    monkeypatch.setattr(storage, "write_atomic", write)
+    with RunLog(str(tmp_path), writes=True) as log:
+        log.progress(_at(1))
+    assert read_progress(str(tmp_path)) is None
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with RunLog(str(tmp_path), writes=False) as log:
+        log.progress(_at(1))
+    assert not list(tmp_path.iterdir())
