@@ -25,6 +25,9 @@ from trainings import (
 )
 
 
+STORE_TIMEOUT_SECONDS = 30.0
+
+
 def names_below(folder: Path) -> set[str]:
     """The files of a folder, hidden ones too."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -167,7 +170,9 @@ class Lab:
     def placed(self, plan: Plan, fault: Fault, name: str) -> Plan:
         """The plan with the files where the fault wants them."""
         if fault.place == "s3 run":
-            return replace(plan, run=f"s3://bucket/{name}")
+            # Signs of life go there too: the store's fault and the client's patience are to pass for no hang.
+            patience = max(plan.timeout_seconds, STORE_TIMEOUT_SECONDS)
+            return replace(plan, run=f"s3://bucket/{name}", timeout_seconds=patience)
         if fault.place == "s3 shards":
             return replace(plan, shards=self.bucket().upload(self.shards(), "shards"))
         if fault.place == "small disk":
