@@ -24,7 +24,6 @@ from trainings import (
     Plan,
 )
 
-
 STORE_TIMEOUT_SECONDS = 30.0
 
 
