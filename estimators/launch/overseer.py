@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ringspark.estimators.launch import slots
-from ringspark.estimators.launch.heartbeat import Beat, Pulse, interval_seconds, read_beats
+from ringspark.estimators.launch.heartbeat import FOLDER, Beat, Pulse, interval_seconds, read_beats
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.estimators.launch.watch import Watch
 from ringspark.estimators.training.status import Failure
@@ -81,10 +81,21 @@ class Overseer:
         beats = read_beats(self._pulse.run_uri, self._num_workers, self._pulse.token, self._pulse.launch)
         self._watch.look(beats, time.monotonic())
 
+    def _store_takes_files(self) -> bool:
+        try:
+            storage.write_atomic(storage.join(self._pulse.run_uri, FOLDER, "driver.json"), b"{}")
+        except Exception:  # a store's client raises what it likes
+            return False
+        return True
+
     def _judge(self) -> Failure | None:
         self._look()
         now = time.monotonic()
         hung = self._watch.hung(now)
+        if hung is not None and not self._store_takes_files():
+            # No rank can give a sign of life either; nor is another start of them what would help.
+            self._watch.excuse(now)
+            hung = None
         if hung is not None:
             host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"

@@ -116,6 +116,14 @@ class Watch:
             reason=f"has made no progress for {now - seen.tick_changed:.0f} s",
         )
 
+    def excuse(self, now: float) -> None:
+        """Starts all clocks anew: the ranks could not give signs of life."""
+        if self._began is not None:
+            self._began = now
+        self._stalled_since = None
+        for seen in self._seen.values():
+            seen.beat_changed = seen.tick_changed = now
+
     def nobody_works(self, now: float) -> bool:
         """Whether no rank has given a sign of life lately and is not done."""
         return not any(

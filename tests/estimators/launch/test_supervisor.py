@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import threading
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from ringspark.estimators.launch import heartbeat
-from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, read_beats
+from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, beat_uri, read_beats
+from ringspark.estimators.launch.overseer import Overseer
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
 from ringspark.estimators.launch.watch import START_SECONDS, Watch
 from ringspark.estimators.training.status import Failure, Status, WorkerError, WorkerStoppedError
+from ringspark.pipelines import storage
 
 TIMEOUT = 20.0  # a beat each 5 s, so a rank may miss two: 11 s
 
@@ -111,6 +120,30 @@ def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
     assert watch.hung(1000.0) is None
 
 
+@contextmanager
+def _no_file_can_be_written() -> Iterator[None]:
+    """As on a full disk, for this process; what is there can be read."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path: Path) -> None:
+    pulse = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0)
+    storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
+    cancelled = threading.Event()
+    job: Any = SimpleNamespace(cancel=cancelled.set)
+    with Overseer(pulse, 1, job, lambda: 1) as overseer:
+        with _no_file_can_be_written():
+            assert not cancelled.wait(4)
+        wait_for("the verdict", cancelled.is_set)
+    assert overseer.verdict is not None
+    assert "no sign of life" in overseer.verdict.sentence
+
+
 def test_nobody_works_while_all_are_done_or_silent() -> None:
     watch = Watch(2, TIMEOUT)
     assert watch.nobody_works(0.0)
@@ -130,7 +163,7 @@ def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
 def test_a_heartbeat_tells_where_the_rank_is_and_how_it_ended(tmp_path: Path) -> None:
     pulse, status = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0), Status("phase one")
     with Heartbeat(pulse, status, rank=0, host="h", task=0) as beating:
-        _wait_for(lambda: len(read_beats(str(tmp_path), 1, "t", 0)) == 1)
+        wait_for("a beat", lambda: len(read_beats(str(tmp_path), 1, "t", 0)) == 1)
         beating.fail(Failure.of(ValueError("no"), 0, "phase two", from_peer=False))
     (beat,) = read_beats(str(tmp_path), 1, "t", 0)
     assert (beat.pid, beat.phase, beat.ended) == (os.getpid(), "phase two", True)
@@ -154,13 +187,6 @@ def _tick_on(status: Status) -> None:
     while time.monotonic() < deadline:
         status.tick()
         time.sleep(0.02)
-
-
-def _wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
