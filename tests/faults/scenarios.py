@@ -154,7 +154,7 @@ def _(scene: Scene) -> None:
 
 
 # Until a new Spark worker is there, which the harness starts before the next fault.
-HEAL_SECONDS = 10.0
+HEAL_SECONDS = 20.0
 
 
 def _some_worker(scene: Scene) -> psutil.Process:
