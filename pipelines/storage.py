@@ -279,9 +279,11 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
             # HDFS refuses to rename onto a file.
             fs.rm(path)
         fs.mv(temporary, path)
-    except BaseException:
+    except BaseException as error:
         if fs.exists(temporary):
             fs.rm(temporary)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = path  # a full disk does not say of which file
         raise
 
 

@@ -89,6 +89,7 @@ class Supervisor:
             TrainingCancelledError: The Spark job was cancelled.
             RuntimeError: The cluster has no room for the workers any more.
             ValueError: The data are not what they were.
+            OSError: The run's folder cannot be written to.
         """
         self._stage = GangStage(self.spark, self.use_gpu)
         launch = 0
@@ -109,7 +110,13 @@ class Supervisor:
 
     def _launch(self, launch: int) -> list[str]:
         """One job."""
-        write_owner(self.run_uri, self.token, launch)
+        try:
+            write_owner(self.run_uri, self.token, launch)
+        except OSError as error:
+            raise OSError(
+                f"the run's folder {self.run_uri!r} takes no files ({error}); make room there, or give access "
+                "to it, and fit again"
+            ) from error
         pulse = Pulse(
             run_uri=self.run_uri, token=self.token, launch=launch, timeout_seconds=self.timeout_seconds
         )

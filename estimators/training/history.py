@@ -8,6 +8,7 @@ the driver cannot be reached.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -21,6 +22,8 @@ from ringspark.pipelines.typed_json import parse, parse_object, record
 
 HISTORY = "history.json"
 PROGRESS = "progress.json"
+_log = logging.getLogger(__name__)
+
 # The store may be far away: at most this often.
 PROGRESS_SECONDS = 0.5
 # For what is being written when the training ends.
@@ -75,7 +78,8 @@ class Progress:
 class RunLog:
     """Rank 0's writer of the run directory; on the other ranks nothing is written. A context manager.
 
-    The position is for show only: no training waits for the store to take it, or ends where it does not.
+    All of it is for show: no training ends where the store does not take it, or waits for it to take the
+    position. What a training goes on from is in its checkpoints, and its result has the history.
     """
 
     def __init__(self, run_uri: str, writes: bool) -> None:
@@ -112,7 +116,10 @@ class RunLog:
     def epoch(self, record: EpochRecord) -> None:
         self.history.append(record)
         if self._writes:
-            self._write(HISTORY, [asdict(r) for r in self.history])
+            try:
+                self._write(HISTORY, [asdict(r) for r in self.history])
+            except OSError as error:
+                _log.warning("the history was not written (%s); the training goes on without it", error)
 
     def restore(self, history: Sequence[EpochRecord]) -> None:
         """Goes on after these epochs: later ones of an attempt that was lost are forgotten."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -121,3 +122,14 @@ def test_one_of_many_writers_gets_through(tmp_path: Path) -> None:
             storage.write_atomic(uri, b"second", overwrite=False)
         assert storage.read_bytes(uri) == b"first"
     storage.remove(f"memory://{tmp_path.name}", recursive=True)
+
+
+def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"history\.json"):
+            storage.write_atomic(str(tmp_path / "history.json"), b"{}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringspark.estimators.training import history
-from ringspark.estimators.training.history import Progress, RunLog, read_progress
+from ringspark.estimators.training.history import EpochRecord, Progress, RunLog, read_history, read_progress
 from ringspark.pipelines import storage
 
 
@@ -48,9 +48,15 @@ def test_a_store_that_fails_ends_no_training(tmp_path: Path, monkeypatch: pytest
         raise OSError("no such bucket")
 
     monkeypatch.setattr(storage, "write_atomic", write)
+    epoch = EpochRecord(
+        epoch=1, steps=9, rows=9, seconds=1.0, learning_rate=0.1, train_loss=1.0, validation_loss=None
+    )
     with RunLog(str(tmp_path), writes=True) as log:
         log.progress(_at(1))
+        log.epoch(epoch)
+    assert log.history == [epoch]
     assert read_progress(str(tmp_path)) is None
+    assert read_history(str(tmp_path)) == []
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
