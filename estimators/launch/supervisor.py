@@ -114,8 +114,8 @@ class Supervisor:
             write_owner(self.run_uri, self.token, launch)
         except OSError as error:
             raise OSError(
-                f"the run's folder {self.run_uri!r} takes no files ({error}); make room there, or give access "
-                "to it, and fit again"
+                f"the run's folder {self.run_uri!r} takes no files ({error}); make room there, or give "
+                "access to it, and fit again"
             ) from error
         pulse = Pulse(
             run_uri=self.run_uri, token=self.token, launch=launch, timeout_seconds=self.timeout_seconds
