@@ -26,7 +26,7 @@ _PRELOADED = (
     "torch._dynamo",
     "torch.distributed",
     "horovod.torch",
-    "petastorm",
+    "ringspark.pipelines.readers.petastorm_reader",
     "ringspark.estimators.launch.gang_task",
     "ringspark.estimators.training.worker",
 )
