@@ -41,7 +41,7 @@ def main() -> None:
 
     # The collector would write into every object, and so copy the memory that the forks share.
     gc.freeze()
-    manager()  # type: ignore[no-untyped-call]
+    manager()
 
 
 def _preload() -> None:

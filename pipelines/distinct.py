@@ -73,7 +73,7 @@ def _hash(values: npt.NDArray[np.generic]) -> _Hashes:
     """
     if values.dtype.kind == "f":
         # Adding zero turns -0.0 into 0.0, and makes the copy that is changed below.
-        bits = np.add(values, 0.0, dtype=np.float64).view(np.uint64)
+        bits: _Hashes = np.add(values, 0.0, dtype=np.float64).view(np.uint64)
     else:
         bits = values.astype(np.int64).view(np.uint64)
     bits ^= bits >> np.uint64(32)
