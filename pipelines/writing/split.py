@@ -9,7 +9,7 @@ from ringspark.pipelines.columns import quote
 from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.kinds.strings import check_seed
 from ringspark.pipelines.kinds.vector import canonical_vector, is_vector
-from ringspark.pipelines.stats import ColumnStats
+from ringspark.pipelines.writing.stats import ColumnStats
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspark.pipelines import ShardFile
-from ringspark.pipelines.rebalance import FILES_PER_CORE, MAX_SKEW, even_files
+from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, MAX_SKEW, even_files
 
 
 def _files(rows: list[int], num_bytes: int = 1 << 30) -> list[ShardFile]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines.stats import ColumnStats, StatsCollector
+from ringspark.pipelines.writing.stats import ColumnStats, StatsCollector
 
 lists = st.lists(st.floats(width=32), max_size=30)
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import ShardFile, Split
-from ringspark.pipelines.shard_writer import WritePlan
+from ringspark.pipelines.writing.shard_writer import WritePlan
 
 # The largest file may hold so many times the rows of the average one.
 MAX_SKEW = 1.5

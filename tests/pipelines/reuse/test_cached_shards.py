@@ -30,10 +30,10 @@ from ringspark.pipelines import (
     reuse,
     write_shards,
 )
-from ringspark.pipelines.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
-from ringspark.pipelines.plan_fingerprint import judge
 from ringspark.pipelines.plan_grammar import is_unambiguous
-from ringspark.pipelines.source_files import file_states
+from ringspark.pipelines.reuse.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
+from ringspark.pipelines.reuse.plan_fingerprint import judge
+from ringspark.pipelines.reuse.source_files import file_states
 
 spark_test = pytest.mark.spark
 

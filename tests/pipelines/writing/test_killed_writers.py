@@ -36,8 +36,8 @@ _FORKER = """
     import pyarrow.parquet
     from ringspark.pipelines import Column, ShardFile
     from ringspark.pipelines.kinds import Scalar
-    from ringspark.pipelines.shard_writer import WritePlan, write_partition
-    from ringspark.pipelines.shards import _manifest
+    from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+    from ringspark.pipelines.writing.shards import _manifest
 
     def write(uri, folder, version, rows, overwrite):
         os.makedirs(os.path.join(uri, folder), exist_ok=True)
@@ -198,7 +198,7 @@ def test_files_that_a_killed_writer_was_about_to_rename_are_removed_a_day_later(
 @pytest.mark.long
 @pytest.mark.spark
 def test_a_killed_spark_application_leaves_all_rows_or_none() -> None:
-    benchmark = Path(__file__).parents[1] / "benchmarks" / "killed_writers.py"
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "killed_writers.py"
     done = subprocess.run(
         [sys.executable, str(benchmark), "--repeats", "1", "--rows", "100000"],
         capture_output=True,

@@ -24,8 +24,8 @@ from ringspark.pipelines.kinds import Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
-from ringspark.pipelines.shard_file import ShardFileWriter
-from ringspark.pipelines.stats import StatsCollector
+from ringspark.pipelines.writing.shard_file import ShardFileWriter
+from ringspark.pipelines.writing.stats import StatsCollector
 
 HandleInvalid = Literal["error", "skip", "keep"]
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ringspark.pipelines import Array, Column, Padded, Scalar
-from ringspark.pipelines.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 
 X = Column(name="x", kind=Scalar("int64"))
 

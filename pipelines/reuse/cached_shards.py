@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ringspark.pipelines import cache_entries, storage
-from ringspark.pipelines.cache_entries import Entry
+from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
-from ringspark.pipelines.plan_fingerprint import PlanFingerprint, fingerprint
-from ringspark.pipelines.shards import write_shards
-from ringspark.pipelines.source_files import FileState, file_states, total_bytes
+from ringspark.pipelines.reuse import cache_entries
+from ringspark.pipelines.reuse.cache_entries import Entry
+from ringspark.pipelines.reuse.plan_fingerprint import PlanFingerprint, fingerprint
+from ringspark.pipelines.reuse.source_files import FileState, file_states, total_bytes
+from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ringspark.pipelines import flights
+from ringspark.jobs import flights
 
 pytest.importorskip("pyspark")
 

@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column, check_frame, check_names, columns_from_spark, quote
-from ringspark.pipelines.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import Shape
 from ringspark.pipelines.kinds.strings import learned
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
-from ringspark.pipelines.rebalance import NewFile, copy_files, even_files
-from ringspark.pipelines.shard_writer import (
+from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
+from ringspark.pipelines.writing.rebalance import NewFile, copy_files, even_files
+from ringspark.pipelines.writing.shard_writer import (
     REPORT_SCHEMA,
     HandleInvalid,
     WritePlan,
     merge_shapes,
     write_partition,
 )
-from ringspark.pipelines.spark_errors import python_workers
-from ringspark.pipelines.split import check_indicator, split_expression
-from ringspark.pipelines.stats import ColumnStats
+from ringspark.pipelines.writing.split import check_indicator, split_expression
+from ringspark.pipelines.writing.stats import ColumnStats
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
