@@ -32,8 +32,8 @@ from ringspark.pipelines import ShardManifest, open_reader
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array
 from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.shards import _manifest
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.shards import _manifest
 
 SEQ_LEN, VOCAB, BATCH = 512, 8192, 32
 SPEC = ModelSpec(
