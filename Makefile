@@ -5,7 +5,7 @@ FLOOR_PYTHON := .venv-floor/bin/python
 PACKAGES := pipelines models estimators jobs
 # What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
 FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
-	tests/pipelines/test_readers.py tests/pipelines/test_petastorm_compat.py
+	tests/pipelines/test_readers.py tests/pipelines/readers/test_petastorm_compat.py
 ARGS ?=
 
 # The set-up finishes before what needs it, also under `make -j`.
