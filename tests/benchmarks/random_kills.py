@@ -35,7 +35,7 @@ SEED = 17
 NUM_WORKERS = (2, 1, 3)
 BATCH, EPOCHS, EVERY_STEPS = 4096, 8, 2
 WHOLE_EVERY = 5
-DAEMON = "ringspark.estimators.python_daemon"
+DAEMON = "ringspark.estimators.launch.python_daemon"
 # So long a training that its middle is not over before the driver has been seen.
 PAUSE_SECONDS = 0.01
 TOLERANCE = 1e-5

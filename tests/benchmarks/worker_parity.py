@@ -16,9 +16,9 @@ import harness
 import torch
 
 from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.torch_estimator import TrainTask
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.jobs import cli
 from ringspark.pipelines import write_shards
