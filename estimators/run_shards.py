@@ -2,7 +2,7 @@
 
 A resumed training reads the very files that it began with: another write of the same DataFrame may put
 its rows in another order. That the DataFrame still has those rows is known by its plan and source files
-where Spark tells enough of them (`pipelines.reuse`); otherwise it is written once more and compared.
+within one Spark application (`pipelines.reuse`); otherwise it is written once more and compared.
 """
 
 from __future__ import annotations
