@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, check_names
-from ringspark.pipelines.distinct import SIZE as EXACT_UP_TO
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.typed_json import parse_object, record
-from ringspark.pipelines.writing.stats import ColumnStats
 
 FORMAT_VERSION = 2
 _DIGEST_BLOCK = 1 << 20
@@ -180,7 +179,7 @@ class ShardManifest:
             f"{len(self.row_groups)} row groups, "
             f"{sum(file.num_bytes for file in self.files):,} bytes{skipped}"
         )
-        header = ("split", "column", "in a batch", "rows", "nulls", "min", "max", "mean", "std", "distinct")
+        header = ("split", "column", "in a batch", "rows", "nulls", "min", "max", "mean", "std")
         lines: list[tuple[str, ...]] = [header]
         for split, columns in self.stats.items():
             for name, stats in columns.items():
@@ -249,7 +248,7 @@ class ShardManifest:
                 "columns": [column.to_json() for column in self.columns],
                 "files": [file.to_json() for file in self.files],
                 "stats": {
-                    split: {name: stats.without_sketch().to_json() for name, stats in columns.items()}
+                    split: {name: stats.without_overflows().to_json() for name, stats in columns.items()}
                     for split, columns in self.stats.items()
                 },
                 "skipped_rows": self.skipped_rows,
@@ -363,12 +362,10 @@ def _shorten(row_groups: tuple[int, ...]) -> str:
 def _cells(stats: ColumnStats) -> tuple[str, ...]:
     numbers = (stats.minimum, stats.maximum, stats.mean, stats.std)
     odd = [f"{count:,} {what}" for count, what in ((stats.nans, "NaN"), (stats.infs, "inf")) if count]
-    distinct = "" if stats.distinct is None else f"{stats.distinct:,}"
     return (
         f"{stats.rows:,}",
         ", ".join([f"{stats.nulls:,}", *odd]),
         *map(_number, numbers),
-        distinct if (stats.distinct or 0) < EXACT_UP_TO else f"~{distinct}",
     )
 
 
