@@ -20,6 +20,7 @@ import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringspark.estimators.fit_data import discard
@@ -32,7 +33,7 @@ from ringspark.estimators.training.checkpoint_folders import checkpoints_uri, is
 from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.status import WorkerError
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import parse_object
+from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
 
 IDENTITY = "run.json"
 RESULT = "result.json"
@@ -65,6 +66,20 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
             f"runUri must be a new or empty folder or one with a run, and {uri!r} holds {names[0]!r}; give "
             "another folder"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The content of `run.json`.
+
+    Attributes:
+        identity: See `run_identity`.
+        rows_key: What tells the rows of its DataFrame from others, within one Spark application.
+    """
+
+    identity: dict[str, Any]
+    rows_key: str | None = None
+    format_version: int = FORMAT_VERSION
 
 
 class RunFolder:
@@ -101,7 +116,7 @@ class RunFolder:
             write_owner(folder.uri, folder.token, 0)
         return folder
 
-    def identity(self) -> dict[str, Any] | None:
+    def identity(self) -> Begun | None:
         """What the run was begun with, None where none was.
 
         Raises:
@@ -109,17 +124,18 @@ class RunFolder:
         """
         uri = storage.join(self.uri, IDENTITY)
         try:
-            values = parse_object(storage.read_bytes(uri))
-            if values["format_version"] > FORMAT_VERSION or not isinstance(values["identity"], dict):
-                raise ValueError(f"its format is {values['format_version']}, of a later ringspark")
+            return record(Begun, versioned(storage.read_bytes(uri), FORMAT_VERSION))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except NewerFormatError as error:
+            raise ValueError(
+                f"the run in {self.uri!r} cannot be resumed: {error}, or give another folder"
+            ) from None
+        except ValueError as error:
             raise ValueError(
                 f"the run in {self.uri!r} cannot be resumed: {IDENTITY} is damaged ({error}); give another "
                 "folder"
             ) from None
-        return dict(values)
 
     def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
         """Writes what the run is, or checks that it is still that. From now on it is this driver's.
@@ -129,7 +145,7 @@ class RunFolder:
         """
         known = self.identity()
         if known is not None:
-            changed = differences(known["identity"], identity)
+            changed = differences(known.identity, identity)
             if changed:
                 raise self.refusal(changed)
         if self.result() is not None:
@@ -138,8 +154,7 @@ class RunFolder:
         write_owner(self.uri, self.token, 0)
         storage.write_atomic(storage.join(self.uri, "config.json"), config.to_json().encode())
         if known is None:
-            values = {"format_version": FORMAT_VERSION, "identity": identity, "rows_key": rows_key}
-            data = json.dumps(values, indent=1).encode()
+            data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, IDENTITY), data)
 
     def refusal(self, changed: list[str]) -> ValueError:
@@ -195,7 +210,7 @@ class RunFolder:
             return ""
         with suppress(OSError):
             owner = read_owner(self.uri)
-            if owner is not None and owner["token"] != self.token:
+            if owner is not None and owner.token != self.token:
                 return ""  # another driver's by now
             if self.is_given and self.has_checkpoint():
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"

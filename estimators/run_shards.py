@@ -35,7 +35,7 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
     if not storage.exists(storage.join(uri, "manifest.json")):
         raise run.refusal(["data: shards given to fitOnShards -> a DataFrame"])
     manifest = ShardManifest.load(uri)
-    if key is None or key != known.get("rows_key"):
+    if key is None or key != known.rows_key:
         again = storage.join(run.uri, f"{SHARDS}-{uuid.uuid4().hex[:12]}")
         try:
             changed = data_differences(manifest, data.write(dataset, again))

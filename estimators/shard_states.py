@@ -14,6 +14,7 @@ from dataclasses import replace
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.reuse.source_files import path_states
+from ringspark.pipelines.typed_json import fit, parse
 
 STATES = "shards.json"
 
@@ -58,9 +59,8 @@ class ShardStates:
     def _known(self) -> dict[str, str]:
         """The states written down; what cannot be read as such is none, and its file is read whole."""
         with suppress(FileNotFoundError, ValueError):
-            values = json.loads(storage.read_bytes(self._uri))
-            if isinstance(values, dict):
-                return {str(path): str(state) for path, state in values.items()}
+            states: dict[str, str] = fit(dict[str, str], parse(storage.read_bytes(self._uri)), STATES)
+            return states
         return {}
 
     def _states(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
+from ringspark.pipelines.typed_json import record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,9 @@ class TrainingSummary:
             stop_reason=result.stop_reason,
             run_uri=result.run_uri,
             restart_reasons=restarts,
-            resumed_steps=tuple(getattr(result, "resumed_steps", ())),
-            checkpoint_errors=tuple(getattr(result, "checkpoint_errors", ())),
-            non_finite=tuple(str(step) for step in getattr(result, "non_finite", ())),
+            resumed_steps=result.resumed_steps,
+            checkpoint_errors=result.checkpoint_errors,
+            non_finite=tuple(map(str, result.non_finite)),
         )
 
     @classmethod
@@ -92,8 +93,4 @@ class TrainingSummary:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainingSummary:
-        values = {**values, "epochs": tuple(EpochRecord(**record) for record in values["epochs"])}
-        # Models saved before these were known lack them; JSON has lists where the summary has tuples.
-        for name in ("restart_reasons", "resumed_steps", "checkpoint_errors", "non_finite"):
-            values[name] = tuple(values.get(name, ()))
-        return cls(**values)
+        return record(cls, values)

@@ -6,6 +6,7 @@ Minimum, maximum, mean and deviation are over finite values only; NaNs and infin
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -92,7 +93,7 @@ class ColumnStats:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> ColumnStats:
+    def from_json(data: Mapping[str, Any]) -> ColumnStats:
         """Reads what `to_json` returned."""
         return record(ColumnStats, data)
 

@@ -33,6 +33,7 @@ from ringspark.estimators.schema import check_columns_exist, check_types
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import columns_from_spark, quote
 from ringspark.pipelines.kinds import Array, Binary, HashBuckets, Padded, Scalar, Vector, Vocabulary
+from ringspark.pipelines.typed_json import record
 
 MASK = ".isnull"
 
@@ -42,7 +43,7 @@ class ModelInput:
     """One argument of `forward`, as the shards held it.
 
     Attributes:
-        column: The column of the shards; None in models of format 1, which did not keep it.
+        column: The column of the shards; None where the shards are not known.
         part: What follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether nulls were kept in the shards, as zeros; they are no invalid rows then.
     """
@@ -59,8 +60,7 @@ class ModelInput:
     @staticmethod
     def from_json(data: dict[str, Any]) -> ModelInput:
         """Reads what `to_json` returned."""
-        column = ShardColumn.from_json(data["column"]) if data["column"] is not None else None
-        return ModelInput(column=column, part=data["part"], fills_nulls=data["fills_nulls"])
+        return record(ModelInput, data)
 
 
 @dataclass(frozen=True, kw_only=True)
