@@ -245,11 +245,11 @@ def _describe(folder: Path, **changes: Any) -> None:
 DAMAGES = {
     "a newer version": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION + 1),
-        rf"cannot be loaded: its format is {FORMAT_VERSION + 1}, this ringspark reads {FORMAT_VERSION}; upgrade",
+        r"cannot be loaded: its format is 3, this ringspark reads 2; upgrade ringspark",
     ),
     "a version before the first release": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
-        r"model is damaged \(ValueError: its format is 1, of before the first release\); save the stage again",
+        r"model is damaged \(.* its format is 1, of before the first release\)",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),
