@@ -7,7 +7,6 @@ and only then does a gang start. Whatever fails, the folders of the fit are remo
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import warnings
@@ -40,14 +39,14 @@ from ringspark.estimators.schema import check_columns_exist, check_inputs, check
 from ringspark.estimators.session import active_session, storage_root
 from ringspark.estimators.settings import config_of
 from ringspark.estimators.shard_states import ShardStates
-from ringspark.estimators.summary import TrainingSummary
+from ringspark.estimators.summary import Finished, TrainingSummary
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.training.check import check_training
 from ringspark.estimators.training.choices import Task
 from ringspark.estimators.training.config import TrainConfig, UserObjects
 from ringspark.estimators.training.skeleton import skeleton
 from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.worker import train_worker
+from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import check_frame
 
@@ -237,7 +236,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         )
         with ProgressWatcher(run.uri, self.getShowProgress()):
             outcome = supervisor.run()
-        return json.dumps({"result": json.loads(outcome.texts[0]), "restarts": outcome.restarts})
+        result = TrainResult.from_json(outcome.texts[0])
+        return Finished(result=result, restarts=outcome.restarts).to_json()
 
     def _label_columns(self) -> list[str]:
         """One label for each output of the network."""

@@ -63,7 +63,7 @@ class Column:
         return {"name": self.name, "source": self.source, **self.kind.to_json()}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Column:
+    def from_values(data: Mapping[str, Any]) -> Column:
         """Reads what `to_json` returned."""
         own = {key: data[key] for key in ("name", "source") if key in data}
         kind = kind_from_json({key: value for key, value in data.items() if key not in own})

@@ -1,6 +1,6 @@
 """Records from JSON that may be damaged or anybody's: a dataclass of the declared types, or a ValueError.
 
-A dataclass inside another one is read by its `from_json`, where it has one, and else like the outer one.
+A dataclass inside another one is read by its `from_values`, where it has one, and else like the outer one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def fit(hint: Any, value: Any, name: str) -> Any:
         if _is(hint, value):
             return value
         if is_dataclass(hint) and isinstance(value, Mapping):
-            read = getattr(hint, "from_json", None)
+            read = getattr(hint, "from_values", None)
             return record(hint, value) if read is None else read(value)
     raise ValueError(f"{name!r} must be {_name(hint)}, got {_kind(value)}")
 

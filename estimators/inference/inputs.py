@@ -33,7 +33,6 @@ from ringspark.estimators.schema import check_columns_exist, check_types
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import columns_from_spark, quote
 from ringspark.pipelines.kinds import Array, Binary, HashBuckets, Padded, Scalar, Vector, Vocabulary
-from ringspark.pipelines.typed_json import record
 
 MASK = ".isnull"
 
@@ -56,11 +55,6 @@ class ModelInput:
         """Returns the input as JSON values."""
         column = self.column.to_json() if self.column is not None else None
         return {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ModelInput:
-        """Reads what `to_json` returned."""
-        return record(ModelInput, data)
 
 
 @dataclass(frozen=True, kw_only=True)
