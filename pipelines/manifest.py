@@ -258,7 +258,7 @@ class ShardManifest:
         """Reads what `to_json` returned."""
         try:
             manifest = record(ShardManifest, versioned(text, FORMAT_VERSION) | {"uri": uri})
-            _check_names(manifest)
+            _check_consistent(manifest)
             return manifest
         except ValueError as error:
             remedy = "" if "; " in str(error) else "; write the shards again"
@@ -305,7 +305,7 @@ class ShardManifest:
         return None
 
 
-def _check_names(manifest: ShardManifest) -> None:
+def _check_consistent(manifest: ShardManifest) -> None:
     """Refuses what the files that `save` writes never have."""
     paths = [file.path for file in manifest.files]
     if not paths:

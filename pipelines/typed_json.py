@@ -10,6 +10,7 @@ import types
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def record(cls: type[T], values: object) -> T:
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
     unknown = sorted(str(name) for name in values.keys() - known.keys())
     if unknown:
@@ -114,6 +115,11 @@ def fit(hint: Any, value: Any, name: str) -> Any:
             read = getattr(hint, "from_values", None)
             return record(hint, value) if read is None else read(value)
     raise ValueError(f"{name!r} must be {_name(hint)}, got {_kind(value)}")
+
+
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
