@@ -17,8 +17,8 @@ from torch import nn
 from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchModel, TorchRegressionModel
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION, StageWriter
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
 from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import tensor_file as safetensors_file
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import changed_state, skeleton
 
@@ -245,7 +245,11 @@ def _describe(folder: Path, **changes: Any) -> None:
 DAMAGES = {
     "a newer version": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION + 1),
-        rf"has stage format {FORMAT_VERSION + 1}, this ringspark reads up to {FORMAT_VERSION}; upgrade",
+        r"cannot be loaded: its format is 3, this ringspark reads 2; upgrade ringspark",
+    ),
+    "a version before the first release": (
+        lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
+        r"model is damaged \(.* its format is 1, of before the first release\)",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),
@@ -288,20 +292,6 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Pa
 def test_another_class_is_named(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"holds a .*TorchRegressionModel, not a TorchClassificationModel"):
         TorchClassificationModel.load(str(saved))
-
-
-def test_a_model_of_format_1_is_read(pairs: Any, saved: Path, tmp_path: Path) -> None:
-    """As the first version wrote it: `output_width` in place of shapes, no inputs."""
-    import shutil
-
-    shutil.copytree(saved, tmp_path / "model")
-    old = {"format_version": 1, "model": LINE.to_json(), "objects": [], "output_width": 1, "summary": None}
-    (tmp_path / "model" / DESCRIPTION).write_text(json.dumps(old))
-    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
-    expected = predictions(TorchRegressionModel.load(str(saved)), pairs)
-    assert predictions(loaded, pairs) == expected
-    loaded.save(str(tmp_path / "new"))
-    assert predictions(TorchRegressionModel.load(str(tmp_path / "new")), pairs) == expected
 
 
 def test_a_model_survives_a_store_that_is_no_disk(tmp_path: Path, spark: Any) -> None:

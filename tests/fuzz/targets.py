@@ -22,10 +22,10 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import etl, score, train
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Padded, Scalar, Vocabulary
 from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.writing.stats import ColumnStats
 
 SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [4], "out_features": 1})
 EPOCH = history.EpochRecord(

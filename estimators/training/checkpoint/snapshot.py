@@ -26,7 +26,6 @@ import torch
 
 from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
 from ringspark.estimators.training.checkpoint.weights import (
@@ -39,6 +38,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     read_info,
     replacing,
 )
+from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
 from ringspark.pipelines import storage
 
 OPTIMIZER = "optimizer.safetensors"

@@ -29,7 +29,7 @@ from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -72,9 +72,7 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
 
 def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
     """Makes the files in folder `uri` a checkpoint, atomically."""
-    # What is None stays out: older versions know no such entry.
-    values = {key: value for key, value in asdict(info).items() if value is not None}
-    storage.write_atomic(storage.join(uri, COMMIT), json.dumps(values).encode())
+    storage.write_atomic(storage.join(uri, COMMIT), json.dumps(asdict(info)).encode())
 
 
 def assist_checkpoint(module: nn.Module) -> None:
@@ -121,16 +119,11 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         ValueError: They are damaged, or a newer version of the format wrote them.
     """
     try:
-        values = parse_object(text)
-        version = values["format_version"]
-        if version <= FORMAT_VERSION:
-            return record(CheckpointInfo, values)
-    except (ValueError, TypeError, KeyError) as error:
+        return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
+    except NewerFormatError as error:
+        raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
+    except ValueError as error:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
-    raise ValueError(
-        f"{uri} has checkpoint format {version}, this ringspark reads up to {FORMAT_VERSION}; "
-        "upgrade ringspark"
-    )
 
 
 def load_checkpoint(uri: str, module: nn.Module, device: str = "cpu") -> CheckpointInfo:
