@@ -37,8 +37,8 @@ SPARK_LACKS = re.compile(r"pyspark 3\S+ has no pyspark\.ml\.\S+ on Spark Connect
 OWN_SERVER = not pyspark.__version__.startswith("3.")
 # What differs between the modes is Spark: one estimator tells it, in a third of the time.
 ONE_STAGE = "not test_conformance or TorchClassifier"
-# The oldest and the newest Spark are there for the stages.
-SUITES = [*STAGES, *OTHERS] if pyspark.__version__.startswith("4.0.") else STAGES
+# The oldest Spark is there for the stages.
+SUITES = [*STAGES, *OTHERS] if OWN_SERVER else STAGES
 MAIN = ROOT / ".venv" / "bin"
 
 
