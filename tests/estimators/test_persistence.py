@@ -17,8 +17,8 @@ from torch import nn
 from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchModel, TorchRegressionModel
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION, StageWriter
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
-from ringspark.estimators.training.checkpoint.weights import tensor_file as safetensors_file
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import changed_state, skeleton
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
     """The record is read, then another checkpoint takes the folder, then the tensors are mapped."""
     uri, module = str(tmp_path / "c"), nn.Linear(2, 1)
     info = save_checkpoint(uri, module)
-    read = safetensors_file.read
+    read = tensor_file.read
 
     def replace_first(path: str, device: str) -> Any:
         save_checkpoint(uri, nn.Linear(2, 1))
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
 
     before = module.weight.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "read", replace_first)
+        patch.setattr(tensor_file, "read", replace_first)
         with pytest.raises(ValueError, match="holds the weights of another model by now"):
             map_checkpoint(uri, module, expected_id=info.checkpoint_id)
     assert module.weight.equal(before)
@@ -324,9 +324,9 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
         "complex": torch.randn(2, dtype=torch.complex64),
     }
     with open(tmp_path / "x.safetensors", "wb") as file:
-        num_bytes = safetensors_file.write(state, file)
+        num_bytes = tensor_file.write(state, file)
     assert (tmp_path / "x.safetensors").stat().st_size == num_bytes
-    for found in (load_file(tmp_path / "x.safetensors"), safetensors_file.read(tmp_path / "x.safetensors")):
+    for found in (load_file(tmp_path / "x.safetensors"), tensor_file.read(tmp_path / "x.safetensors")):
         assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in state.items()}
         assert all(found[name].equal(state[name]) for name in state)
 
@@ -334,15 +334,15 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     with open(tmp_path / "x", "wb") as file:
         with pytest.raises(ValueError, match="'sparse' is no dense tensor"):
-            safetensors_file.write({"sparse": torch.eye(2).to_sparse()}, file)
+            tensor_file.write({"sparse": torch.eye(2).to_sparse()}, file)
         with pytest.raises(ValueError, match=r"'z' has dtype torch\.complex128"):
-            safetensors_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
+            tensor_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
     with pytest.raises(
         ValueError, match=r"'_extra_state' is of type dict, .* rather than in get_extra_state"
     ):
-        safetensors_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
+        tensor_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
     with pytest.raises(ValueError, match="no readable safetensors file"):
-        safetensors_file.read(tmp_path / "x")
+        tensor_file.read(tmp_path / "x")
 
 
 class Norm(nn.Module):

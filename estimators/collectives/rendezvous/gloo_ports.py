@@ -16,8 +16,9 @@ import socket
 
 import psutil
 
+from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
-from ringspark.estimators.collectives.rendezvous.server import SEEN, own_sockets
+from ringspark.estimators.collectives.rendezvous.server import SEEN
 from ringspark.estimators.collectives.traffic import Member
 
 _KEY = "machines"

@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
 
+from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.channel import MAX_FRAME_BYTES
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
-from ringspark.estimators.collectives.rendezvous import own_sockets
 
 # Horovod asks for a key every 10 ms until it is there; an answer that waits a little saves most of that.
 _PATIENCE_SECONDS = 0.2

@@ -4,7 +4,7 @@
       model.safetensors   the state dict; nothing in it can run code
       checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
 
-Weights are streamed out and mapped in (see `safetensors_file`): the size is bounded by the disk only.
+Weights are streamed out and mapped in (see `tensor_file`): the size is bounded by the disk only.
 A file that is there is never written into, a new one takes its place: whoever has mapped the old one
 keeps it.
 """
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.parallel.optimizer_state import part_of
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
@@ -64,7 +64,7 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
     """
     state = module.state_dict()
     with replacing(uri, WEIGHTS) as target:
-        num_bytes = safetensors_file.write(state, target)
+        num_bytes = tensor_file.write(state, target)
     info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes, num_tensors=len(state))
     commit_checkpoint(uri, info)
     return info
@@ -77,7 +77,7 @@ def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
 
 def assist_checkpoint(module: nn.Module) -> None:
     """What the other ranks do while rank 0 runs `save_checkpoint` on its copy or part of the module."""
-    safetensors_file.assist(module.state_dict())
+    tensor_file.assist(module.state_dict())
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _replaced(uri: str) -> ValueError:
 
 def _download(uri: str, path: str) -> None:
     with storage.open_file(uri, "rb") as source, open(path, "wb") as target:
-        shutil.copyfileobj(source, target, safetensors_file.BLOCK_BYTES)
+        shutil.copyfileobj(source, target, tensor_file.BLOCK_BYTES)
 
 
 def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, torch.Tensor]:
@@ -243,7 +243,7 @@ def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, t
             f"{uri}/{WEIGHTS} has {size} bytes, {info.num_bytes} were written; "
             "the file is damaged, take another checkpoint"
         )
-    return safetensors_file.read(path, device)
+    return tensor_file.read(path, device)
 
 
 @contextmanager
