@@ -61,7 +61,7 @@ def cases(spark: SparkSession, frame: DataFrame, folder: str) -> dict[str, Calla
 
 def main() -> None:
     """Measures in turns after one round of warming up."""
-    options = harness.parse(__doc__, rows=1_000)
+    options = harness.parse(__doc__, rows=(1_000, 200))
     with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark warm fit", harness.MASTER) as spark:
         frame = harness.random_frame(spark, options.rows).cache()
         seconds = harness.measure_in_turns(cases(spark, frame, folder), options.repeats)
