@@ -16,7 +16,7 @@ from ringspark.estimators.fit_data import FitData, discard
 from ringspark.estimators.run_folder import SHARDS, RunFolder
 from ringspark.estimators.run_identity import data_differences
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.reuse import rows_key
+from ringspark.pipelines.reuse.cached_shards import rows_key
 
 
 def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[ShardManifest, str | None]:

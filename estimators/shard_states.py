@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
-from ringspark.pipelines.source_files import path_states
+from ringspark.pipelines.reuse.source_files import path_states
 
 STATES = "shards.json"
 

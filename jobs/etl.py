@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     from pyspark.sql import functions as F
 
-    from ringspark.pipelines import flights, write_shards
+    from ringspark.jobs import flights
+    from ringspark.pipelines import write_shards
 
     raw = args.raw or _unpack(args.output)
     with cli.spark("ringspark etl", args.master) as spark:
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _unpack(root: str) -> str:
     """Unpack the installed tables where Spark's executors can read them: beside the results."""
-    from ringspark.pipelines import flights
+    from ringspark.jobs import flights
 
     raw = cli.under(root, "raw")
     if not storage.is_local(raw):

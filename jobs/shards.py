@@ -15,7 +15,7 @@ import sys
 
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.cache_entries import KEY_DIGITS, list_cached, remove_cached
+from ringspark.pipelines.reuse.cache_entries import KEY_DIGITS, list_cached, remove_cached
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

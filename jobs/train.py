@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> None:
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError
+    from ringspark.jobs import flights
     from ringspark.models import ModelSpec
-    from ringspark.pipelines import flights
 
     with cli.spark("ringspark train", args.master):
         features = PipelineModel.load(storage.join(data, "features"))

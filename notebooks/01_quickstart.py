@@ -17,8 +17,8 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
+from ringspark.jobs import flights
 from ringspark.models import ModelSpec
-from ringspark.pipelines import flights
 
 # A folder that the driver and all workers reach, and the share of the rows to use: 1.0 for all.
 FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="quickstart-")

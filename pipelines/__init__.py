@@ -5,7 +5,6 @@ rows every worker reads in every step, `open_reader` reads them. Importing this
 package imports neither pyspark nor petastorm.
 """
 
-from ringspark.pipelines.cache_entries import CachedShards, list_cached, remove_cached
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 from ringspark.pipelines.kinds import (
@@ -22,8 +21,9 @@ from ringspark.pipelines.kinds import (
 )
 from ringspark.pipelines.manifest import ShardFile, ShardManifest
 from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
-from ringspark.pipelines.reuse import cached_shards
-from ringspark.pipelines.shards import write_shards
+from ringspark.pipelines.reuse.cache_entries import CachedShards, list_cached, remove_cached
+from ringspark.pipelines.reuse.cached_shards import cached_shards
+from ringspark.pipelines.writing.shards import write_shards
 
 __all__ = [
     "READERS",

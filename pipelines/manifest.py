@@ -23,8 +23,8 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.distinct import SIZE as EXACT_UP_TO
 from ringspark.pipelines.kinds.base import BatchArray
-from ringspark.pipelines.stats import ColumnStats
 from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.writing.stats import ColumnStats
 
 FORMAT_VERSION = 2
 _DIGEST_BLOCK = 1 << 20

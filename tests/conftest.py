@@ -28,8 +28,8 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.manifest import SPLITS, ShardFile
-from ringspark.pipelines.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.shards import _manifest
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.shards import _manifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

@@ -30,7 +30,7 @@ OTHERS = [
     "tests/estimators/test_model.py",
     "tests/estimators/launch/test_gang.py",
     "tests/estimators/launch/test_gang_queue.py",
-    "tests/pipelines/test_reuse.py",
+    "tests/pipelines/reuse/test_cached_shards.py",
 ]
 # The only reasons to skip: facts about Spark, as tests/estimators/conftest.py puts them.
 SPARK_LACKS = re.compile(r"pyspark 3\S+ has no pyspark\.ml\.\S+ on Spark Connect")

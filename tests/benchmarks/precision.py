@@ -49,7 +49,7 @@ def flights_job(shards: str, features: str, epochs: int, members: int) -> Job:
     from pyspark.ml import PipelineModel
     from sklearn.metrics import average_precision_score, roc_auc_score
 
-    from ringspark.pipelines import flights
+    from ringspark.jobs import flights
 
     cardinalities, num_numeric = flights.feature_sizes(PipelineModel.load(features))
     spec = ModelSpec(

@@ -41,7 +41,7 @@ from ringspark.pipelines import (
     check_engine,
     open_reader,
 )
-from ringspark.pipelines.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 
 BATCH_SIZE = 1024
 WINDOW_ROWS = 100_000

@@ -25,7 +25,7 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Padded, Scalar, Vocabulary
 from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.stats import ColumnStats
+from ringspark.pipelines.writing.stats import ColumnStats
 
 SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [4], "out_features": 1})
 EPOCH = history.EpochRecord(

@@ -12,7 +12,7 @@ import pytest
 
 from ringspark.jobs import cli, shards
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.cache_entries import Entry, begin, folder_of, publish
+from ringspark.pipelines.reuse.cache_entries import Entry, begin, folder_of, publish
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = "0123456789abcdef" * 4

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 
-from ringspark.pipelines import flights
+from ringspark.jobs import flights
 
 ROOT = Path(__file__).parent.parent.parent
 SPARK = Path(pyspark.__file__).parent / "bin"

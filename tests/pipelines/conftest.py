@@ -16,8 +16,8 @@ import pytest
 
 from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine
 from ringspark.pipelines.kinds import Array, Scalar
-from ringspark.pipelines.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.shards import _manifest
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+from ringspark.pipelines.writing.shards import _manifest
 
 MakeShards = Callable[..., ShardManifest]
 

@@ -1,0 +1,1 @@
+"""Writing shards: from a DataFrame to committed Parquet files and their manifest."""

@@ -1,0 +1,261 @@
+"""The part of `write_shards` that runs inside a Spark task: Arrow batches to Parquet.
+
+Knows nothing of Spark. One call writes at most one file per split and returns
+one JSON report: the files it finished, the statistics of every column, and what
+was wrong. Each attempt of a task writes under a name of its own, so a retried
+or speculative attempt never touches another's file; the driver keeps the files
+of the attempt whose report it received.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Scalar
+from ringspark.pipelines.kinds.base import Shape, numbers
+from ringspark.pipelines.manifest import SPLITS, Split
+from ringspark.pipelines.nulls import fill_nulls, null_rows
+from ringspark.pipelines.writing.shard_file import ShardFileWriter
+from ringspark.pipelines.writing.stats import StatsCollector
+
+HandleInvalid = Literal["error", "skip", "keep"]
+
+REPORT_SCHEMA = "report string"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritePlan:
+    """What every task needs to know; travels from the driver with the function.
+
+    Attributes:
+        uri: Folder of the manifest.
+        folder: Folder of the files of this write, below `uri`.
+        columns: The columns in the order in which batches hold them, under any name.
+        handle_invalid: For every column what happens to its nulls.
+        splits: Whether batches have one more, last column: a row where it is true is for validation.
+        row_group_rows: Rows per row group; None to size them by bytes.
+        compression: Parquet codec.
+    """
+
+    uri: str
+    folder: str
+    columns: tuple[Column, ...]
+    handle_invalid: tuple[HandleInvalid, ...]
+    splits: bool = False
+    row_group_rows: int | None = None
+    compression: str = "zstd"
+
+    @property
+    def stored_columns(self) -> tuple[Column, ...]:
+        """The columns of the shards: behind each one whose nulls are kept, the mask of its nulls."""
+        stored = []
+        for column, handling in zip(self.columns, self.handle_invalid, strict=True):
+            stored.append(column)
+            if handling == "keep":
+                stored.append(Column(name=f"{column.name}.isnull", kind=Scalar("bool"), source="boolean"))
+        return tuple(stored)
+
+    def new_file(self, task: int, split: Split) -> ShardFileWriter:
+        """Returns the writer of a file whose name no other attempt has."""
+        path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
+        return ShardFileWriter(
+            self.uri,
+            path,
+            self.stored_columns,
+            row_group_rows=self.row_group_rows,
+            compression=self.compression,
+        )
+
+
+def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
+    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark task."""
+    task = _Task(plan)
+    try:
+        for batch in batches:
+            if batch.num_rows:
+                task.add(batch)
+        report = task.finish()
+    except BaseException:
+        task.discard()
+        raise
+    yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
+
+
+class _Task:
+    """What one task has seen and written so far."""
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+        number = _partition_id()
+        names = {column.name: index for index, column in enumerate(plan.stored_columns)}
+        # Of stored columns: the index of one whose nulls are kept -> the index of its mask.
+        self._masks = {
+            names[column.name]: names[f"{column.name}.isnull"]
+            for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
+            if handling == "keep"
+        }
+        self._writers = {split: plan.new_file(number, split) for split in SPLITS}
+        self._stats = {
+            split: [
+                StatsCollector(
+                    is_scalar=isinstance(column.kind, Scalar), counts_distinct=column.kind.counts_distinct
+                )
+                for column in plan.stored_columns
+            ]
+            for split in SPLITS
+        }
+        self._indicator = StatsCollector(is_scalar=True, counts_distinct=False)
+        self._indicator_nulls = 0
+        self._rows = 0
+        self._skipped = 0
+        self._nulls = [0] * len(plan.columns)
+        self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
+        self._problem: str | None = None
+        # Data that the driver will refuse: go on counting for its message, stop writing.
+        self._refused = False
+
+    def add(self, batch: Any) -> None:
+        """Checks, encodes, measures and writes one batch from Spark."""
+        columns, nulls, chosen = self._without_nulls(batch)
+        if self._problem is not None:
+            return
+        arrays: list[list[Any]] = []
+        for index, column in enumerate(self._plan.columns):
+            keeps = self._plan.handle_invalid[index] == "keep"
+            values, null, valid = columns[index], nulls[index], None
+            if keeps:
+                # A row that is null has no shape; one that only holds a null has.
+                if values.null_count:
+                    valid = values.is_valid().to_numpy(zero_copy_only=False)
+                values = fill_nulls(values)
+            try:
+                encoded = column.kind.encode(values, valid)
+            except ValueError as error:
+                self._refuse(f"column {column.name!r} {error}")
+                return
+            arrays.append(encoded.arrays)
+            self._widen(index, encoded.shapes)
+            if keeps:
+                mask = np.zeros(len(values), dtype=bool) if null is None else null
+                arrays.append([pa.array(mask)])
+        if chosen is None or not chosen.any():
+            self._write("train", arrays)
+        else:
+            for split, rows in (("train", ~chosen), ("validation", chosen)):
+                mask = pa.array(rows)
+                self._write(split, [[array.filter(mask) for array in group] for group in arrays])  # type: ignore[arg-type]
+
+    def finish(self) -> dict[str, Any]:
+        """Closes the files and returns the report."""
+        files = []
+        if not self._refused:
+            files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
+        return {
+            "files": [file.to_json() for file in files],
+            "stats": {
+                split: [collector.result().to_json() for collector in collectors]
+                for split, collectors in self._stats.items()
+            },
+            "indicator": self._indicator.result().to_json(),
+            "indicator_nulls": self._indicator_nulls,
+            "rows": self._rows,
+            "skipped": self._skipped,
+            "nulls": self._nulls,
+            "shapes": self._shapes,
+            "problem": self._problem,
+        }
+
+    def discard(self) -> None:
+        """Removes what was written so far."""
+        for writer in self._writers.values():
+            writer.discard()
+
+    def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        """Drops the rows whose nulls are not kept.
+
+        Returns:
+            The columns, for each a mask of the nulls left in it or None, and the validation mask.
+        """
+        self._rows += batch.num_rows
+        columns = list(batch.columns)
+        chosen = self._chosen(columns.pop()) if self._plan.splits else None
+        nulls = [null_rows(values) for values in columns]
+        dropped = None
+        for index, mask in enumerate(nulls):
+            if mask is None:
+                continue
+            self._nulls[index] += int(mask.sum())
+            if self._plan.handle_invalid[index] != "keep":
+                dropped = mask if dropped is None else dropped | mask
+            if self._plan.handle_invalid[index] == "error":
+                self._refuse(None)
+        if dropped is not None:
+            self._skipped += int(dropped.sum())
+            kept = pa.array(~dropped)
+            columns = [values.filter(kept) for values in columns]
+            nulls = [None if mask is None else mask[~dropped] for mask in nulls]
+            chosen = None if chosen is None else chosen[~dropped]
+        nulls = [
+            mask if handling == "keep" else None
+            for mask, handling in zip(nulls, self._plan.handle_invalid, strict=True)
+        ]
+        return columns, nulls, chosen
+
+    def _chosen(self, values: Any) -> Any:
+        # A null indicator is an error that the driver reports; until then the row goes to train.
+        self._indicator_nulls += values.null_count
+        present = numbers(values.drop_null())
+        self._indicator.add(len(values), present)
+        return values.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
+
+    def _write(self, split: Split, arrays: list[list[Any]]) -> None:
+        if self._refused or not len(arrays[0][0]):
+            return
+        for index, (column, collector) in enumerate(
+            zip(self._plan.stored_columns, self._stats[split], strict=True)
+        ):
+            stored = measured = arrays[index]
+            if (mask := self._masks.get(index)) is not None and pc.any(arrays[mask][0]).as_py():
+                # What fills a null is no value of the column.
+                present = pc.invert(arrays[mask][0])
+                measured = [array.filter(present) for array in stored]
+            collector.add(len(stored[0]), column.kind.measured(measured))
+        self._writers[split].add([array for group in arrays for array in group])
+
+    def _refuse(self, problem: str | None) -> None:
+        self._problem = self._problem or problem
+        if not self._refused:
+            self.discard()
+        self._refused = True
+
+    def _widen(self, index: int, shapes: tuple[Shape, Shape] | None) -> None:
+        known = self._shapes[index]
+        self._shapes[index] = merge_shapes(known, shapes)
+
+
+def merge_shapes(
+    left: tuple[Shape, Shape] | None, right: tuple[Shape, Shape] | None
+) -> tuple[Shape, Shape] | None:
+    """Returns the smallest and largest of both in each dimension."""
+    if left is None or right is None:
+        return left or right
+    return (
+        tuple(map(min, left[0], right[0])),
+        tuple(map(max, left[1], right[1])),
+    )
+
+
+def _partition_id() -> int:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return 0 if context is None else int(context.partitionId())

@@ -1,0 +1,334 @@
+"""`write_shards`: a DataFrame becomes Parquet shards, in one pass, committed last.
+
+One pass matters twice. A plan that is not deterministic (`rand`, sampling, an
+unstable order) gives other rows each time it runs, so a split made by two
+writes can put a row on both sides or on neither; here each row is seen once and
+goes to exactly one file. And statistics and row counts come from the very rows
+that were written. Only the DataFrame API is used: Spark Connect works too.
+
+The files of a write lie in a folder of its own whose name starts with an
+underscore, which tools that read whole folders skip. Until the manifest names
+them they are nobody's; what a killed writer left is removed by a later one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import Column, check_frame, check_names, columns_from_spark, quote
+from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
+from ringspark.pipelines.kinds.base import Shape
+from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
+from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
+from ringspark.pipelines.writing.rebalance import NewFile, copy_files, even_files
+from ringspark.pipelines.writing.shard_writer import (
+    REPORT_SCHEMA,
+    HandleInvalid,
+    WritePlan,
+    merge_shapes,
+    write_partition,
+)
+from ringspark.pipelines.writing.split import check_indicator, split_expression
+from ringspark.pipelines.writing.stats import ColumnStats
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame, SparkSession
+
+COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
+
+# From here on float32 no longer holds every whole number.
+_FLOAT32_WHOLE = 1 << 24
+
+_logger = logging.getLogger(__name__)
+
+_Report = dict[str, Any]
+
+
+def write_shards(
+    df: DataFrame,
+    uri: str,
+    *,
+    num_files: int | None = None,
+    row_group_rows: int | None = None,
+    compression: str = "zstd",
+    columns: Mapping[str, Kind] | None = None,
+    handle_invalid: HandleInvalid | Mapping[str, HandleInvalid] = "error",
+    validation_col: str | None = None,
+    validation_fraction: float | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> ShardManifest:
+    """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
+
+    Args:
+        df: Columns of numbers, booleans, dates, timestamps, arrays, ML vectors; strings and bytes with
+            a choice in `columns`.
+        uri: Folder that driver and executors share; anything fsspec reaches.
+        num_files: Files per split, of even rows. By default they follow the partitions of `df`, and
+            are evened out where these are skewed or many and tiny.
+        row_group_rows: Rows per row group. By default what fills 4 MiB, at most 32,768.
+        compression: One of `COMPRESSIONS`.
+        columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
+            `HashBuckets(n)` for strings, `Padded()` or `Ragged()` for arrays of varying length,
+            `Sparse()` to keep vectors sparse, `Vector("float64")`, `Binary("image", shape=...)`.
+        handle_invalid: What happens to nulls, for all columns or by name: "error" refuses the write,
+            "skip" leaves out the row and counts it, "keep" stores zero (or nothing, for lists) and
+            adds a boolean column `<name>.isnull`.
+        validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
+            split. The column itself is not stored.
+        validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a
+            hash of (seed, names, row): equal rows stay together, and a row keeps its split as data
+            grows. To split a part once more, take another seed.
+        seed: For `validation_fraction`.
+        overwrite: Replace the shards in `uri`. Readers see the old ones until the new are complete.
+
+    Returns:
+        The committed manifest.
+
+    Raises:
+        ValueError: A column cannot be trained on, holds nulls or arrays of several lengths, there
+            are no training rows, or `uri` cannot be written or holds shards already. Nothing is
+            left behind.
+    """
+    from pyspark.sql.types import StructType
+
+    for name, value in (("num_files", num_files), ("row_group_rows", row_group_rows)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
+    check_frame(df, "write_shards")
+    if df.isStreaming:
+        raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
+    check_names(df.columns)
+    if columns is not None and not isinstance(columns, Mapping):
+        raise ValueError(f"columns must map names to kinds, e.g. {{'x': Padded()}}, got {columns!r}")
+    chosen = split_expression(df, columns, validation_col, validation_fraction, seed)
+    stored = [field for field in df.schema.fields if field.name != validation_col]
+    if not stored:
+        raise ValueError("there is no column to write; select at least one besides validation_col")
+    found = columns_from_spark(StructType(stored), columns)
+    plan = WritePlan(
+        uri=storage.normalize(uri),
+        folder=f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}",
+        columns=found,
+        handle_invalid=_handling(handle_invalid, found),
+        splits=chosen is not None,
+        row_group_rows=row_group_rows,
+        compression=compression,
+    )
+    _check_batch_names(plan)
+    previous = previous_folders(plan.uri, overwrite)
+    storage.check_writable(plan.uri)
+    plan = replace(plan, columns=tuple(_learn(df, column) for column in plan.columns))
+    is_new = not storage.exists(plan.uri)
+    storage.make_dirs(storage.join(plan.uri, plan.folder))
+    try:
+        with python_workers():
+            reports = _run(df, plan, chosen)
+            _check_reports(plan, reports, validation_col)
+            files = _even(df.sparkSession, plan, reports, num_files)
+        manifest = _manifest(plan, reports, files)
+        commit(manifest, overwrite)
+    except BaseException:
+        discard(plan.uri, plan.folder, is_new)
+        raise
+    clean(manifest, plan.folder, previous)
+    if plan.splits and not manifest.select("validation").num_rows:
+        _logger.warning(
+            "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
+        )
+    return manifest
+
+
+def _handling(
+    asked: HandleInvalid | Mapping[str, HandleInvalid], columns: Sequence[Column]
+) -> tuple[HandleInvalid, ...]:
+    if not isinstance(asked, str):
+        unknown = set(asked) - {column.name for column in columns}
+        if unknown:
+            raise ValueError(
+                f"handle_invalid names {sorted(unknown)[0]!r}, which is not among the columns to write"
+            )
+    given = {
+        column.name: asked if isinstance(asked, str) else asked.get(column.name, "error")
+        for column in columns
+    }
+    for name, value in given.items():
+        if value not in get_args(HandleInvalid):
+            raise ValueError(
+                f"handle_invalid for column {name!r} must be one of {', '.join(get_args(HandleInvalid))}, "
+                f"got {value!r}"
+            )
+    return cast("tuple[HandleInvalid, ...]", tuple(given.values()))
+
+
+def _check_batch_names(plan: WritePlan) -> None:
+    """Refuses columns whose arrays in a batch, or whose stored columns, would share a name."""
+    check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
+    check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
+
+
+def _learn(df: DataFrame, column: Column) -> Column:
+    """Counts the strings of a vocabulary that the user left open; a job of its own."""
+    from pyspark.sql import functions as F
+
+    if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:
+        return column
+    # Without its collation: ids are told apart byte by byte.
+    source = F.col(quote(column.name)).cast("string")
+    counted = df.where(source.isNotNull()).groupBy(source.alias("word")).agg(F.count("*").alias("rows"))
+    if column.kind.min_count > 1:
+        counted = counted.where(F.col("rows") >= column.kind.min_count)
+    if column.kind.max_size is not None:
+        counted = counted.orderBy(F.desc("rows"), "word").limit(column.kind.max_size)
+    counts = [(row["word"], row["rows"]) for row in counted.collect()]
+    return replace(column, kind=learned(column.kind, counts))
+
+
+def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[_Report]:
+    """Runs the one job that writes; returns the reports of its tasks."""
+    from pyspark.sql import functions as F
+
+    types = {field.name: field.dataType for field in df.schema.fields}
+    expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
+    if chosen is not None:
+        expressions.append(chosen)
+    # Numbered names: Spark Connect takes a dot in a name of mapInArrow's input for a struct field.
+    selected = df.select([part.alias(f"c{index}") for index, part in enumerate(expressions)])
+    rows = selected.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
+    return [json.loads(row["report"]) for row in rows]
+
+
+def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: str | None) -> None:
+    """Raises ValueError if what the tasks saw cannot be stored."""
+    rows = sum(report["rows"] for report in reports)
+    for index, (column, handling) in enumerate(zip(plan.columns, plan.handle_invalid, strict=True)):
+        nulls = sum(report["nulls"][index] for report in reports)
+        if nulls and handling == "error":
+            raise ValueError(
+                f"column {column.name!r} has nulls in {nulls} of {rows} rows; fill or drop them first, e.g. "
+                "with pyspark.ml.feature.Imputer or df.na.drop, or pass handle_invalid='skip' or 'keep' "
+                "to write_shards"
+            )
+    for report in reports:
+        if report["problem"] is not None:
+            raise ValueError(report["problem"])
+    if validation_col is not None:
+        indicator = ColumnStats()
+        for report in reports:
+            indicator = indicator.merge(ColumnStats.from_json(report["indicator"]))
+        check_indicator(validation_col, indicator, sum(report["indicator_nulls"] for report in reports))
+
+
+def _even(
+    spark: SparkSession, plan: WritePlan, reports: Sequence[_Report], num_files: int | None
+) -> list[ShardFile]:
+    """Returns the files to commit, in reading order; makes even ones where they are not."""
+    files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+    files.sort(key=lambda file: file.path)
+    kept: list[ShardFile] = []
+    for split in SPLITS:
+        written = [file for file in files if file.split == split]
+        new = even_files(written, num_files, partial(_default_parallelism, spark))
+        kept += _copy(spark, plan, new) if new else written
+    return kept
+
+
+def _copy(spark: SparkSession, plan: WritePlan, files: list[NewFile]) -> list[ShardFile]:
+    numbers = spark.range(0, len(files), 1, len(files))
+    rows = numbers.mapInArrow(partial(copy_files, plan, files), REPORT_SCHEMA).collect()
+    entries = sorted((json.loads(row["report"]) for row in rows), key=lambda entry: int(entry["number"]))
+    assert [entry["number"] for entry in entries] == list(range(len(files)))
+    return [ShardFile.from_json({k: v for k, v in entry.items() if k != "number"}) for entry in entries]
+
+
+def _default_parallelism(spark: SparkSession) -> int:
+    """Returns the cores of the cluster, also through Spark Connect, which has no SparkContext."""
+    from pyspark.sql import functions as F
+
+    # spark.range uses the default parallelism, so its partitions can be counted: a job of milliseconds.
+    return max(1, spark.range(1 << 14).select(F.spark_partition_id()).distinct().count())
+
+
+def _manifest(plan: WritePlan, reports: Sequence[_Report], files: Sequence[ShardFile]) -> ShardManifest:
+    """Joins the reports of all tasks; ValueError if the data cannot be trained on."""
+    names = [column.name for column in plan.stored_columns]
+    nulls = {
+        column.name: sum(report["nulls"][index] for report in reports)
+        for index, column in enumerate(plan.columns)
+        if plan.handle_invalid[index] == "keep"
+    }
+    stats: dict[str, dict[str, ColumnStats]] = {}
+    for split in SPLITS:
+        merged = {name: ColumnStats() for name in names}
+        for report in reports:
+            for name, part in zip(names, report["stats"][split], strict=True):
+                merged[name] = merged[name].merge(ColumnStats.from_json(part))
+        for name in nulls:
+            mask = merged[f"{name}.isnull"]
+            merged[name] = replace(merged[name], nulls=round((mask.mean or 0) * mask.rows))
+        if split == "train" or merged[names[0]].rows:
+            stats[split] = merged
+    if not stats["train"][names[0]].rows:
+        seen = sum(report["rows"] for report in reports)
+        skipped = sum(report["skipped"] for report in reports)
+        where = "" if not seen else f" (of {seen}, {seen - skipped} are for validation, {skipped} hold nulls)"
+        raise ValueError(f"the DataFrame has no training rows{where}; nothing was written")
+    settled: dict[str, Kind] = {}
+    for index, column in enumerate(plan.columns):
+        shapes: tuple[Shape, Shape] | None = None
+        for report in reports:
+            if report["shapes"][index] is not None:
+                low, high = report["shapes"][index]
+                shapes = merge_shapes(shapes, (tuple(low), tuple(high)))
+        settled[column.name] = column.kind.settle(column.name, shapes, nullable=bool(nulls.get(column.name)))
+    _warn_of_rounding(plan, stats)
+    return ShardManifest(
+        uri=plan.uri,
+        columns=tuple(replace(c, kind=settled.get(c.name, c.kind)) for c in plan.stored_columns),
+        files=tuple(files),
+        stats=stats,
+        skipped_rows=sum(report["skipped"] for report in reports),
+    )
+
+
+def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnStats]]) -> None:
+    """Says so where float32 may have merged whole numbers: ids do not belong into a float32 vector."""
+    for column in plan.columns:
+        if not isinstance(column.kind, Vector) or column.kind.dtype != "float32":
+            continue
+        bounds = [
+            abs(value)
+            for part in stats.values()
+            for value in (part[column.name].minimum, part[column.name].maximum)
+            if value is not None
+        ]
+        overflown = sum(part[column.name].infs for part in stats.values())
+        if overflown:
+            _logger.warning(
+                "column %r holds %d infinite values as float32, which ends at 3.4e38; pass columns={%r: "
+                "Vector('float64')} to write_shards, or scale them first",
+                column.name,
+                overflown,
+                column.name,
+            )
+        if bounds and max(bounds) >= _FLOAT32_WHOLE:
+            _logger.warning(
+                "column %r holds values up to %g as float32, which tells whole numbers apart only up to %d; "
+                "pass columns={%r: Vector('float64')} to write_shards, or scale them first",
+                column.name,
+                max(bounds),
+                _FLOAT32_WHOLE,
+                column.name,
+            )

@@ -1,0 +1,82 @@
+"""Weights after 50 steps on 2 ranks are those that an earlier version of this package trained.
+
+A change that should not alter numbers leaves these weights as they are, to the bit. The record also holds
+which processor trained it: vector units of another kind add in another order, so elsewhere the weights
+must agree to 1e-5 instead. With RINGSPARK_RECORD=1 these tests write the record instead of comparing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_training
+import torch
+from safetensors.torch import load_file, save_file
+
+from ringspark.models import ModelSpec
+
+RECORD = Path(__file__).resolve().parents[2] / "recorded" / "weights.safetensors"
+PROCESSOR = RECORD.with_name("weights.json")
+MODEL = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16, 16], "out_features": 1, "dropout": 0.1})
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": "sqrt", "gradient_accumulation": 2},
+    "bf16": {"precision": "bf16"},
+    "clipped": {"max_grad_norm": 0.1, "lr_schedule": "cosine", "warmup_steps": 5, "optimizer": "adam"},
+    "zero1": {"sharding": "optimizer"},
+    "zero2": {"sharding": "gradients"},
+    "zero3": {"sharding": "parameters"},
+}
+CASES = [
+    f"{collective}-{variant}"
+    for collective in ("horovod", "torch")
+    for variant in VARIANTS
+    if (collective, variant) != ("horovod", "zero3")  # refused: it needs torch.distributed
+]
+
+
+def processor() -> dict[str, str]:
+    """Returns what decides the order of additions."""
+    return {"torch": torch.__version__, "capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def table() -> dict[str, np.ndarray]:
+    """Returns 800 rows: 25 steps of 32 in an epoch."""
+    generator = np.random.Generator(np.random.PCG64(7))
+    x = generator.standard_normal((800, 4)).astype(np.float32)
+    return {
+        "x": x,
+        "y": (np.sin(x[:, 0]) + x[:, 1] * x[:, 2]).astype(np.float32),
+        "w": generator.uniform(0.5, 1.5, 800).astype(np.float32),
+    }
+
+
+def trained(manifest: Any, run_uri: Path, name: str) -> torch.Tensor:
+    """Returns all parameters after 50 steps on 2 ranks, 1-D."""
+    collective, variant = name.split("-")
+    changes = {"collective": collective, "num_workers": 2, "model": MODEL.to_json(), "weight_column": "w"}
+    config = small_training.config_of(manifest, run_uri, **changes, **VARIANTS[variant])
+    result = small_training.train_gang(config)
+    assert result.steps == 50
+    return small_training.weights_of(result, MODEL.build())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_record(name: str, make_shards: Any, tmp_path: Path) -> None:
+    weights = trained(make_shards(table(), num_files=1), tmp_path / "run", name)
+    if os.environ.get("RINGSPARK_RECORD"):
+        known = load_file(RECORD) if RECORD.exists() else {}
+        save_file(known | {name: weights}, RECORD)
+        PROCESSOR.write_text(json.dumps(processor(), indent=1))
+        return
+    expected = load_file(RECORD)[name]
+    if json.loads(PROCESSOR.read_text()) == processor():
+        assert torch.equal(weights, expected), f"differs by {(weights - expected).abs().max().item():.1e}"
+    else:
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)

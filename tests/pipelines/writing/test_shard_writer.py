@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ringspark.pipelines import Array, Column, Padded, Scalar
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+
+X = Column(name="x", kind=Scalar("int64"))
+
+
+def _plan(folder: Path, columns: tuple[Column, ...] = (X,), **changes: Any) -> WritePlan:
+    settings: dict[str, Any] = {"handle_invalid": ("error",) * len(columns), "row_group_rows": 10} | changes
+    return WritePlan(uri=str(folder.parent), folder=folder.name, columns=columns, **settings)
+
+
+def _write(plan: WritePlan, batches: list[Any]) -> dict[str, Any]:
+    (report,) = write_partition(plan, iter(batches))
+    loaded: dict[str, Any] = json.loads(report.column(0)[0].as_py())
+    return loaded
+
+
+def _batch(*arrays: Any) -> Any:
+    return pa.RecordBatch.from_arrays(
+        [pa.array(a) for a in arrays], names=[f"c{i}" for i in range(len(arrays))]
+    )
+
+
+@pytest.mark.parametrize("batch_rows", [1, 3, 7, 10, 25, 100])
+def test_row_groups_have_exactly_the_rows_asked_for(tmp_path: Path, batch_rows: int) -> None:
+    values = np.arange(47)
+    batches = [_batch(values[start : start + batch_rows]) for start in range(0, 47, batch_rows)]
+    (file,) = _write(_plan(tmp_path), batches)["files"]
+    assert file["row_groups"] == [10, 10, 10, 10, 7]
+    assert file["num_bytes"] == (tmp_path.parent / file["path"]).stat().st_size
+    stored = pq.ParquetFile(tmp_path.parent / file["path"])
+    assert [stored.metadata.row_group(i).num_rows for i in range(5)] == file["row_groups"]
+    assert stored.read()["x"].to_pylist() == values.tolist()
+
+
+@pytest.mark.parametrize("batch_rows", [5, 10, 20, 40])
+def test_rows_that_fill_the_last_row_group_leave_no_rest(tmp_path: Path, batch_rows: int) -> None:
+    batches = [_batch(np.arange(batch_rows)) for _ in range(40 // batch_rows)]
+    (file,) = _write(_plan(tmp_path), batches)["files"]
+    assert file["row_groups"] == [10] * 4
+
+
+def test_no_rows_make_no_file(tmp_path: Path) -> None:
+    report = _write(_plan(tmp_path), [_batch(np.zeros(0, dtype=np.int64))])
+    assert report["files"] == []
+    assert list(tmp_path.iterdir()) == []
+    assert _write(_plan(tmp_path), [])["stats"]["train"][0]["rows"] == 0
+
+
+def test_the_last_column_parts_train_from_validation(tmp_path: Path) -> None:
+    for indicator in (np.arange(40) % 4 == 0, (np.arange(40) % 4 == 0).astype(np.float64)):
+        report = _write(_plan(tmp_path, splits=True), [_batch(np.arange(40), indicator)])
+        rows = {
+            file["split"]: pq.read_table(tmp_path.parent / file["path"])["x"].to_pylist()
+            for file in report["files"]
+        }
+        assert rows["validation"] == list(range(0, 40, 4))
+        assert sorted(rows["train"] + rows["validation"]) == list(range(40))
+        assert report["stats"]["validation"][0]["rows"] == 10
+        assert pq.read_schema(tmp_path.parent / report["files"][0]["path"]).names == ["x"]
+
+
+def test_wide_rows_get_smaller_row_groups(tmp_path: Path) -> None:
+    wide = Column(name="x", kind=Array("float32"))
+    values = pa.ListArray.from_arrays(
+        np.arange(0, 51 * 40_000, 40_000, dtype=np.int32), np.zeros(2_000_000, np.float32)
+    )
+    (file,) = _write(_plan(tmp_path, (wide,), row_group_rows=None), [_batch(values)])["files"]
+    # 160 kB a row, 4 MiB a group.
+    assert file["row_groups"] == [26, 24]
+    narrow = _write(_plan(tmp_path, row_group_rows=None), [_batch(np.arange(20_000))])
+    assert narrow["files"][0]["row_groups"] == [20_000]
+    two = _write(_plan(tmp_path, row_group_rows=None), [_batch(np.arange(20_000))] * 4)
+    assert two["files"][0]["row_groups"] == [32_768, 32_768, 14_464]
+
+
+@pytest.mark.parametrize("bad", [pa.array([[1.0], None]), pa.array([[1.0], [None]])], ids=str)
+def test_data_that_will_be_refused_is_counted_and_not_kept(tmp_path: Path, bad: Any) -> None:
+    column = Column(name="x", kind=Array("float64"))
+    good = pa.array([[1.0]] * 30)
+    report = _write(_plan(tmp_path, (column,)), [_batch(good), _batch(bad), _batch(good)])
+    assert report["files"] == []
+    assert (report["rows"], report["nulls"]) == (62, [1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_leaves_no_file(tmp_path: Path) -> None:
+    def batches() -> Iterator[Any]:
+        yield _batch(np.arange(100))
+        assert list(tmp_path.iterdir())
+        raise RuntimeError("the plan failed")
+
+    with pytest.raises(RuntimeError, match="the plan failed"):
+        list(write_partition(_plan(tmp_path), batches()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_attempts_of_one_task_write_under_different_names(tmp_path: Path) -> None:
+    names = {_write(_plan(tmp_path), [_batch(np.arange(3))])["files"][0]["path"] for _ in range(3)}
+    assert len(names) == 3
+    assert all(name.startswith(f"{tmp_path.name}/part-00000-") for name in names)
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    import hashlib
+
+    (file,) = _write(_plan(tmp_path), [_batch(np.arange(47))])["files"]
+    assert file["sha256"] == hashlib.sha256((tmp_path.parent / file["path"]).read_bytes()).hexdigest()
+
+
+def test_rows_with_nulls_are_skipped_and_counted(tmp_path: Path) -> None:
+    columns = (X, Column(name="y", kind=Scalar("float64")))
+    plan = _plan(tmp_path, columns, handle_invalid=("skip", "skip"))
+    report = _write(plan, [_batch([1, None, 3, 4], [0.5, 1.5, None, 2.5])])
+    assert (report["rows"], report["skipped"], report["nulls"]) == (4, 2, [1, 1])
+    assert pq.read_table(tmp_path.parent / report["files"][0]["path"]).to_pydict() == {
+        "x": [1, 4],
+        "y": [0.5, 2.5],
+    }
+
+
+def test_kept_nulls_become_zeros_with_a_mask(tmp_path: Path) -> None:
+    columns = (X, Column(name="y", kind=Padded("float64")), Column(name="z", kind=Array("int64")))
+    plan = _plan(tmp_path, columns, handle_invalid=("keep", "keep", "keep"))
+    report = _write(plan, [_batch([1, None, 3], [[0.5], None, [1.5, None]], [[1, 2], None, [3, 4]])])
+    assert pq.read_table(tmp_path.parent / report["files"][0]["path"]).to_pydict() == {
+        "x": [1, 0, 3],
+        "x.isnull": [False, True, False],
+        "y": [[0.5], [], [1.5, 0.0]],
+        "y.isnull": [False, True, True],
+        "z": [[1, 2], [], [3, 4]],
+        "z.isnull": [False, True, False],
+    }
+    # The empty stand-in for a null row is no row of another length.
+    assert report["shapes"][2] == [[2], [2]]
+
+
+def test_row_groups_of_rows_of_varying_length_are_sized_by_bytes(tmp_path: Path) -> None:
+    lists = pa.ListArray.from_arrays(np.arange(0, 5 * 10**6, 10**6 // 2, dtype=np.int32), np.zeros(5 * 10**6))
+    plan = _plan(tmp_path, (Column(name="x", kind=Padded("float64")),), row_group_rows=None)
+    (file,) = _write(plan, [_batch(lists)] * 2)["files"]
+    assert file["row_groups"] == [1] * 18

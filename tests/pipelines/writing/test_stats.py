@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspark.pipelines.writing.stats import ColumnStats, StatsCollector
+
+lists = st.lists(st.floats(width=32), max_size=30)
+
+
+def _stats(*parts: Any, scalar: bool = True) -> ColumnStats:
+    collector = StatsCollector(is_scalar=scalar, counts_distinct=scalar)
+    for part in parts:
+        collector.add(len(part), np.asarray(part))
+    return collector.result()
+
+
+@given(parts=st.lists(lists, max_size=4))
+def test_merged_parts_equal_the_whole(parts: list[list[float]]) -> None:
+    merged = ColumnStats()
+    for part in parts:
+        merged = merged.merge(_stats(np.array(part, dtype=np.float32)))
+    whole = [value for part in parts for value in part]
+    finite = [value for value in whole if math.isfinite(value)]
+    assert merged.rows == merged.values == len(whole)
+    assert merged.nans == sum(map(math.isnan, whole))
+    assert merged.infs == sum(map(math.isinf, whole))
+    assert merged.minimum == (min(finite) if finite else None)
+    assert merged.maximum == (max(finite) if finite else None)
+    assert (merged.distinct or 0) == len(set(finite))
+    if finite:
+        assert merged.mean == pytest.approx(np.mean(finite), rel=1e-6, abs=1e26)
+    else:
+        assert merged.mean is None
+    if len(finite) > 1:
+        assert merged.std == pytest.approx(np.std(finite, ddof=1), rel=1e-6, abs=1e26)
+    else:
+        assert merged.std is None
+
+
+def test_the_deviation_survives_a_large_mean() -> None:
+    values = 1e9 + np.arange(200_000) % 7
+    assert _stats(values[:70_000], values[70_000:]).std == pytest.approx(values.std(ddof=1), rel=1e-9)
+
+
+def test_large_integers_stay_exact() -> None:
+    stats = _stats(np.array([2**62 + 1, -(2**62) - 1]))
+    assert (stats.minimum, stats.maximum) == (-(2**62) - 1, 2**62 + 1)
+    again = ColumnStats.from_json(json.loads(json.dumps(stats.to_json())))
+    assert again == stats
+    assert again.merge(stats).distinct == 2
+
+
+def test_booleans_count_as_zero_and_one() -> None:
+    stats = _stats(np.array([True, False, True, True]))
+    assert (stats.minimum, stats.maximum, stats.mean, stats.distinct) == (0, 1, 0.75, 2)
+
+
+def test_fractions_are_counted_for_scalars_only() -> None:
+    values = np.array([1.0, 1.5, math.nan, math.inf, -2.25])
+    assert _stats(values).fractional == 2
+    assert _stats(values, scalar=False).fractional == 0
+
+
+def test_no_rows_have_no_range() -> None:
+    assert _stats(np.zeros(0)).without_sketch() == ColumnStats(distinct=0)
+
+
+def test_rows_of_arrays_are_counted_apart_from_their_elements() -> None:
+    collector = StatsCollector(is_scalar=False, counts_distinct=False)
+    collector.add(2, np.arange(6))
+    stats = collector.result()
+    assert (stats.rows, stats.values, stats.mean, stats.distinct) == (2, 6, 2.5, None)
+
+
+def test_squares_that_overflow_do_not_warn() -> None:
+    assert _stats(np.array([1e300, -1e300])).std == math.inf
