@@ -59,13 +59,11 @@ def step_save(folder: str, layers: int, width: int) -> None:
 
 def step_load_and_transform(folder: str, layers: int, width: int) -> None:
     """Loads the saved model and predicts 256 rows in two Python workers."""
-    import harness as shared
-
     from ringspark.estimators import TorchRegressionModel
 
     session = _session()
     model = TorchRegressionModel.load(os.path.join(folder, "model"))
-    frame = shared.random_frame(session, 256)  # type: ignore[arg-type]
+    frame = harness.random_frame(session, 256)  # type: ignore[arg-type]
     rows = model.transform(frame.select("features")).select("prediction").collect()
     assert len(rows) == 256
     assert all(row.prediction is not None for row in rows)
