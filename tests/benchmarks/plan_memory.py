@@ -194,7 +194,7 @@ def save_chart(path: str, names: Sequence[str], planned: Sequence[int], peaks: S
 
 def main() -> None:
     """Prints the table; draws the chart where its path is given."""
-    args = harness.parse(__doc__, rows=(16, 2))
+    args = harness.parse(__doc__, rows=(16, 4))
     lines, results = [], []
     for entry in CASES:
         plan, peak = compare(entry, args.rows)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -48,23 +49,23 @@ def read_scores(text: str) -> Scores:
     return scores
 
 
-def score_seed(root: Path, seed: int, epochs: int) -> Scores:
+def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
     """Trains and scores once."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ETL_RESULTS:
             (Path(folder) / name).symlink_to(root / name)
-        run_job("train", "--data", folder, "--seed", str(seed), "--epochs", str(epochs))
+        sizes = ("--epochs", str(options.epochs), "--members", str(options.members))
+        run_job("train", "--data", folder, "--seed", str(seed), *sizes)
         return read_scores(run_job("score", "--data", folder, "--seed", str(seed)))
 
 
 def main() -> None:
     """Runs the seeds one after the other, then prints them, their mean and spread."""
-    # The deviation needs two.
-    options = harness.parse(__doc__, repeats=(3, 2), epochs=(5, 1))
+    options = harness.parse(__doc__, repeats=(3, 1), epochs=(5, 1), members=(3, 1))
     root = harness.flights_root(options)
     scores = []
     for seed in range(options.repeats):
-        scores.append(score_seed(root, seed, options.epochs))
+        scores.append(score_seed(root, seed, options))
         print(f"seed {seed}: {scores[-1]}", flush=True)
     lines = []
     for model in scores[0]:
@@ -75,7 +76,8 @@ def main() -> None:
         ]
         metrics = list(zip(*values, strict=True))
         lines.append([f"{model}, mean", *(f"{mean(metric):.4f}" for metric in metrics)])
-        lines.append([f"{model}, deviation", *(f"{stdev(metric):.4f}" for metric in metrics)])
+        if options.repeats > 1:
+            lines.append([f"{model}, deviation", *(f"{stdev(metric):.4f}" for metric in metrics)])
     first, *others = (model for model in scores[0])
     for other in others:
         ratios = [
