@@ -11,7 +11,6 @@ allocation and release of the step, as `torch.profiler` records them. Counted, n
 
 from __future__ import annotations
 
-import argparse
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -39,7 +38,6 @@ from ringspark.estimators.training.settings.config import TrainConfig, segment_p
 from ringspark.estimators.training.trainer import Parts, Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
-ROWS = 16
 CLASSES = 10
 MLP = ModelSpec("mlp", {"in_features": 256, "hidden": [512] * 12, "out_features": CLASSES})
 _TRANSFORMER = {"vocab_size": 512, "max_seq_len": 64, "dim": 128, "depth": 9, "num_heads": 4}
@@ -196,15 +194,10 @@ def save_chart(path: str, names: Sequence[str], planned: Sequence[int], peaks: S
 
 def main() -> None:
     """Prints the table; draws the chart where its path is given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_options(parser)
-    parser.add_argument("--chart", metavar="PNG", help="file to draw the bars to")
-    args = parser.parse_args()
+    args = harness.parse(__doc__, rows=(16, 4))
     lines, results = [], []
     for entry in CASES:
-        plan, peak = compare(entry, args.rows or ROWS)
+        plan, peak = compare(entry, args.rows)
         results.append((entry.name, plan.peak, peak))
         sizes = [f"{count / 2**20:.2f}" for count in (plan.peak, peak)]
         lines.append([entry.name, *sizes, f"{plan.peak / peak:.3f}"])
