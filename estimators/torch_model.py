@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -15,10 +16,7 @@ from pyspark.sql.types import StructField, StructType
 from torch import nn
 
 from ringspark.estimators import user_code
-from ringspark.estimators.converters import set_params
-from ringspark.estimators.held_weights import HeldWeights
-from ringspark.estimators.inference.export import ExportFormat, export_module
-from ringspark.estimators.inference.inputs import (
+from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
@@ -27,19 +25,22 @@ from ringspark.estimators.inference.inputs import (
     model_inputs,
     source_columns,
 )
+from ringspark.estimators.inference.export import ExportFormat, export_module
 from ringspark.estimators.inference.predict import Predictor, prediction_expression
 from ringspark.estimators.inference.results import Classes, Results, Values
-from ringspark.estimators.model_params import (
+from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
     _ModelParams,
     check_distinct,
     check_thresholds,
 )
-from ringspark.estimators.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
-from ringspark.estimators.summary import TrainingSummary
-from ringspark.estimators.training.checkpoint import map_checkpoint
-from ringspark.estimators.training.skeleton import build_skeleton, skeleton
+from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame
@@ -52,6 +53,15 @@ Shape = tuple[int, ...]
 _RESULT = "__ringspark_result"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription(Description):
+    """What is written down of a model beside its weights; the attributes are the model's own."""
+
+    inputs: tuple[ModelInput, ...]
+    output_shapes: tuple[Shape, ...]
+    summary: TrainingSummary | None
+
+
 class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     """A trained network. `transform` adds `predictionCol`; all other columns pass through.
 
@@ -59,6 +69,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     network with several outputs has one column for each, `predictionCols`.
     Made by an estimator's `fit`, or by `load`.
     """
+
+    _description = ModelDescription
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
@@ -225,20 +237,16 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._summary = summary
         return self
 
-    def _restore(self, uri: str, description: dict[str, Any]) -> None:
+    def _restore(self, uri: str, description: ModelDescription) -> None:
         """Called by the reader with the folder that the stage was saved in."""
         weights = HeldWeights(storage.join(uri, WEIGHTS_FOLDER))
         # Now rather than in the first task: the folder may be damaged. And a pipeline that is saved
         # over the folder it was loaded from removes the folder before it asks for the weights.
         weights.hold()
-        summary = description["summary"]
-        if description["format_version"] == 1:
-            width = description["output_width"]
-            description = description | {"inputs": [], "output_shapes": [[] if width is None else [width]]}
         self._weights = weights
-        self._inputs = tuple(ModelInput.from_json(item) for item in description["inputs"])
-        self._output_shapes = tuple(tuple(shape) for shape in description["output_shapes"])
-        self._summary = TrainingSummary.from_json(summary) if summary else None
+        self._inputs = description.inputs
+        self._output_shapes = description.output_shapes
+        self._summary = description.summary
 
 
 class TorchRegressionModel(TorchModel):

@@ -8,7 +8,6 @@ travel by value, with their code; those of installed packages by name, as always
 from __future__ import annotations
 
 import os
-import site
 import sys
 import sysconfig
 import threading
@@ -82,7 +81,8 @@ def _own_modules() -> list[ModuleType]:
     """Imported modules of Python source that no package manager installed."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names]
-    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    # Also those of another environment, which a .pth file or PYTHONPATH has put behind this one's.
+    folders += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     found = []
     for name, module in list(sys.modules.items()):

@@ -1,7 +1,7 @@
 """The tests marked `modes` again, on executor processes of their own and through Spark Connect.
 
-Each mode needs a process of its own: one Python process holds one kind of Spark session. All estimators in
-one of them: `RINGSPARK_TEST_MASTER=connect pytest -m modes`.
+Each mode needs a process of its own: one Python process holds one kind of Spark session. By hand:
+`RINGSPARK_TEST_MASTER=connect pytest -m modes`.
 
 From Spark 4 on, pyspark brings its Connect server along. That of 3.5 is a Maven artifact which the
 package lacks, so there the client of 3.5 talks to the server of `.venv`: Connect promises that a
@@ -23,22 +23,9 @@ import pyspark
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STAGES = ["tests/estimators/test_conformance.py", "tests/estimators/test_stages.py"]
-OTHERS = [
-    "tests/estimators/test_cancel.py",
-    "tests/estimators/test_fit.py",
-    "tests/estimators/test_model.py",
-    "tests/estimators/launch/test_gang.py",
-    "tests/estimators/launch/test_gang_queue.py",
-    "tests/pipelines/reuse/test_cached_shards.py",
-]
 # The only reasons to skip: facts about Spark, as tests/estimators/conftest.py puts them.
 SPARK_LACKS = re.compile(r"pyspark 3\S+ has no pyspark\.ml\.\S+ on Spark Connect")
 OWN_SERVER = not pyspark.__version__.startswith("3.")
-# What differs between the modes is Spark: one estimator tells it, in a third of the time.
-ONE_STAGE = "not test_conformance or TorchClassifier"
-# The oldest Spark is there for the stages.
-SUITES = [*STAGES, *OTHERS] if OWN_SERVER else STAGES
 MAIN = ROOT / ".venv" / "bin"
 
 
@@ -93,12 +80,11 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"the Connect server does not listen on {port}: {log.read_text()[-4000:]}")
 
 
-def run_suites(master: str) -> None:
+def run_the_marked(master: str) -> None:
+    """Runs every test with the mark in one process."""
     environment = os.environ | {"RINGSPARK_TEST_MASTER": master}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "modes", "-k", ONE_STAGE, "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *SUITES], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "modes", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     skips = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
@@ -108,11 +94,11 @@ def run_suites(master: str) -> None:
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_the_stages_on_executors_of_their_own() -> None:
-    run_suites("local-cluster[2,1,1024]")
+def test_the_marked_on_executors_of_their_own() -> None:
+    run_the_marked("local-cluster[2,1,1024]")
 
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_the_stages_through_connect(connect: str) -> None:
-    run_suites(connect)
+def test_the_marked_through_connect(connect: str) -> None:
+    run_the_marked(connect)

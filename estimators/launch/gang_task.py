@@ -16,9 +16,11 @@ from typing import Any
 import pyarrow as pa
 
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
-from ringspark.estimators.training.status import Failure, Status
+from ringspark.estimators.training.phase import Status
+from ringspark.pipelines.typed_json import record
 
 # Gets the connected collective, this rank's device and the status to keep; returns a short text.
 Work = Callable[[Collective, str, Status], str]
@@ -148,7 +150,7 @@ class GangTask:
             if any(entry["problem"] for entry in told):
                 raise CollectiveError("another rank could not start")
             status.phase = "choosing the devices"
-            device = self._device([Claim.from_json(entry["claim"]) for entry in told], context)
+            device = self._device([record(Claim, entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
             collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)

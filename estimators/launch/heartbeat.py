@@ -20,11 +20,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ringspark.estimators.launch.owner import read_owner
-from ringspark.estimators.training.status import Failure, Status
+from ringspark.estimators import run_layout
+from ringspark.estimators.failures import Failure
+from ringspark.estimators.run.owner import read_owner
+from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object, record
 
-FOLDER = "heartbeat"
 LONGEST_INTERVAL_SECONDS = 5.0
 # Often enough to leave quickly where the parent died or the work is done.
 _TICK_SECONDS = 0.25
@@ -68,23 +70,18 @@ class Beat:
     def from_json(cls, data: bytes) -> Beat | None:
         """The beat, None where the text is none."""
         try:
-            values = json.loads(data)
-            beat = cls(**values)
             # Checked here, since whoever may write into the folder may write nonsense.
-            numbers = (beat.rank, beat.task, beat.pid, beat.launch, beat.ticks, beat.beats)
-            texts = (beat.token, beat.host, beat.phase, beat.failure or "")
-            if not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
-                return None
+            beat = record(cls, parse_object(data))
             if beat.failure is not None:
                 Failure.from_json(beat.failure)
-        except (ValueError, TypeError, RecursionError):
+        except ValueError:
             return None
         return beat
 
 
 def beat_uri(run_uri: str, rank: int) -> str:
     """The file of one rank."""
-    return storage.join(run_uri, FOLDER, f"rank-{rank}.json")
+    return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.json")
 
 
 def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Beat]:
@@ -199,10 +196,10 @@ class Heartbeat:
             owner = read_owner(self._pulse.run_uri)
             if owner is None:
                 return
-            if owner["token"] != self._pulse.token:
+            if owner.token != self._pulse.token:
                 self._status.stop(
                     f"another driver has taken over the run in {self._pulse.run_uri!r}; "
                     "let one driver alone work on a run"
                 )
-            elif int(owner["launch"]) > self._pulse.launch:
+            elif owner.launch > self._pulse.launch:
                 self._status.stop("the driver has started the workers again without this one")

@@ -21,21 +21,21 @@ import harness
 import psutil
 
 GIB = 1 << 30
-WIDTH = 8192
-LAYERS = 12  # of WIDTH x WIDTH fp32: 256 MiB each
+# Layers of width x width fp32, 256 MiB each: 3 GiB.
+LAYERS, WIDTH = (12, 2), (8192, 64)
 
 
-def spec(layers: int) -> object:
+def spec(layers: int, width: int) -> object:
     from ringspark.models import ModelSpec
 
-    return ModelSpec("mlp", {"in_features": 32, "hidden": [WIDTH] * (layers + 1), "out_features": 1})
+    return ModelSpec("mlp", {"in_features": 32, "hidden": [width] * (layers + 1), "out_features": 1})
 
 
-def step_checkpoint(folder: str, layers: int) -> None:
+def step_checkpoint(folder: str, layers: int, width: int) -> None:
     """Writes the checkpoint that a training would have left."""
-    from ringspark.estimators.training.checkpoint import save_checkpoint
+    from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 
-    save_checkpoint(os.path.join(folder, "checkpoint"), spec(layers).build())  # type: ignore[attr-defined]
+    save_checkpoint(os.path.join(folder, "checkpoint"), spec(layers, width).build())  # type: ignore[attr-defined]
 
 
 def _session() -> object:
@@ -47,25 +47,23 @@ def _session() -> object:
     return session
 
 
-def step_save(folder: str, layers: int) -> None:
+def step_save(folder: str, layers: int, width: int) -> None:
     """Saves the model of that checkpoint."""
     from ringspark.estimators import TorchRegressionModel
 
     _session()
-    model = TorchRegressionModel(model=spec(layers), inferenceBatchSize=64)
+    model = TorchRegressionModel(model=spec(layers, width), inferenceBatchSize=64)
     model._set_trained(os.path.join(folder, "checkpoint"), [(1,)], None)
     model.write().overwrite().save(os.path.join(folder, "model"))
 
 
-def step_load_and_transform(folder: str, layers: int) -> None:
+def step_load_and_transform(folder: str, layers: int, width: int) -> None:
     """Loads the saved model and predicts 256 rows in two Python workers."""
-    import harness as shared
-
     from ringspark.estimators import TorchRegressionModel
 
     session = _session()
     model = TorchRegressionModel.load(os.path.join(folder, "model"))
-    frame = shared.random_frame(session, 256)  # type: ignore[arg-type]
+    frame = harness.random_frame(session, 256)  # type: ignore[arg-type]
     rows = model.transform(frame.select("features")).select("prediction").collect()
     assert len(rows) == 256
     assert all(row.prediction is not None for row in rows)
@@ -107,13 +105,13 @@ class Watcher(threading.Thread):
 
 def main() -> None:
     """Runs the steps one after the other."""
-    options = harness.parse(__doc__, rows=LAYERS)
+    options = harness.parse(__doc__, layers=LAYERS, width=WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         lines = []
         for name in STEPS:
             started = time.perf_counter()
             process = subprocess.Popen(
-                [sys.executable, __file__, "--step", name, folder, str(options.rows)],
+                [sys.executable, __file__, "--step", name, folder, str(options.layers), str(options.width)],
                 stderr=subprocess.DEVNULL,
             )
             watcher = Watcher(process.pid)
@@ -139,6 +137,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--step"]:
-        STEPS[sys.argv[2]](sys.argv[3], int(sys.argv[4]))
+        STEPS[sys.argv[2]](sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
     else:
         main()

@@ -1,8 +1,6 @@
 """Memory of N blocks under activation checkpointing: bytes saved for backward, the peak, recomputed FLOPs.
 
-Counted, not timed, and not from the process: every allocation and every release of torch's CPU allocator,
-as `torch.profiler` records them (on CUDA what its caching allocator counts), from just before a forward pass
-to the end of its backward pass. Gradients exist before, so that they are no part of it.
+Counted by `peak_memory`, not timed. Gradients exist before, so that they are no part of it.
 
 - saved: allocated in the forward pass and alive at its end, where only the graph holds it.
 - peak: the most that was allocated at one time in forward and backward together.
@@ -19,24 +17,20 @@ Nothing else is taken off, and no N is left out.
 
 from __future__ import annotations
 
-import argparse
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import harness
 import numpy as np
 import torch
+from peak_memory import memory_use, peak_bytes
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringspark.models import MLP, TransformerLM, apply_activation_checkpoint
 
 DEPTHS = (4, 16, 64, 256)
 POLICIES = ("none", "all", "sqrt")
-ROWS = 16
 VOCAB, SEQ, DIM = 64, 32, 32
 MLP_DIM, MLP_ROWS = 64, 32  # So many times the rows of the transformer, which has SEQ tokens in each.
 MIB = 1 << 20
@@ -84,65 +78,46 @@ def count(make: Make, depth: int, policy: str, rows: int) -> Count:
     if depth:
         apply_activation_checkpoint(net, policy)
     # Makes the gradients, and what the first use of a kernel allocates for good.
-    with FlopCounterMode(display=False) as forward:
+    with FlopCounterMode(display=False) as forward_flops:
         loss = net(inputs).square().mean()
-    with FlopCounterMode(display=False) as backward:
+    with FlopCounterMode(display=False) as backward_flops:
         loss.backward()
     del loss
-    gc.collect()
-    saved, peak = _bytes(lambda: net(inputs).square().mean())
+
+    def forward() -> torch.Tensor:
+        result: torch.Tensor = net(inputs).square().mean()
+        return result
+
+    saved = memory_use(forward, DEVICE.type).kept
+    peak = peak_bytes(lambda: forward().backward(), DEVICE.type)  # type: ignore[no-untyped-call]
     return Count(
         saved=saved,
         peak=peak,
-        forward_flops=forward.get_total_flops(),
-        backward_flops=backward.get_total_flops(),
+        forward_flops=forward_flops.get_total_flops(),
+        backward_flops=backward_flops.get_total_flops(),
     )
-
-
-def _bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, int]:
-    """Bytes alive after the forward pass, and the peak of forward and backward, above the start."""
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated()
-        loss = forward()
-        saved = torch.cuda.memory_allocated() - start
-        loss.backward()
-        return saved, torch.cuda.max_memory_allocated() - start
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = forward()
-        with torch.profiler.record_function("end of forward"):
-            pass
-        loss.backward()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    end = next(e.start_ns() for e in events if e.name() == "end of forward")
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    return sum(size for at, _, size in changes if at <= end), max(accumulate(size for *_, size in changes))
-
-
-def exponent(values: Mapping[int, int], without_blocks: int) -> float:
-    """Slope of the least-squares line through (log N, log(bytes(N) - bytes(0)))."""
-    depths = np.array(list(values), dtype=float)
-    above = np.array(list(values.values()), dtype=float) - without_blocks
-    return float(np.polyfit(np.log(depths), np.log(above), 1)[0])
 
 
 Results = dict[str, dict[int, Count]]  # Policy -> N -> counts; "none" also has N = 0.
 
 
-def measure(make: Make, rows: int) -> Results:
+def measure(make: Make, rows: int, depths: Sequence[int]) -> Results:
     """All depths and policies of one family."""
     empty = count(make, 0, "none", rows)
     return {
-        policy: {0: empty} | {depth: count(make, depth, policy, rows) for depth in DEPTHS}
+        policy: {0: empty} | {depth: count(make, depth, policy, rows) for depth in depths}
         for policy in POLICIES
     }
 
 
-def exponents(counts: Mapping[int, Count]) -> tuple[float, float]:
-    """Of what is saved, and of the peak."""
-    saved = exponent({n: counts[n].saved for n in DEPTHS}, counts[0].saved)
-    return saved, exponent({n: counts[n].peak for n in DEPTHS}, counts[0].peak)
+def growth(counts: Mapping[int, Count], kind: str) -> dict[int, int]:
+    """N -> bytes saved, or at the peak, above those of the network without blocks."""
+    return {depth: getattr(c, kind) - getattr(counts[0], kind) for depth, c in counts.items() if depth}
+
+
+def exponent(above: Mapping[int, int]) -> float:
+    """Slope of the least-squares line through (log N, log(bytes(N) - bytes(0)))."""
+    return float(np.polyfit(np.log(list(above)), np.log(list(above.values())), 1)[0])
 
 
 def print_results(family: str, results: Results, rows: int) -> None:
@@ -164,7 +139,7 @@ def print_results(family: str, results: Results, rows: int) -> None:
     header = ["", "N", "saved MiB", "peak MiB", "none's peak / peak", "recomputed / forward"]
     harness.print_table(f"checkpoint_memory: {family}, {rows} rows, {DEVICE.type}", header, lines)
     for policy in POLICIES:
-        saved, peak = exponents(results[policy])
+        saved, peak = (exponent(growth(results[policy], kind)) for kind in ("saved", "peak"))
         print(f"{policy}: bytes above those without blocks: N^{saved:.3f} saved, N^{peak:.3f} at the peak")
 
 
@@ -182,12 +157,12 @@ def draw_chart(path: str, all_results: Mapping[str, Results]) -> None:
         for policy, color in zip(POLICIES, ("0.55", "tab:orange", "tab:blue"), strict=True):
             counts = results[policy]
             for kind, style in (("peak", "o-"), ("saved", "s:")):
-                values = [(getattr(counts[n], kind) - getattr(counts[0], kind)) / MIB for n in DEPTHS]
-                power = exponents(counts)[kind == "peak"]
-                label = f"{policy}, {kind}: $N^{{{power:.2f}}}$"
-                axes.plot(DEPTHS, values, style, color=color, label=label, markersize=5)
+                above = growth(counts, kind)
+                label = f"{policy}, {kind}: $N^{{{exponent(above):.2f}}}$"
+                values = [size / MIB for size in above.values()]
+                axes.plot(list(above), values, style, color=color, label=label, markersize=5)
         axes.set(title=family, xlabel="blocks N", xscale="log", yscale="log")
-        axes.set_xticks(DEPTHS, [str(n) for n in DEPTHS])
+        axes.set_xticks(list(above), [str(depth) for depth in above])
         axes.minorticks_off()
         axes.grid(visible=True, color="0.92")
         axes.spines[["top", "right"]].set_visible(False)
@@ -198,21 +173,11 @@ def draw_chart(path: str, all_results: Mapping[str, Results]) -> None:
     print(f"chart: {path}")
 
 
-def parse() -> argparse.Namespace:
-    """The command line: the options of all benchmarks, and the chart."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_options(parser)
-    parser.add_argument("--chart", metavar="PATH", help="draw the bytes into this PNG; needs matplotlib")
-    parser.set_defaults(repeats=1, rows=ROWS)
-    return parser.parse_args()
-
-
-def main(families: Sequence[str] = tuple(FAMILIES)) -> None:
+def main() -> None:
     """Measures once: counts do not change from run to run."""
-    args = parse()
-    all_results = {family: measure(FAMILIES[family], args.rows) for family in families}
+    args = harness.parse(__doc__, rows=(16, 2), depths=(len(DEPTHS), 2))
+    depths = DEPTHS[: args.depths]
+    all_results = {family: measure(make, args.rows, depths) for family, make in FAMILIES.items()}
     for family, results in all_results.items():
         print_results(family, results, args.rows)
     if args.chart is not None:

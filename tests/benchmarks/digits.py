@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from argparse import Namespace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 HIDDEN = [64, 64]
 RATES = [1e-3, 3e-3, 1e-2]
-EPOCHS = 40
 
 
 def frame(spark: SparkSession, x: Any, y: Any) -> DataFrame:
@@ -35,7 +35,9 @@ def frame(spark: SparkSession, x: Any, y: Any) -> DataFrame:
     return spark.createDataFrame(rows, ", ".join(f"{name} double" for name in (*names, "label")))
 
 
-def ours(train: DataFrame, test: DataFrame, folder: str, seed: int) -> tuple[float, float]:
+def ours(
+    train: DataFrame, test: DataFrame, folder: str, seed: int, options: Namespace
+) -> tuple[float, float]:
     """Accuracy on the test rows, and the learning rate that cross-validation chose."""
     from pyspark.ml import Pipeline
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
@@ -47,7 +49,7 @@ def ours(train: DataFrame, test: DataFrame, folder: str, seed: int) -> tuple[flo
         model=ModelSpec(
             "mlp", {"in_features": len(pixels), "hidden": HIDDEN, "out_features": 10, "dropout": 0.2}
         ),
-        epochs=EPOCHS,
+        epochs=options.epochs,
         batchSize=64,
         lrSchedule="one_cycle",
         weightDecay=1e-2,
@@ -59,9 +61,9 @@ def ours(train: DataFrame, test: DataFrame, folder: str, seed: int) -> tuple[flo
     accuracy = MulticlassClassificationEvaluator(metricName="accuracy")
     search = CrossValidator(
         estimator=network,
-        estimatorParamMaps=ParamGridBuilder().addGrid(network.learningRate, RATES).build(),
+        estimatorParamMaps=ParamGridBuilder().addGrid(network.learningRate, RATES[: options.rates]).build(),
         evaluator=accuracy,
-        numFolds=3,
+        numFolds=options.folds,
         seed=seed,
     )
     fitted = Pipeline(stages=[VectorAssembler(inputCols=pixels, outputCol="features"), search]).fit(train)
@@ -84,19 +86,19 @@ def main() -> None:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    options = harness.parse(__doc__)
+    options = harness.parse(__doc__, epochs=(40, 1), rates=(len(RATES), 1), folds=(3, 2))
     x, y = load_digits(return_X_y=True)
     lines = []
     with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark digits", harness.MASTER) as spark:
         for seed in range(options.repeats):
             parts = train_test_split(x / 16, y, test_size=0.2, stratify=y, random_state=seed)
             train, test = (parts[0], parts[2]), (parts[1], parts[3])
-            accuracy, rate = ours(frame(spark, *train).cache(), frame(spark, *test), folder, seed)
+            accuracy, rate = ours(frame(spark, *train).cache(), frame(spark, *test), folder, seed, options)
             lines.append((f"split {seed}", accuracy, theirs(train, test, seed), rate))
             print(f"split {seed}: {accuracy:.4f} against {lines[-1][2]:.4f}", flush=True)
     means = [mean(values) for values in zip(*(line[1:3] for line in lines), strict=True)]
     harness.print_table(
-        f"digits: accuracy on 360 held-out digits, hidden layers {HIDDEN}, {EPOCHS} epochs",
+        f"digits: accuracy on 360 held-out digits, hidden layers {HIDDEN}, {options.epochs} epochs",
         ["", "ringspark", "MLPClassifier", "rate chosen"],
         [[name, f"{a:.4f}", f"{b:.4f}", f"{rate:g}"] for name, a, b, rate in lines]
         + [["mean", f"{means[0]:.4f}", f"{means[1]:.4f}", ""]],

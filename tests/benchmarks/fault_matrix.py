@@ -24,7 +24,6 @@ Ends with 1 if anything was wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -40,8 +39,6 @@ from moments import Moment
 from scenarios import FAULTS, KINDS, TARGETS, Fault
 from trainings import TIMEOUT_SECONDS
 
-from ringspark.jobs import cli
-
 # So that ten hits, and the harness's time between them, have room.
 EPOCHS = 5
 Cells = dict[tuple[str, str], list[Moment]]
@@ -49,9 +46,9 @@ Cells = dict[tuple[str, str], list[Moment]]
 
 def main() -> int:
     """Runs the moments, prints the matrix; 1 if anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=cli.positive_int, default=20, metavar="N", help="moments of a cell")
-    parser.add_argument("--hits", type=cli.positive_int, default=10, metavar="N", help="of one training")
+    parser = harness.parser(
+        __doc__, repeats=(20, 1), hits=(10, 1), epochs=(EPOCHS, 2), cells=(len(FAULTS), 1)
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
     parser.add_argument(
         "--timeout-seconds", type=float, default=TIMEOUT_SECONDS, help="of the trainings; more if it is busy"
@@ -64,13 +61,14 @@ def main() -> int:
     # What was started ends with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     faults = [f for f in FAULTS if not args.only or {f.target, f"{f.target}/{f.kind}"} & set(args.only)]
+    faults = faults[: args.cells]
     if not faults:
         parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
     # Those of one place follow each other: every change of it costs a start of Spark.
     faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
     cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
-    with Lab(epochs=EPOCHS, timeout_seconds=args.timeout_seconds) as lab:
+    with Lab(epochs=args.epochs, timeout_seconds=args.timeout_seconds) as lab:
         for fault in faults:
             if reason := lab.reason_not_to(fault):
                 skipped[fault.target, fault.kind] = reason

@@ -1,7 +1,7 @@
 """Training rows/s, layer by layer, against the bare PyTorch loop over the same batches in memory.
 
 The bare loop has one thread and one process, no reader, no collective, no Spark: what it loses to
-`train_worker` is the price of reading and bookkeeping; a gang of 2 has two cores to win it back.
+one rank is the price of reading and bookkeeping; a gang of 2 has two cores to win it back.
 "inside" counts from the connected gang to the written checkpoint; "whole call" is all of `fitOnShards`.
 """
 
@@ -19,10 +19,9 @@ import torch
 from torch.nn import functional
 
 from ringspark.estimators import TorchRegressor
-from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.optimizers import make_optimizer
-from ringspark.estimators.training.worker import train_worker
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
 
@@ -71,7 +70,7 @@ def worker_rate(shards_uri: str, folder: Path, reader: str) -> float:
         collective="local",
         reader=reader,
     )
-    result = train_worker(config, LocalCollective())
+    result = train_here(config)
     return result.rows / result.seconds
 
 
@@ -107,14 +106,14 @@ class GangFit:
 
 def main() -> None:
     """Writes the shards once, then measures all layers in turns."""
-    options = harness.parse(__doc__, rows=500_000)
+    options = harness.parse(__doc__, rows=(500_000, 4_096))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, cli.spark("ringspark bench fit", harness.MASTER) as spark:
         folder = Path(name)
         manifest = write_shards(harness.random_frame(spark, options.rows), str(folder / "shards"))
         cases: dict[str, Callable[[], float]] = {BARE: partial(bare_rate, load_batches(manifest))}
         for reader in ("petastorm", "arrow"):
-            cases[f"train_worker, {reader}"] = partial(worker_rate, manifest.uri, folder, reader)
+            cases[f"1 rank, {reader}"] = partial(worker_rate, manifest.uri, folder, reader)
         for collective, reader in GANGS:
             fit = GangFit(manifest.uri, folder, collective, reader)
             cases[f"2 x {collective}, {reader}: whole call"] = fit.whole_call

@@ -9,7 +9,6 @@ batches in host memory. Without a CUDA device it says so and measures nothing; `
 
 from __future__ import annotations
 
-import json
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -19,21 +18,16 @@ from statistics import median
 
 import harness
 import numpy as np
-import pyarrow as pa
 import torch
+from read_rate import write
 from torch.nn import functional
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.config import TrainConfig
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.optimizers import make_optimizer
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.pipelines import ShardManifest, open_reader
-from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds import Array
-from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.writing.shards import _manifest
 
 SEQ_LEN, VOCAB, BATCH = 512, 8192, 32
 SPEC = ModelSpec(
@@ -44,25 +38,10 @@ SPEC = ModelSpec(
 CASES = (("fp32", "none"), ("bf16", "none"), ("bf16", "sqrt"), ("bf16", "all"))
 
 
-def write_tokens(uri: Path, rows: int) -> ShardManifest:
+def write_tokens(folder: Path, rows: int) -> ShardManifest:
     """Random sequences, `ids` (SEQ_LEN,) and the `next` token at each place."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, size=(rows, SEQ_LEN + 1), dtype=np.int64)
-    columns = {"ids": tokens[:, :-1], "next": tokens[:, 1:]}
-    folder = uri / "_shards-tokens"
-    folder.mkdir(parents=True)
-    plan = WritePlan(
-        uri=str(uri),
-        folder=folder.name,
-        columns=tuple(Column(name=name, kind=Array("int64")) for name in columns),
-        handle_invalid=("error",) * len(columns),
-        row_group_rows=256,
-    )
-    table = pa.table({name: pa.array(list(values)) for name, values in columns.items()})
-    (report,) = write_partition(plan, iter(table.to_batches()))
-    parsed = json.loads(report.to_pydict()["report"][0])
-    manifest = _manifest(plan, [parsed], [ShardFile.from_json(file) for file in parsed["files"]])
-    manifest.save()
-    return manifest
+    return write({"ids": tokens[:, :-1], "next": tokens[:, 1:]}, folder)
 
 
 def worker_rate(
@@ -121,7 +100,7 @@ def bare_rate(
 
 def main() -> None:
     """Measures every case and its plain loop in turns."""
-    options = harness.parse(__doc__, rows=1024)
+    options = harness.parse(__doc__, rows=(1024, 64))
     if not torch.cuda.is_available():
         print("gpu_transformer: skipped, there is no CUDA device here")
         return

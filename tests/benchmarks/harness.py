@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -27,35 +27,55 @@ if TYPE_CHECKING:
 # What tests and benchmarks share; pytest finds it by itself.
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("support", "faults")]
 
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+TINY_FRACTION = "0.02"  # of the flights
+MEANINGS = {"repeats": "measured rounds", "rows": "rows of data"}
 MASTER = "local[2]"
 NUM_WORKERS = 2
 DIM = 32
 MLP = ModelSpec("mlp", {"in_features": DIM, "hidden": [128, 128], "out_features": 1})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of every benchmark; one that has no use for a value ignores it."""
-
-    repeats: int
-    rows: int
-    root: str
+Size = tuple[int, int]  # as it is measured, and with --tiny
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options, without defaults: each benchmark has its own."""
-    parser.add_argument("--repeats", type=cli.positive_int, metavar="N", help="measured rounds")
-    parser.add_argument("--rows", type=cli.positive_int, metavar="N", help="rows of data")
-    parser.add_argument("--root", metavar="DIR", help="folder of jobs/etl.py, for seeds; made if missing")
+def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
+    """The command line of one benchmark: the options of all of them, and its own sizes.
+
+    Every size is an option: `epochs=(30, 1)` makes `--epochs`, which is 30 without it and 1 with `--tiny`.
+    All benchmarks take the same options, so that one command line can run them all; what a benchmark has no
+    use for, it ignores.
+    """
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--tiny", action="store_true", help="take seconds, and measure nothing")
+    is_tiny = "--tiny" in sys.argv
+    for name, size in ({"repeats": (5, 1), "rows": (0, 0)} | sizes).items():
+        option = f"--{name.replace('_', '-')}"
+        text = f"{MEANINGS.get(name, '')} (default {size[0]:,}, tiny {size[1]:,})" if any(size) else ""
+        made.add_argument(
+            option, type=cli.positive_int, default=size[is_tiny], metavar="N", help=text.strip()
+        )
+    root = cli.DEFAULT_ROOT + ("-tiny" if is_tiny else "")
+    made.add_argument("--root", default=root, metavar="DIR", help="folder of jobs/etl.py; made if missing")
+    made.add_argument("--chart", metavar="PNG", help="file to draw to, for those that draw; needs matplotlib")
+    return made
 
 
-def parse(description: str | None, *, repeats: int = 5, rows: int = 0) -> Options:
-    """The command line of one benchmark, with the benchmark's defaults."""
-    parser = argparse.ArgumentParser(description=description)
-    add_options(parser)
-    parser.set_defaults(repeats=repeats, rows=rows, root=cli.DEFAULT_ROOT)
-    args = parser.parse_args()
-    return Options(repeats=args.repeats, rows=args.rows, root=args.root)
+def parse(description: str | None, **sizes: Size) -> argparse.Namespace:
+    """The options of one benchmark that needs none beside its sizes."""
+    return parser(description, **sizes).parse_args()
+
+
+def flights_root(options: argparse.Namespace) -> Path:
+    """The results of jobs/etl.py below `--root`; it runs once where they are missing."""
+    root = Path(options.root).resolve()
+    # The manifest comes last: where it is, the rest is too.
+    if not (root / "shards" / "manifest.json").exists():
+        few = ["--fraction", TINY_FRACTION] if options.tiny else []
+        subprocess.run([sys.executable, str(JOBS / "etl.py"), "--output", str(root), *few], check=True)
+    return root
 
 
 def seconds_of(function: Callable[[], object]) -> float:

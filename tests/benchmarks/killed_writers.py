@@ -33,7 +33,6 @@ from ringspark.pipelines import ShardManifest, open_reader, write_shards
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-ROWS = 400_000
 SEED = 11
 # Writes vary: the last moments must reach the commit and the removal of old files also in a slow one.
 SPREAD = 1.3
@@ -62,7 +61,7 @@ def main() -> int:
     """Runs the cases and prints the table; 1 if any outcome is wrong."""
     if len(sys.argv) > 1 and sys.argv[1] == "--writer":
         return write(sys.argv[2], rows=int(sys.argv[3]), overwrite=sys.argv[4] == "overwrite")
-    options = harness.parse(__doc__, repeats=20, rows=ROWS)
+    options = harness.parse(__doc__, repeats=(20, 1), rows=(400_000, 50_000))
     draw = random.Random(SEED)
     kills = []
     with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,8 @@ One rank, without Spark: the steps are made of the product's own parts, and ever
 with the optimizer's state there. `held` is what lies between a micro-batch's forward and its
 backward pass, the network left out. The largest depth is measured too: that of the deepest network
 whose peak is within that of the plain one with 4 blocks.
+
+    python tests/benchmarks/memory_techniques.py --chart docs/memory_techniques.png
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import harness
@@ -27,11 +28,9 @@ from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory_techniques.png"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY, SEQ, DIM, HEADS, CLASSES = 1000, 128, 128, 4, 10
 DEPTH = 4
-MOST_BLOCKS = 128
 MIB = 2**20
 
 
@@ -152,14 +151,14 @@ def seconds_of_step(training: Training) -> float:
     return harness.seconds_of(step)
 
 
-def largest_depth(peak_at: Callable[[int], int], budget: int) -> int:
+def largest_depth(peak_at: Callable[[int], int], budget: int, most: int) -> int:
     """The last depth within the budget: it was measured, and so was the next one, which is not.
 
     Memory grows by nearly the same for each block, so that a line through two measured depths says where
     to look next, and few are needed.
     """
     peaks: dict[int, int] = {}
-    low, high = 0, MOST_BLOCKS + 1
+    low, high = 0, most + 1
     guess = DEPTH
     while high - low > 1:
         peaks[guess] = peak_at(guess)
@@ -187,7 +186,7 @@ class Row:
     depth: int
 
 
-def measure(rows: int, repeats: int) -> list[Row]:
+def measure(rows: int, repeats: int, most_blocks: int) -> list[Row]:
     """Everything about every technique; times in turns, so that all have the machine's good and bad times."""
     budget = peak(TECHNIQUES["plain"], rows, DEPTH)
     trainings = {name: Training(technique, rows) for name, technique in TECHNIQUES.items()}
@@ -206,14 +205,14 @@ def measure(rows: int, repeats: int) -> list[Row]:
                 state=state,
                 seconds=median(times[name]),
                 time_ratio=harness.median_ratio(times[name], times["plain"]),
-                depth=largest_depth(partial(peak, technique, rows), budget),
+                depth=largest_depth(partial(peak, technique, rows), budget, most_blocks),
             )
         )
         print(f"measured: {name}, depth {result[-1].depth}", flush=True)
     return result
 
 
-def draw(rows: list[Row], picture: Path) -> None:
+def draw(rows: list[Row], picture: str) -> None:
     """Four bar charts side by side, one line of bars a technique."""
     import matplotlib as mpl
 
@@ -245,9 +244,9 @@ def draw(rows: list[Row], picture: Path) -> None:
 
 
 def main() -> None:
-    """Measures, prints the table, draws the picture."""
-    options = harness.parse(__doc__, rows=16)
-    rows = measure(options.rows, options.repeats)
+    """Measures and prints the table; draws where the path of a picture is given."""
+    options = harness.parse(__doc__, rows=(16, 1), most_blocks=(128, 5))
+    rows = measure(options.rows, options.repeats, options.most_blocks)
     plain = rows[0]
     harness.print_table(
         f"memory techniques on {DEVICE.type}: transformer of {DEPTH} blocks, dim {DIM}, "
@@ -259,14 +258,14 @@ def main() -> None:
                 *(f"{size / MIB:.2f}" for size in (row.peak, row.held, row.state)),
                 f"{row.seconds:.3f}",
                 f"{row.time_ratio:.2f}",
-                f"{row.depth}" + ("+" if row.depth == MOST_BLOCKS else ""),
+                f"{row.depth}" + ("+" if row.depth == options.most_blocks else ""),
                 f"{row.depth / plain.depth:.2f}",
             ]
             for row in rows
         ],
     )
-    draw(rows, PICTURE)
-    print(f"picture: docs/{PICTURE.name}")
+    if options.chart:
+        draw(rows, options.chart)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ allocation and release of the step, as `torch.profiler` records them. Counted, n
 
 from __future__ import annotations
 
-import argparse
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -25,21 +24,20 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES
 from ringspark.estimators.training.callbacks import Callbacks
-from ringspark.estimators.training.config import TrainConfig, segment_policy
-from ringspark.estimators.training.criterion import Criterion
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
-from ringspark.estimators.training.losses import resolve_loss
-from ringspark.estimators.training.metric_set import make_metrics
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.loss_sums import Totals
+from ringspark.estimators.training.objective.losses import resolve_loss
+from ringspark.estimators.training.objective.metric_set import make_metrics
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.optimizers.schedules import make_rates
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.schedules import make_rates
-from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.totals import Totals
+from ringspark.estimators.training.settings.config import TrainConfig, segment_policy
 from ringspark.estimators.training.trainer import Parts, Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
-ROWS = 16
 CLASSES = 10
 MLP = ModelSpec("mlp", {"in_features": 256, "hidden": [512] * 12, "out_features": CLASSES})
 _TRANSFORMER = {"vocab_size": 512, "max_seq_len": 64, "dim": 128, "depth": 9, "num_heads": 4}
@@ -196,15 +194,10 @@ def save_chart(path: str, names: Sequence[str], planned: Sequence[int], peaks: S
 
 def main() -> None:
     """Prints the table; draws the chart where its path is given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_options(parser)
-    parser.add_argument("--chart", metavar="PNG", help="file to draw the bars to")
-    args = parser.parse_args()
+    args = harness.parse(__doc__, rows=(16, 4))
     lines, results = [], []
     for entry in CASES:
-        plan, peak = compare(entry, args.rows or ROWS)
+        plan, peak = compare(entry, args.rows)
         results.append((entry.name, plan.peak, peak))
         sizes = [f"{count / 2**20:.2f}" for count in (plan.peak, peak)]
         lines.append([entry.name, *sizes, f"{plan.peak / peak:.3f}"])

@@ -5,8 +5,6 @@ reads of its own stretch. All shards' is that for every shard, in one process, o
 with the reads of all of them kept, which no program needs, as the upper bound. Every run is a process
 of its own, so that no run gives its memory to the next; the growth of the peak is counted from just
 before the plan, with the row counts in memory. Target: all shards in under 2 s and 1 GiB.
-
-`--rows` is the number of row groups.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import numpy as np
 
 from ringspark.pipelines import plan_epoch
 
-ROW_GROUPS = 1_000_000
 NUM_SHARDS = 1024
 ROWS_PER_GROUP = 1000
 ROWS_PER_SHARD = 32
@@ -84,11 +81,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--case"]:
         print(json.dumps(plan_shards(int(sys.argv[3]), *CASES[sys.argv[2]])))
         return
-    options = harness.parse(__doc__, rows=ROW_GROUPS)
+    options = harness.parse(__doc__, row_groups=(1_000_000, 2_000))
     runs: dict[str, list[tuple[float, float, int]]] = {case: [] for case in CASES}
     for _ in range(options.repeats):
         for case, results in runs.items():
-            results.append(in_fresh_process(options.rows, case))
+            results.append(in_fresh_process(options.row_groups, case))
     lines = []
     for case, results in runs.items():
         seconds, mib, reads = zip(*results, strict=True)
@@ -101,7 +98,7 @@ def main() -> None:
             ]
         )
     harness.print_table(
-        f"plan_scale: {options.rows:,} row groups of {ROWS_PER_GROUP} rows, {NUM_SHARDS} shards, "
+        f"plan_scale: {options.row_groups:,} row groups of {ROWS_PER_GROUP} rows, {NUM_SHARDS} shards, "
         f"{options.repeats} runs",
         ["", "median s", "min", "max", "peak growth MiB", "reads"],
         lines,

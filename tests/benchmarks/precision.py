@@ -10,9 +10,6 @@ many times as long as one of fp32: there, lower `--members` and `--epochs`.
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,14 +22,13 @@ import numpy as np
 import torch
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
 PRECISIONS = ("fp32", "bf16", "fp16")
 COLORS = {"fp32": "0.35", "bf16": "tab:blue", "fp16": "tab:orange"}
 
@@ -97,7 +93,7 @@ def flights_job(shards: str, features: str, epochs: int, members: int) -> Job:
     )
 
 
-def digits_job(spark: Any, folder: str) -> Job:
+def digits_job(spark: Any, folder: str, epochs: int) -> Job:
     """scikit-learn's digits, 360 of 1,797 held out."""
     from sklearn.datasets import load_digits
 
@@ -120,7 +116,7 @@ def digits_job(spark: Any, folder: str) -> Job:
         losses=("cross_entropy",),
         input_columns=("x",),
         label_columns=("label",),
-        epochs=40,
+        epochs=epochs,
         batch_size=64,
         lr_schedule="one_cycle",
         learning_rate=3e-3,
@@ -218,33 +214,15 @@ def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, 
     print(f"chart: {path}")
 
 
-def parse() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_options(parser)
-    parser.add_argument("--epochs", type=cli.positive_int, default=5, help="of the flights job")
-    parser.add_argument("--members", type=cli.positive_int, default=3, help="of the flights job's ensemble")
-    parser.add_argument(
-        "--chart", metavar="PATH", help="draw the loss curves into this PNG; needs matplotlib"
-    )
-    parser.set_defaults(repeats=3, root=cli.DEFAULT_ROOT)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Trains both jobs in all precisions, with `--repeats` seeds; prints a table and draws."""
-    args = parse()
-    root = Path(args.root).resolve()
-    if not (root / "shards").exists():
-        command = [sys.executable, str(JOBS / "etl.py"), "--output", str(root)]
-        subprocess.run(command, check=True)
+    args = harness.parse(__doc__, repeats=(3, 1), epochs=(5, 1), members=(3, 1), digits_epochs=(40, 1))
+    root = harness.flights_root(args)
     with tempfile.TemporaryDirectory() as folder:
         with cli.spark("ringspark precision", harness.MASTER) as spark:
             jobs = [
                 flights_job(str(root / "shards"), str(root / "features"), args.epochs, args.members),
-                digits_job(spark, str(Path(folder) / "digits")),
+                digits_job(spark, str(Path(folder) / "digits"), args.digits_epochs),
             ]
         runs = {job.title: train(job, args.repeats, folder) for job in jobs}
     lines = [line for job in jobs for line in table(job, runs[job.title])]

@@ -1,12 +1,12 @@
 """One flights training that is killed at random moments and resumed by 2, 1 and 3 workers in turn.
 
-One kill in five is SIGKILL for the driver, its JVM and all Python workers at once, as when a machine loses
-its power; the others are SIGKILL for one rank, whose fit may not restart it and fails. The next fit goes on
-with `resume=True` and another number of workers. The final weights are those of a training that nobody
-disturbed, up to the order of additions: the goal is 1e-5. Without dropout and with plain SGD, because other
-numbers of ranks draw other dropout, and Adam divides the last digits by numbers that are close to zero.
+One kill in `--whole-every` is SIGKILL for the driver, its JVM and all Python workers at once, as when a
+machine loses its power; the others are SIGKILL for one rank, whose fit may not restart it and fails. The next
+fit goes on with `resume=True` and another number of workers. The final weights are those of a training that
+nobody disturbed, up to the order of additions: the goal is 1e-5. Without dropout and with plain SGD, because
+other numbers of ranks draw other dropout, and Adam divides the last digits by numbers that are close to zero.
 
-    python tests/benchmarks/random_kills.py --repeats 100 --root artifacts/flights    # kills
+    python tests/benchmarks/random_kills.py --repeats 100    # kills
 
 Ends with 1 if the weights are further away, or a kill left something behind.
 """
@@ -33,9 +33,8 @@ import processes
 
 SEED = 17
 NUM_WORKERS = (2, 1, 3)
-BATCH, EPOCHS, EVERY_STEPS = 4096, 8, 2
-WHOLE_EVERY = 5
-DAEMON = "ringspark.estimators.python_daemon"
+EVERY_STEPS = 2
+DAEMON = "ringspark.estimators.launch.python_daemon"
 # So long a training that its middle is not over before the driver has been seen.
 PAUSE_SECONDS = 0.01
 TOLERANCE = 1e-5
@@ -45,26 +44,29 @@ LONGEST_LIFE_SECONDS = 300.0
 def main() -> int:
     """Kills, resumes, compares; 1 if anything is wrong."""
     if len(sys.argv) > 1 and sys.argv[1] == "--driver":
-        return drive(sys.argv[2], sys.argv[3])
+        return drive(sys.argv[2], sys.argv[3], batch_size=int(sys.argv[4]), epochs=int(sys.argv[5]))
     # The driver that runs then ends too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = harness.parse(__doc__, repeats=100)
-    shards = str(Path(options.root, "shards").resolve())
+    options = harness.parse(
+        __doc__, repeats=(100, 2), whole_every=(5, 2), batch_size=(4096, 256), epochs=(8, 1)
+    )
+    shards = str(harness.flights_root(options) / "shards")
+    job = (shards, str(options.batch_size), str(options.epochs))
     draw = random.Random(SEED)
     with tempfile.TemporaryDirectory(prefix="ringspark-kills-") as name:
         folder = Path(name)
         start = time.perf_counter()
-        with Driver(folder, shards) as driver:
+        with Driver(folder, *job) as driver:
             undisturbed = driver.live("undisturbed", 2, None)
             wrong = driver.leave()
         assert undisturbed is not None, "the undisturbed training failed"
         steps = undisturbed["steps"]
         print(f"undisturbed: {steps} steps, {time.perf_counter() - start:.0f} s", flush=True)
-        driver, disturbed, lost, at = Driver(folder, shards), None, [], 0
+        driver, disturbed, lost, at = Driver(folder, *job), None, [], 0
         try:
             for life in range(options.repeats + 1):
                 workers = NUM_WORKERS[life % len(NUM_WORKERS)]
-                whole = life % WHOLE_EVERY == WHOLE_EVERY - 1
+                whole = (life + 1) % options.whole_every == 0
                 # Moments over the whole training; what a kill costs is trained again by the next life.
                 more = round(2 * draw.random() * 0.9 * steps / options.repeats)
                 kill = Kill(
@@ -76,7 +78,7 @@ def main() -> int:
                 left = []
                 if whole and disturbed is None:
                     left = driver.leave()
-                    driver = Driver(folder, shards)
+                    driver = Driver(folder, *job)
                 wrong += left
                 hit = "" if disturbed else ", killed: " + ("all" if whole else f"rank {kill.rank}")
                 print(
@@ -100,7 +102,7 @@ def main() -> int:
         ("", "value"),
         [
             ["kills", str(life)],
-            ["of these the driver and all of its processes", str(life // WHOLE_EVERY)],
+            ["of these the driver and all of its processes", str(life // options.whole_every)],
             ["largest difference of a weight", f"{distance:.1e}"],
             ["steps lost by a kill, median", f"{median(lost[1:] or [0]):.0f}"],
             ["steps lost by a kill, worst", str(max(lost[1:] or [0]))],
@@ -127,7 +129,7 @@ class Driver:
         reached: First and last step of rank 0 in the last fit.
     """
 
-    def __init__(self, folder: Path, shards: str) -> None:
+    def __init__(self, folder: Path, *job: str) -> None:
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._errors = folder / "stderr"
@@ -135,7 +137,7 @@ class Driver:
         temporary.mkdir(exist_ok=True)
         self.reached = (0, 0)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--driver", str(folder), shards],
+            [sys.executable, __file__, "--driver", str(folder), *job],
             env=os.environ | {processes.MARK: self._mark, "TMPDIR": str(temporary)},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -213,7 +215,7 @@ class Driver:
         return int(path.read_text().split()[0])
 
 
-def drive(folder: str, shards: str) -> int:
+def drive(folder: str, shards: str, *, batch_size: int, epochs: int) -> int:
     """The driver that is killed: fits as standard input says, a line of JSON for each."""
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.training.callbacks import Callback, TrainingState
@@ -259,8 +261,8 @@ def drive(folder: str, shards: str) -> int:
                 optimizer="sgd",
                 learningRate=0.05,
                 lrSchedule="one_cycle",
-                batchSize=BATCH,
-                epochs=EPOCHS,
+                batchSize=batch_size,
+                epochs=epochs,
                 seed=3,
                 numWorkers=command["workers"],
                 reader="arrow",

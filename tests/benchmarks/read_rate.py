@@ -11,7 +11,6 @@ everyone. A cache is filled before, by an epoch that is not counted.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -284,20 +283,9 @@ def _color(name: str) -> str:
     return "tab:orange" if name.startswith("Petastorm") else "0.65"
 
 
-def parse() -> argparse.Namespace:
-    """The command line: the options of all benchmarks, and the chart."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_options(parser)
-    parser.add_argument("--chart", metavar="PATH", help="draw the medians into this PNG; needs matplotlib")
-    parser.set_defaults(repeats=5, rows=1_000_000)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Measures the data sets one after the other, the cases of each in turns."""
-    args = parse()
+    args = harness.parse(__doc__, rows=(1_000_000, 20_000))
     # Petastorm reads through pyarrow's legacy dataset, which warns at every call, and makes tensors of
     # arrays that cannot be written to.
     warnings.simplefilter("ignore", FutureWarning)

@@ -1,4 +1,4 @@
-"""The flights demo over 3 seeds: does the network meet gradient boosting, and is that luck?
+"""The flights demo over `--repeats` seeds: does the network meet gradient boosting, and is that luck?
 
 Each seed trains with jobs/train.py and is measured by jobs/score.py, whose printed table is read.
 `--root` holds the shards and test rows of jobs/etl.py, which runs once where they are missing; the
@@ -11,13 +11,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from statistics import mean, stdev
 
 import harness
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
-SEEDS = (0, 1, 2)
 ETL_RESULTS = ("shards", "features", "test")
 METRICS = ("ROC AUC", "average precision", "log loss")
 ROW = re.compile(r"^(\S.*?) {2,}([\d.]+) {2,}([\d.]+) {2,}([\d.]+)$", re.MULTILINE)
@@ -31,7 +30,7 @@ def run_job(name: str, *options: str) -> str:
     Raises:
         SystemExit: The job failed; with its messages.
     """
-    command = [sys.executable, str(JOBS / f"{name}.py"), *options]
+    command = [sys.executable, str(harness.JOBS / f"{name}.py"), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} ended with code {done.returncode}\n{done.stdout}")
@@ -50,35 +49,35 @@ def read_scores(text: str) -> Scores:
     return scores
 
 
-def score_seed(root: Path, seed: int) -> Scores:
+def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
     """Trains and scores once."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ETL_RESULTS:
             (Path(folder) / name).symlink_to(root / name)
-        run_job("train", "--data", folder, "--seed", str(seed))
+        sizes = ("--epochs", str(options.epochs), "--members", str(options.members))
+        run_job("train", "--data", folder, "--seed", str(seed), *sizes)
         return read_scores(run_job("score", "--data", folder, "--seed", str(seed)))
 
 
 def main() -> None:
     """Runs the seeds one after the other, then prints them, their mean and spread."""
-    options = harness.parse(__doc__)
-    root = Path(options.root).resolve()
-    if not all((root / name).exists() for name in ETL_RESULTS):
-        run_job("etl", "--output", str(root))
+    options = harness.parse(__doc__, repeats=(3, 1), epochs=(5, 1), members=(3, 1))
+    root = harness.flights_root(options)
     scores = []
-    for seed in SEEDS:
-        scores.append(score_seed(root, seed))
+    for seed in range(options.repeats):
+        scores.append(score_seed(root, seed, options))
         print(f"seed {seed}: {scores[-1]}", flush=True)
     lines = []
     for model in scores[0]:
         values = [score[model] for score in scores]
         lines += [
             [f"{model}, seed {seed}", *(f"{value:.4f}" for value in of_seed)]
-            for seed, of_seed in zip(SEEDS, values, strict=True)
+            for seed, of_seed in enumerate(values)
         ]
         metrics = list(zip(*values, strict=True))
         lines.append([f"{model}, mean", *(f"{mean(metric):.4f}" for metric in metrics)])
-        lines.append([f"{model}, deviation", *(f"{stdev(metric):.4f}" for metric in metrics)])
+        if options.repeats > 1:
+            lines.append([f"{model}, deviation", *(f"{stdev(metric):.4f}" for metric in metrics)])
     first, *others = (model for model in scores[0])
     for other in others:
         ratios = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,18 @@ import harness
 import torch
 from torch.nn import functional as F
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
+from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, state_bytes
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.status import Status
 from ringspark.models import ModelSpec
 
 SIZES = {"vocab_size": 1000, "max_seq_len": 64, "dim": 128, "num_heads": 4, "depth": 4, "out_features": 10}
 SPEC = ModelSpec("transformer_classifier", {**SIZES, "dropout": 0.0})
 SEQ = 64
-STEPS = 4
 MIB = 2**20
 
 
@@ -61,9 +62,9 @@ class Training:
         self.steps += 1
         self.sent = self.collective.bytes_sent - before
 
-    def rate(self) -> float:
+    def rate(self, steps: int) -> float:
         """Steps a second."""
-        return STEPS / harness.seconds_of(lambda: [self.step() for _ in range(STEPS)])
+        return steps / harness.seconds_of(lambda: [self.step() for _ in range(steps)])
 
     def weights(self) -> torch.Tensor:
         whole: list[Any] = list(self.sync.network.parameters())
@@ -72,11 +73,12 @@ class Training:
 
 
 def measure(
-    shardings: list[str], repeats: int, rows: int, collective: Collective, device: str, status: Status
+    shardings: list[str], options: Namespace, collective: Collective, device: str, status: Status
 ) -> str:
     """Runs on every rank."""
-    trainings = {sharding: Training(sharding, collective, rows) for sharding in shardings}
-    rates = harness.measure_in_turns({name: t.rate for name, t in trainings.items()}, repeats)
+    trainings = {sharding: Training(sharding, collective, options.rows) for sharding in shardings}
+    cases = {name: partial(training.rate, options.steps) for name, training in trainings.items()}
+    rates = harness.measure_in_turns(cases, options.repeats)
     weights = {name: t.weights() for name, t in trainings.items()}
     return json.dumps(
         {
@@ -91,10 +93,10 @@ def measure(
     )
 
 
-def lines(collective: str, repeats: int, rows: int) -> list[list[str]]:
+def lines(collective: str, options: Namespace) -> list[list[str]]:
     """One line a sharding that runs on the collective."""
     shardings = [s for s in STRATEGIES if (s, collective) != ("parameters", "horovod")]
-    work = partial(measure, shardings, repeats, rows)
+    work = partial(measure, shardings, options)
     result = json.loads(run_spawned(harness.NUM_WORKERS, collective, work, timeout_seconds=300)[0])
     return [
         [
@@ -110,17 +112,14 @@ def lines(collective: str, repeats: int, rows: int) -> list[list[str]]:
 
 def main() -> None:
     """One gang a collective."""
-    options = harness.parse(__doc__, rows=16)
+    options = harness.parse(__doc__, rows=(16, 4), steps=(4, 2))
     start = time.monotonic()
     table = [
-        line
-        for collective in COLLECTIVES
-        if collective != "local"
-        for line in lines(collective, options.repeats, options.rows)
+        line for collective in COLLECTIVES if collective != "local" for line in lines(collective, options)
     ]
     harness.print_table(
         f"sharding: 2 ranks, transformer of {SIZES['depth']} blocks, dim {SIZES['dim']}, AdamW, fp32, "
-        f"{options.rows} rows of {SEQ} tokens a step, {options.repeats} rounds of {STEPS} steps "
+        f"{options.rows} rows of {SEQ} tokens a step, {options.repeats} rounds of {options.steps} steps "
         f"({time.monotonic() - start:.0f} s)",
         [
             "MiB of one rank",

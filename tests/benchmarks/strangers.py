@@ -16,19 +16,17 @@ from attacked_gang import run as attacked_gang
 
 from ringspark.estimators import WorkerError
 
-STEPS = 300
-
 
 def main() -> None:
     """One quiet run and `--repeats` attacked ones of each collective."""
-    options = harness.parse(__doc__)
+    options = harness.parse(__doc__, steps=(300, 20))
     rows = []
     for collective in ("horovod", "torch"):
         with tempfile.TemporaryDirectory() as folder:
-            quiet = attacked_gang(collective, Path(folder), steps=STEPS, attacked=False)
+            quiet = attacked_gang(collective, Path(folder), steps=options.steps, attacked=False)
             for number in range(options.repeats):
                 try:
-                    found = attacked_gang(collective, Path(folder), steps=STEPS, attacked=True)
+                    found = attacked_gang(collective, Path(folder), steps=options.steps, attacked=True)
                 except WorkerError as error:
                     rows.append(
                         [f"{collective} {number + 1}", "failed", str(error).splitlines()[0], *[""] * 4]
@@ -46,7 +44,7 @@ def main() -> None:
                     ]
                 )
     harness.print_table(
-        f"strangers: gang of 2, {STEPS} steps, bytes to the quiet run's weights",
+        f"strangers: gang of 2, {options.steps} steps, bytes to the quiet run's weights",
         ["", "weights", "let in", "turned away", "MiB grown", "descriptors", "s (quiet)"],
         rows,
     )

@@ -46,7 +46,7 @@ def fit(estimator_class: type[Any], frame: DataFrame, folder: str) -> Any:
 
 def main() -> None:
     """Caches the frame as arrays and as vectors, then measures in turns."""
-    options = harness.parse(__doc__, rows=1_000_000)
+    options = harness.parse(__doc__, rows=(1_000_000, 4_000))
     with (
         tempfile.TemporaryDirectory() as folder,
         cli.spark("ringspark bench transform", harness.MASTER) as spark,

@@ -3,18 +3,20 @@
 What remains is launch: settings, one write of the shards, one barrier stage, one checkpoint. Spark's own
 share stands beside it: a bare barrier stage of two tasks, and one plain job. With the Python daemon:
 
-    conf="--conf spark.python.daemon.module=ringspark.estimators.python_daemon"
+    conf="--conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon"
     PYSPARK_SUBMIT_ARGS="$conf pyspark-shell" python tests/benchmarks/warm_fit.py
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import harness
+from gang_startup import barrier_stage
 
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.collectives import COLLECTIVES
@@ -22,14 +24,6 @@ from ringspark.jobs import cli
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-
-def meet(batches: Iterable[Any]) -> Iterable[Any]:
-    """Waits for the other task of the stage, and passes its rows on."""
-    from pyspark import BarrierTaskContext
-
-    BarrierTaskContext.get().barrier()
-    yield from batches
 
 
 def fit(frame: DataFrame, collective: str, folder: str) -> None:
@@ -46,22 +40,20 @@ def fit(frame: DataFrame, collective: str, folder: str) -> None:
 
 def cases(spark: SparkSession, frame: DataFrame, folder: str) -> dict[str, Callable[[], float]]:
     """What is measured in turns."""
-    workers = harness.NUM_WORKERS
-    bare = spark.range(0, workers, 1, workers).mapInArrow(meet, "id long", barrier=True)
     gangs = [name for name in COLLECTIVES if name != "local"]
     return {
         **{
             f"fit, {name}": lambda name=name: harness.seconds_of(lambda: fit(frame, name, folder))  # type: ignore[misc]
             for name in gangs
         },
-        "Spark: bare barrier stage": lambda: harness.seconds_of(bare.collect),
+        "Spark: bare barrier stage": lambda: harness.seconds_of(partial(barrier_stage, spark)),
         "Spark: count of the rows": lambda: harness.seconds_of(frame.count),
     }
 
 
 def main() -> None:
     """Measures in turns after one round of warming up."""
-    options = harness.parse(__doc__, rows=1_000)
+    options = harness.parse(__doc__, rows=(1_000, 200))
     with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark warm fit", harness.MASTER) as spark:
         frame = harness.random_frame(spark, options.rows).cache()
         seconds = harness.measure_in_turns(cases(spark, frame, folder), options.repeats)

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import harness
 import torch
+from small_training import train_gang, weights_of
 
-from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.torch_estimator import TrainTask
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import cli
 from ringspark.pipelines import write_shards
 
@@ -32,15 +30,9 @@ GANGS = ("horovod", "torch")
 def trained_weights(config: TrainConfig, run_uri: Path) -> torch.Tensor:
     """Trains, on ranks in processes of their own where there are several; all weights in one vector."""
     config = replace(config, run_uri=str(run_uri))
-    if config.num_workers == 1:
-        result = train_here(config)
-    else:
-        task = TrainTask(config=config, objects=UserObjects())
-        result = TrainResult.from_json(run_spawned(config.num_workers, config.collective, task)[0])
+    result = train_here(config) if config.num_workers == 1 else train_gang(config)
     assert result.steps == EPOCHS * STEPS_PER_EPOCH
-    module = harness.MLP.build()
-    load_checkpoint(result.checkpoint_uri, module)
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    return weights_of(result, harness.MLP.build())
 
 
 def compare(config: TrainConfig, folder: Path) -> list[list[str]]:
@@ -67,7 +59,7 @@ def compare(config: TrainConfig, folder: Path) -> list[list[str]]:
 
 def main() -> None:
     """Trains each gang twice with one seed, from the same shards."""
-    options = harness.parse(__doc__, rows=6_350)
+    options = harness.parse(__doc__, rows=(6_350, 1_000), optimizers=(2, 1))
     batch_size = math.ceil(options.rows / STEPS_PER_EPOCH)
     if math.ceil(options.rows / batch_size) != STEPS_PER_EPOCH or batch_size < harness.NUM_WORKERS:
         raise SystemExit(
@@ -80,7 +72,7 @@ def main() -> None:
             frame = harness.random_frame(spark, options.rows)
             manifest = write_shards(frame, str(folder / "shards"), row_group_rows=500)
         lines = []
-        for optimizer, learning_rate in LEARNING_RATES.items():
+        for optimizer, learning_rate in list(LEARNING_RATES.items())[: options.optimizers]:
             config = TrainConfig(
                 shards_uri=manifest.uri,
                 run_uri="",

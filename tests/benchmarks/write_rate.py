@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,7 +126,7 @@ def write_parquet(frame: DataFrame, uri: str) -> None:
     frame.write.option("compression", "zstd").parquet(uri)
 
 
-def compare(spark: SparkSession, name: str, options: harness.Options, root: Path) -> list[str]:
+def compare(spark: SparkSession, name: str, options: Namespace, root: Path) -> list[str]:
     """Measures one comparison; returns its line of the table."""
     comparison = COMPARISONS[name]
     frame = comparison.make(spark, options.rows).cache()
@@ -147,7 +148,7 @@ def compare(spark: SparkSession, name: str, options: harness.Options, root: Path
 
 def main() -> None:
     """Measures one DataFrame after the other, the two writers in turns."""
-    options = harness.parse(__doc__, rows=500_000)
+    options = harness.parse(__doc__, rows=(500_000, 2_000))
     with (
         tempfile.TemporaryDirectory() as folder,
         cli.spark("ringspark bench write", harness.MASTER) as spark,

@@ -15,8 +15,8 @@ from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
 from ringspark.estimators.launch.heartbeat import read_beats
-from ringspark.estimators.launch.owner import read_owner
-from ringspark.estimators.run_folder import RunFolder
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.run.owner import read_owner
 from ringspark.models import ModelSpec
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
@@ -77,7 +77,7 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
             wait_for("a checkpoint", folder.has_checkpoint)
             owner = read_owner(str(run))
             assert owner is not None
-            beats = read_beats(str(run), NUM_WORKERS, owner["token"], owner["launch"])
+            beats = read_beats(str(run), NUM_WORKERS, owner.token, owner.launch)
             pids.extend(beat.pid for beat in beats)
         finally:
             cancel(spark)

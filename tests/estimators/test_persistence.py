@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from torch import nn
 
-from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchModel, TorchRegressionModel
-from ringspark.estimators.held_weights import HeldWeights
-from ringspark.estimators.persistence import DESCRIPTION, FORMAT_VERSION, StageWriter
-from ringspark.estimators.training import safetensors_file
-from ringspark.estimators.training.checkpoint import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
-from ringspark.estimators.training.skeleton import changed_state, skeleton
+from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchRegressionModel
+from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
 from ringspark.models import ModelSpec
+from ringspark.models.skeleton import changed_state, skeleton
+from ringspark.pipelines import storage
 
 pytestmark = pytest.mark.spark
 
@@ -146,7 +148,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
     """The record is read, then another checkpoint takes the folder, then the tensors are mapped."""
     uri, module = str(tmp_path / "c"), nn.Linear(2, 1)
     info = save_checkpoint(uri, module)
-    read = safetensors_file.read
+    read = tensor_file.read
 
     def replace_first(path: str, device: str) -> Any:
         save_checkpoint(uri, nn.Linear(2, 1))
@@ -154,7 +156,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
 
     before = module.weight.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "read", replace_first)
+        patch.setattr(tensor_file, "read", replace_first)
         with pytest.raises(ValueError, match="holds the weights of another model by now"):
             map_checkpoint(uri, module, expected_id=info.checkpoint_id)
     assert module.weight.equal(before)
@@ -245,7 +247,11 @@ def _describe(folder: Path, **changes: Any) -> None:
 DAMAGES = {
     "a newer version": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION + 1),
-        rf"has stage format {FORMAT_VERSION + 1}, this ringspark reads up to {FORMAT_VERSION}; upgrade",
+        r"cannot be loaded: its format is 3, this ringspark reads 2; upgrade ringspark",
+    ),
+    "a version before the first release": (
+        lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
+        r"model is damaged \(.* its format is 1, of before the first release\)",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),
@@ -276,8 +282,6 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Path, damage: str) -> None:
-    import shutil
-
     shutil.copytree(saved, tmp_path / "model")
     apply, message = DAMAGES[damage]
     apply(tmp_path / "model")
@@ -290,35 +294,29 @@ def test_another_class_is_named(saved: Path) -> None:
         TorchClassificationModel.load(str(saved))
 
 
-def test_a_model_of_format_1_is_read(pairs: Any, saved: Path, tmp_path: Path) -> None:
-    """As the first version wrote it: `output_width` in place of shapes, no inputs."""
-    import shutil
-
-    shutil.copytree(saved, tmp_path / "model")
-    old = {"format_version": 1, "model": LINE.to_json(), "objects": [], "output_width": 1, "summary": None}
-    (tmp_path / "model" / DESCRIPTION).write_text(json.dumps(old))
-    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
-    expected = predictions(TorchRegressionModel.load(str(saved)), pairs)
-    assert predictions(loaded, pairs) == expected
-    loaded.save(str(tmp_path / "new"))
-    assert predictions(TorchRegressionModel.load(str(tmp_path / "new")), pairs) == expected
-
-
-def test_a_model_survives_a_store_that_is_no_disk(tmp_path: Path, spark: Any) -> None:
-    """The weights and the description go through fsspec; Spark's metadata goes where Spark can write."""
-    weights = make(tmp_path / "c")._trained()
-    from ringspark.pipelines import storage
-
+def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) -> None:
+    """Saved there, over itself too, loaded from there, and from there saved to a disk."""
+    store, uri = storage.filesystem("memory://")[0], "memory://ringspark-test/model"
+    model = make(tmp_path / "c")
+    expected = predictions(model, pairs)
     try:
-        weights.copy_to("memory://ringspark-test/weights")
-        moved = TorchModel(model=LINE)._set_trained("memory://ringspark-test/weights", [(1,)], None)
-        for a, b in zip(moved.module().parameters(), make(tmp_path / "d").module().parameters(), strict=True):
-            assert a.equal(b)
-        storage.remove("memory://ringspark-test/weights", recursive=True)
+        model.save(uri)
+        assert {path.rsplit("/", 1)[-1] for path in store.find("/ringspark-test/model")} == {
+            *("part-00000", "_SUCCESS", DESCRIPTION, WEIGHTS, COMMIT)
+        }
+        shutil.rmtree(tmp_path / "c")
+        # No executor reaches this store: the predictions come below, from the disk.
+        loaded = TorchRegressionModel.load(uri)
+        loaded.setPredictionCol("guess").write().overwrite().save(uri)
+        again = TorchRegressionModel.load(uri)
+        assert again.getPredictionCol() == "guess"
+        again.setPredictionCol("prediction").save(str(tmp_path / "model"))
+        storage.remove(uri, recursive=True)
         with pytest.raises(ValueError, match="which is gone"):
-            StageWriter(moved, moved._trained()).save(str(tmp_path / "model"))
+            again.save(str(tmp_path / "another"))
     finally:
         storage.remove("memory://ringspark-test", recursive=True)
+    assert predictions(TorchRegressionModel.load(str(tmp_path / "model")), pairs) == expected
 
 
 def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
@@ -334,9 +332,9 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
         "complex": torch.randn(2, dtype=torch.complex64),
     }
     with open(tmp_path / "x.safetensors", "wb") as file:
-        num_bytes = safetensors_file.write(state, file)
+        num_bytes = tensor_file.write(state, file)
     assert (tmp_path / "x.safetensors").stat().st_size == num_bytes
-    for found in (load_file(tmp_path / "x.safetensors"), safetensors_file.read(tmp_path / "x.safetensors")):
+    for found in (load_file(tmp_path / "x.safetensors"), tensor_file.read(tmp_path / "x.safetensors")):
         assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in state.items()}
         assert all(found[name].equal(state[name]) for name in state)
 
@@ -344,15 +342,15 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     with open(tmp_path / "x", "wb") as file:
         with pytest.raises(ValueError, match="'sparse' is no dense tensor"):
-            safetensors_file.write({"sparse": torch.eye(2).to_sparse()}, file)
+            tensor_file.write({"sparse": torch.eye(2).to_sparse()}, file)
         with pytest.raises(ValueError, match=r"'z' has dtype torch\.complex128"):
-            safetensors_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
+            tensor_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
     with pytest.raises(
         ValueError, match=r"'_extra_state' is of type dict, .* rather than in get_extra_state"
     ):
-        safetensors_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
+        tensor_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
     with pytest.raises(ValueError, match="no readable safetensors file"):
-        safetensors_file.read(tmp_path / "x")
+        tensor_file.read(tmp_path / "x")
 
 
 class Norm(nn.Module):

@@ -24,6 +24,7 @@ from ringspark.estimators import (
     TorchRegressionModel,
     TorchRegressor,
 )
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 
@@ -265,8 +266,27 @@ def test_the_indicator_tells_validation_rows_apart(table: Any, storage_uri: str)
     assert model.summary.history["validation_loss"].notna().all()
 
 
+class LayersSeen(Callback):
+    """Writes the types of all that the linear layers of rank 0 return, a word a call."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.types: list[str] = []
+
+    def on_train_start(self, state: TrainingState) -> None:
+        for layer in state.module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda _, __, output: self.types.append(str(output.dtype)))
+
+    def on_train_end(self, state: TrainingState) -> None:
+        if state.rank == 0:
+            Path(self.path).write_text(" ".join(self.types))
+
+
 @pytest.mark.modes
-def test_precision_and_checkpointing_are_params(table: Any, storage_uri: str, spark_stages: None) -> None:
+def test_precision_and_checkpointing_are_params(
+    table: Any, storage_uri: str, spark_stages: None, tmp_path: Path
+) -> None:
     deep = ModelSpec("mlp", {"in_features": 2, "hidden": [16] * 4, "out_features": 2})
     common: dict[str, Any] = {
         "model": deep,
@@ -277,7 +297,15 @@ def test_precision_and_checkpointing_are_params(table: Any, storage_uri: str, sp
         "storageUri": storage_uri,
         "showProgress": False,
     }
-    model = TorchClassifier(precision="bf16", gradientCheckpointing="sqrt", **common).fit(table)
+    seen = LayersSeen(str(tmp_path / "types"))
+    model = TorchClassifier(precision="bf16", gradientCheckpointing="sqrt", callbacks=[seen], **common).fit(
+        table
+    )
+    types = (tmp_path / "types").read_text().split()
+    assert set(types) == {"torch.bfloat16"}
+    # Five layers, and two segments of blocks, of which the first is computed again.
+    assert len(types) == (5 + 2) * model.summary.steps
+    assert {p.dtype for p in model.module().parameters()} == {torch.float32}
     accuracy = MulticlassClassificationEvaluator(metricName="accuracy").evaluate(model.transform(table))
     assert accuracy > 0.95
 

@@ -47,6 +47,17 @@ def test_a_function_travels_with_the_files_it_uses(folder: Path) -> None:
     assert _elsewhere(rs_main.answer, folder) == "42"
 
 
+def test_a_package_of_another_environment_stays_there(folder: Path, monkeypatch: Any) -> None:
+    """A cluster's packages lie behind those of a job's own environment: all nodes have both."""
+    installed = folder / "site-packages"
+    installed.mkdir()
+    monkeypatch.syspath_prepend(installed)
+    (installed / "rs_package.py").write_text("def answer():\n    return 42\n")
+    import rs_package  # type: ignore[import-not-found]
+
+    assert user_code.loads(user_code.dumps(rs_package.answer)) is rs_package.answer, "a copy came back"
+
+
 def test_modules_that_cannot_travel_say_why(folder: Path) -> None:
     (folder / "rs_g.py").write_text("import rs_h\ndef answer():\n    return rs_h.value()\n")
     (folder / "rs_h.py").write_text("import rs_g\ndef value():\n    return 1\n")

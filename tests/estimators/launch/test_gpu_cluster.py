@@ -25,7 +25,7 @@ CONF = {
     "spark.executor.resource.gpu.amount": "2",
     "spark.task.resource.gpu.amount": "0.25",
     "spark.sql.shuffle.partitions": "4",
-    "spark.python.daemon.module": "ringspark.estimators.python_daemon",
+    "spark.python.daemon.module": "ringspark.estimators.launch.python_daemon",
 }
 MASTER = "local-cluster[1,4,1024]"
 
@@ -95,7 +95,7 @@ spark.stop()
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.slow)])
 def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     kind: str, tmp_path: Path, connect_port: None
 ) -> None:

@@ -2,8 +2,8 @@
 
 Without Spark: a process with the packages loaded forks writers, each of which writes the partitions and
 commits their manifest as the tasks and the driver of `write_shards` do, and kills them with SIGKILL; a
-fork costs milliseconds where a Spark application takes seconds to start. With Spark: the benchmark
-tests/benchmarks/killed_writers.py, with few kills.
+fork costs milliseconds where a Spark application takes seconds to start. With Spark:
+tests/benchmarks/killed_writers.py, which the tests run with few kills.
 """
 
 from __future__ import annotations
@@ -193,18 +193,3 @@ def test_files_that_a_killed_writer_was_about_to_rename_are_removed_a_day_later(
     manifest = write_shards(spark.range(5), str(tmp_path))
     (data,) = {file.path.split("/")[0] for file in manifest.files}
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "manifest.json", data])
-
-
-@pytest.mark.long
-@pytest.mark.spark
-def test_a_killed_spark_application_leaves_all_rows_or_none() -> None:
-    benchmark = Path(__file__).parents[2] / "benchmarks" / "killed_writers.py"
-    done = subprocess.run(
-        [sys.executable, str(benchmark), "--repeats", "1", "--rows", "100000"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 of 2 outcomes are wrong" in done.stdout

@@ -1,0 +1,102 @@
+"""What a fitted model knows about its training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.pipelines.typed_json import parse_object, record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a finished run has written down: the result of rank 0, and why the workers were started again."""
+
+    result: TrainResult
+    restarts: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSummary:
+    """Facts of one training.
+
+    Attributes:
+        epochs: One record per epoch, in order.
+        rows: Rows seen, over all epochs and workers.
+        steps: Optimizer steps, `skipped_steps` among them.
+        seconds: Wall time of the training on rank 0, without the launch of the gang.
+        bytes_sent: What rank 0 sent to the others, counted as `Collective.bytes_sent` says.
+        model_epoch: The epoch whose weights the model has.
+        stop_reason: Why the training ended before its last epoch; None where it did not.
+        run_uri: The run directory.
+        restart_reasons: Why the workers were started again, a line for each time.
+        resumed_steps: Steps from which a start of the workers went on, where it did not begin anew.
+        checkpoint_errors: Checkpoints that could not be written, a line each.
+        non_finite: Steps whose loss or gradient was not finite, a line each.
+    """
+
+    epochs: tuple[EpochRecord, ...]
+    rows: int
+    steps: int
+    seconds: float
+    bytes_sent: int = 0
+    model_epoch: int = 0
+    stop_reason: str | None = None
+    run_uri: str
+    restart_reasons: tuple[str, ...] = ()
+    resumed_steps: tuple[int, ...] = ()
+    checkpoint_errors: tuple[str, ...] = ()
+    non_finite: tuple[str, ...] = ()
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds."""
+        return pd.DataFrame([record.row() for record in self.epochs])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed no weights, because their gradients overflowed; of precision "fp16" only."""
+        return sum(record.skipped_steps for record in self.epochs)
+
+    @property
+    def restarts(self) -> int:
+        """How often the workers were started again."""
+        return len(self.restart_reasons)
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @classmethod
+    def of(cls, result: TrainResult, restarts: tuple[str, ...] = ()) -> TrainingSummary:
+        return cls(
+            epochs=result.history,
+            rows=result.rows,
+            steps=result.steps,
+            seconds=result.seconds,
+            bytes_sent=result.bytes_sent,
+            model_epoch=result.checkpoint_epoch,
+            stop_reason=result.stop_reason,
+            run_uri=result.run_uri,
+            restart_reasons=restarts,
+            resumed_steps=result.resumed_steps,
+            checkpoint_errors=result.checkpoint_errors,
+            non_finite=tuple(map(str, result.non_finite)),
+        )
+
+    @classmethod
+    def of_run(cls, finished: str) -> tuple[TrainingSummary, TrainResult]:
+        """From what a finished run has written down: its result, and why it was started again."""
+        found = record(Finished, parse_object(finished, allow_nan=True))
+        return cls.of(found.result, found.restarts), found.result
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

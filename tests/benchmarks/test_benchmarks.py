@@ -1,0 +1,41 @@
+"""Every benchmark runs, in sizes that take seconds, by the command that measures.
+
+A benchmark is found by being in the folder, see run.py. What it measures is of no meaning here.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RUN = Path(__file__).with_name("run.py")
+BENCHMARKS = runpy.run_path(str(RUN))["benchmarks"]()
+# Two columns and more, underlined; below the rows the machine, as harness.print_table closes every table.
+TABLE = re.compile(r"^-+(  -+)+\n(.+\n)+\d+ cores, load average ", re.MULTILINE)
+NO_CUDA = re.compile(r"^\w+: skipped, there is no CUDA device here$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the flights, which the first benchmark that needs them makes."""
+    return tmp_path_factory.mktemp("benchmarks") / "flights"
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_tiny_run_prints_its_table(name: str, root: Path, tmp_path: Path) -> None:
+    options = ["--tiny", "--root", str(root), "--chart", str(tmp_path / "chart.png")]
+    done = subprocess.run(
+        [sys.executable, str(RUN), name, *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    if not torch.cuda.is_available() and NO_CUDA.search(done.stdout):
+        return
+    assert TABLE.search(done.stdout), done.stdout[-4000:]
