@@ -7,12 +7,12 @@ memory, with the rest of the package.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.status import WorkerError
 
 if TYPE_CHECKING:
-    from ringspark.estimators.launch.supervisor import TrainingCancelledError
+    from ringspark.estimators.failures import TrainingCancelledError
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
         TorchClassificationModel,
@@ -27,7 +27,7 @@ _NEEDS_SPARK = {
     "TorchClassificationModel": "torch_model",
     "TorchModel": "torch_model",
     "TorchRegressionModel": "torch_model",
-    "TrainingCancelledError": "launch.supervisor",
+    "TrainingCancelledError": "failures",
 }
 
 __all__ = [

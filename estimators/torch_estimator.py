@@ -21,54 +21,41 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators import user_code
-from ringspark.estimators.advice import settings_without_effect
-from ringspark.estimators.collectives import Collective
-from ringspark.estimators.converters import set_params
-from ringspark.estimators.fit_data import FitData, SharedShards
-from ringspark.estimators.launch.session import is_remote, spark_conf
+from ringspark.estimators.columns.schema import (
+    check_columns_exist,
+    check_inputs,
+    check_types,
+    check_unambiguous,
+)
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.memory import check_budget, check_on_driver
-from ringspark.estimators.model_params import _ClassifierParams, check_distinct, check_thresholds
-from ringspark.estimators.params import _MultiLabelParams, _TrainingParams
-from ringspark.estimators.persistence import StageReader, StageWriter
-from ringspark.estimators.progress import ProgressWatcher
-from ringspark.estimators.run_folder import RunFolder, check_run_uri
-from ringspark.estimators.run_identity import identity_of
-from ringspark.estimators.run_shards import run_shards
-from ringspark.estimators.schema import check_columns_exist, check_inputs, check_types, check_unambiguous
-from ringspark.estimators.session import active_session, storage_root
-from ringspark.estimators.settings import config_of
-from ringspark.estimators.shard_states import ShardStates
-from ringspark.estimators.summary import TrainingSummary
+from ringspark.estimators.run.folder import RunFolder, check_run_uri
+from ringspark.estimators.run.identity import identity_of
+from ringspark.estimators.run.shard_states import ShardStates
+from ringspark.estimators.run.shards import run_shards
+from ringspark.estimators.stages.advice import settings_without_effect
+from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.fit_data import FitData, SharedShards
+from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
+from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
+from ringspark.estimators.stages.persistence import StageReader, StageWriter
+from ringspark.estimators.stages.session import is_remote, spark_conf
+from ringspark.estimators.stages.storage_root import active_session, storage_root
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
-from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.choices import Task
-from ringspark.estimators.training.config import TrainConfig, UserObjects
-from ringspark.estimators.training.skeleton import skeleton
-from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.worker import train_worker
+from ringspark.estimators.tracking.console import ProgressWatcher
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.settings.choices import Task
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import check_frame
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainTask:
-    """The work of one rank, as Spark ships it.
-
-    Attributes:
-        objects: `UserObjects`, pickled: the user's own files travel along.
-    """
-
-    config: TrainConfig
-    objects: bytes
-
-    def __call__(self, collective: Collective, device: str, status: Status) -> str:
-        status.phase = "loading the model"
-        return train_worker(self.config, collective, user_code.loads(self.objects), device, status).to_json()
 
 
 class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]

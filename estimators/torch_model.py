@@ -15,10 +15,7 @@ from pyspark.sql.types import StructField, StructType
 from torch import nn
 
 from ringspark.estimators import user_code
-from ringspark.estimators.converters import set_params
-from ringspark.estimators.held_weights import HeldWeights
-from ringspark.estimators.inference.export import ExportFormat, export_module
-from ringspark.estimators.inference.inputs import (
+from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
@@ -27,19 +24,22 @@ from ringspark.estimators.inference.inputs import (
     model_inputs,
     source_columns,
 )
+from ringspark.estimators.inference.export import ExportFormat, export_module
 from ringspark.estimators.inference.predict import Predictor, prediction_expression
 from ringspark.estimators.inference.results import Classes, Results, Values
-from ringspark.estimators.model_params import (
+from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
     _ModelParams,
     check_distinct,
     check_thresholds,
 )
-from ringspark.estimators.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
-from ringspark.estimators.summary import TrainingSummary
-from ringspark.estimators.training.checkpoint import map_checkpoint
-from ringspark.estimators.training.skeleton import build_skeleton, skeleton
+from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame

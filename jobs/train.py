@@ -102,28 +102,6 @@ def _add_recovery(parser: cli.JobParser) -> None:
     )
 
 
-def prepare_run(uri: str, resume: bool | None) -> None:
-    """Makes way for a new run in the folder `uri`, unless it is to be gone on with.
-
-    Raises:
-        ValueError: The folder holds an unfinished run, and nobody said what to do with it.
-    """
-    if resume or not storage.exists(uri):
-        return
-    from ringspark.estimators.launch.owner import OWNER
-    from ringspark.estimators.run_folder import IDENTITY, RunFolder
-
-    folder = RunFolder(uri, is_given=True)
-    if not {IDENTITY, OWNER} & set(storage.list_names(uri)):
-        return  # something else: fit refuses it
-    if resume is None and folder.result() is None and folder.has_checkpoint():
-        raise ValueError(
-            f"{uri} holds an unfinished run; give --resume to go on with it, --no-resume to start anew, or "
-            "another --run"
-        )
-    storage.remove(uri, recursive=True)
-
-
 def run(args: argparse.Namespace) -> None:
     """Train and save. Runs on the driver.
 
@@ -135,7 +113,9 @@ def run(args: argparse.Namespace) -> None:
     # Before Spark starts: a wrong folder should not cost half a minute.
     ShardManifest.load(shards)
     run_uri = storage.normalize(args.run) if args.run else storage.join(data, "runs", "current")
-    prepare_run(run_uri, args.resume)
+    from ringspark.estimators.run.folder import make_way
+
+    make_way(run_uri, args.resume)
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError

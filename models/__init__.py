@@ -3,9 +3,9 @@
 Nothing here knows of Spark or Arrow: a network trains, saves and loads without either.
 """
 
-from ringspark.models.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
+from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.registry import MODELS
 from ringspark.models.resnet import ResNet
 from ringspark.models.spec import ModelSpec

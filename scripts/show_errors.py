@@ -27,7 +27,7 @@ from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
 from ringspark.estimators.memory import check_on_driver
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
 

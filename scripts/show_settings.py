@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
-from ringspark.estimators.advice import ON_SHARDS
-from ringspark.estimators.advice import RULES as WITHOUT_EFFECT
-from ringspark.estimators.training.rules import COMBINATIONS
+from ringspark.estimators.stages.advice import ON_SHARDS
+from ringspark.estimators.stages.advice import RULES as WITHOUT_EFFECT
+from ringspark.estimators.training.settings.rules import COMBINATIONS
 
 # Defaults that depend on what is installed.
 BY_INSTALLATION = {

@@ -41,7 +41,7 @@ settings.load_profile("ringspark")
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
 # Workers that a test has ended need not import torch again.
-DAEMON = ("spark.python.daemon.module", "ringspark.estimators.python_daemon")
+DAEMON = ("spark.python.daemon.module", "ringspark.estimators.launch.python_daemon")
 
 MakeShards = Callable[..., ShardManifest]
 

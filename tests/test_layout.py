@@ -27,6 +27,22 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     **{f"{room}/": ROOMS for room in ROOMS},
 }
 
+# The floors from the bottom up: a folder or file imports what stands on its own floor or below. The longest
+# name that fits counts.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("pipelines", "models"),
+    ("estimators/failures", "estimators/names", "estimators/user_code", "estimators/run_layout"),
+    ("estimators/collectives",),
+    ("estimators/parallel",),
+    ("estimators/training",),
+    ("estimators/columns", "estimators/tracking", "estimators/memory"),
+    ("estimators/stages", "estimators/inference"),
+    ("estimators/launch", "estimators/run"),
+    ("estimators/torch_estimator", "estimators/torch_model"),
+    ("estimators",),  # the public names, each imported when it is asked for
+    ("jobs",),
+)
+
 # Written so that the expressions do not match themselves: this file is searched as well.
 ADDRESSES = {
     "a package registry": re.compile(
@@ -156,6 +172,66 @@ def test_allowed_import_is_not_found(source: str) -> None:
 def test_importing_package_loads_nothing_forbidden(package: str, absent: set[str], tmp_path: Path) -> None:
     code = f"import sys, {package}; print(*sorted(sys.modules.keys() & {absent!r}))"
     assert run_python(code, tmp_path) == ""
+
+
+def floor_of(path: str) -> int:
+    """Returns the number of the floor that a file or folder, relative to the root, stands on."""
+    matches = [
+        (len(room), number)
+        for number, floor in enumerate(FLOORS)
+        for room in floor
+        if path == room or path.startswith(f"{room}/")
+    ]
+    assert matches, f"{path} stands on no floor of FLOORS"
+    return max(matches)[1]
+
+
+def imports_of_rooms() -> Iterator[tuple[str, str]]:
+    """Yields file and imported file or folder, both relative to the root, for every import of ringspark's."""
+    for path in itertools.chain.from_iterable(sources(room) for room in ROOMS):
+        package = ".".join(["ringspark", *path.relative_to(ROOT).parent.parts])
+        for _, name in imported_names(path.read_text(), package):
+            if not name.startswith("ringspark."):
+                continue
+            target = ROOT.joinpath(*name.split(".")[1:])
+            if not target.is_dir() and not target.with_suffix(".py").exists():
+                target = target.parent  # the last part is a name inside of the module
+            yield (
+                path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"),
+                target.relative_to(ROOT).as_posix(),
+            )
+
+
+def test_no_room_imports_a_higher_floor() -> None:
+    climbing = sorted(
+        f"{importer} imports {imported}"
+        for importer, imported in set(imports_of_rooms())
+        # `from ringspark.estimators import names` names the folder too.
+        if imported not in ROOMS and floor_of(imported) > floor_of(importer)
+    )
+    assert climbing == []
+
+
+def test_no_two_folders_import_each_other() -> None:
+    folders: dict[str, set[str]] = {}
+    for importer, imported in imports_of_rooms():
+        source, target = (
+            path if (ROOT / path).is_dir() else str(Path(path).parent) for path in (importer, imported)
+        )
+        # A folder's own files, and those of the folder around it, are one subject.
+        if source != target and not target.startswith(f"{source}/") and not source.startswith(f"{target}/"):
+            folders.setdefault(source, set()).add(target)
+    circles = []
+    for start in folders:
+        reached, waiting = set(), list(folders[start])
+        while waiting:
+            folder = waiting.pop()
+            if folder not in reached:
+                reached.add(folder)
+                waiting += folders.get(folder, ())
+        if start in reached:
+            circles.append(start)
+    assert circles == []
 
 
 def test_no_module_is_named_after_a_dependency() -> None:

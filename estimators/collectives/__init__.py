@@ -6,13 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ringspark.estimators.collectives.base import (
-    Collective,
-    CollectiveError,
-    GradientSync,
-    Member,
-    Rendezvous,
-)
+from ringspark.estimators.collectives.base import Collective, CollectiveError, Rendezvous
+from ringspark.estimators.collectives.traffic import Member
 
 # Name -> (module, class, the package it needs). Modules are imported when chosen, not before.
 COLLECTIVES: dict[str, tuple[str, str, str]] = {
@@ -42,7 +37,6 @@ __all__ = [
     "COLLECTIVES",
     "Collective",
     "CollectiveError",
-    "GradientSync",
     "Member",
     "Rendezvous",
     "collective_class",

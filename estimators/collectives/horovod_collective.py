@@ -1,38 +1,28 @@
-"""Ring-allreduce by Horovod (Sergeev and Del Balso 2018), over Gloo or NCCL.
-
-`hvd.DistributedOptimizer` hooks every parameter's gradient, so the reduction of one layer runs
-while the layers before it still compute. Gradients are summed, not averaged: each rank's loss is
-already its share of the global mean, which stays right when ranks hold different numbers of rows.
-"""
+"""Ring-allreduce by Horovod (Sergeev and Del Balso 2018), over Gloo or NCCL."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from ringspark.estimators.collectives.base import (
-    GradientSync,
-    Member,
-    PlainSync,
+    ConnectedMember,
     ReduceOp,
-    Scaler,
-    Traffic,
     contiguous,
     num_bytes,
     peer_errors,
 )
-from ringspark.estimators.collectives.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.network import environment, interface_of
-from ringspark.estimators.collectives.peer_proof import check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.port_guard import machines_of
-from ringspark.estimators.collectives.rendezvous import RendezvousServer
-from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
+from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
+from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
+from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
+from ringspark.estimators.collectives.traffic import Member
 
 
-class HorovodCollective:
+class HorovodCollective(ConnectedMember):
     """The connected half; `hvd.init` has happened."""
 
     name = "horovod"
@@ -40,11 +30,10 @@ class HorovodCollective:
     def __init__(self, member: Member) -> None:
         import horovod.torch as hvd
 
-        self.member = member
+        super().__init__(member)
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name: the counter gives each operation its own.
         self._operations = 0
-        self.traffic = Traffic(member)
 
     @staticmethod
     def open_rendezvous(
@@ -83,18 +72,6 @@ class HorovodCollective:
         with peer_errors("proving the connections"):
             theirs = self._hvd.alltoall(mine, name=self._name("proof"))
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
-
-    @property
-    def rank(self) -> int:
-        return self.member.rank
-
-    @property
-    def size(self) -> int:
-        return self.member.size
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.traffic.bytes_sent
 
     def _name(self, operation: str) -> str:
         self._operations += 1
@@ -152,15 +129,12 @@ class HorovodCollective:
         with peer_errors("barrier"):
             self._hvd.barrier()
 
-    def synchronize(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
-    ) -> GradientSync:
-        return HorovodSync(module, optimizer, micro_batches, self._hvd, self.traffic, self.size)
-
     def close(self) -> None:
+        self._release()
         self._hvd.shutdown()
 
     def abort(self) -> None:
+        self._release()
         # Shutting down fails every operation that the peers still wait for.
         self._hvd.shutdown()
 
@@ -184,103 +158,3 @@ def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict
     if interface := interface_of(member.host):
         values["HOROVOD_GLOO_IFACE"] = interface
     return values
-
-
-class HorovodSync(PlainSync):
-    """Gradients summed by `hvd.DistributedOptimizer`.
-
-    A parameter without a gradient on this rank, also because the rank has no rows in this step,
-    takes part with zeros: Horovod submits it in `synchronize`. Where no rank had a gradient, the sum
-    is all zeros, on every rank alike. From the first such step on the ranks tell each other who had
-    one, along with the gradients; until then that costs nothing.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        micro_batches: int,
-        hvd: Any,
-        traffic: Traffic,
-        size: int,
-    ) -> None:
-        for parameter in module.parameters():
-            # Horovod refuses other gradients, and a gradient is laid out as its parameter.
-            parameter.data = parameter.data.contiguous()
-        distributed = _distribute(module, optimizer, micro_batches, hvd)
-        super().__init__(module, distributed)
-        self._distributed = distributed
-        self._hvd = hvd
-        self._traffic = traffic
-        self._size = size
-        self._asks = False
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._held = [p for p in held if p.requires_grad]
-        self._gradient_bytes = num_bytes(self._held)
-
-    def reduce(self) -> None:
-        if self._size == 1:
-            # Horovod exchanges nothing, and what was None still is.
-            self._distributed.synchronize()
-            return
-        present = [p.grad is not None for p in self._held]
-        with peer_errors("summing the gradients"):
-            asked = self._ask(present) if self._asks else None
-            self._distributed.synchronize()
-            # Every rank sees the same sums, so either all of them begin to ask or none.
-            if asked is None and any(_all_zero([p.grad for p in self._held])):
-                self._asks = True
-                asked = self._ask(present)
-            counts = self._hvd.synchronize(asked).tolist() if asked is not None else []
-        self._traffic.all_reduce(self._gradient_bytes)
-        for parameter, count in zip(self._held, counts, strict=False):
-            if not count:
-                parameter.grad = None
-
-    def _ask(self, present: list[bool]) -> Any:
-        """Begins to count the ranks that had a gradient, parameter by parameter.
-
-        In fp32 and under one name, so that Horovod sends it in one go with the gradients.
-        """
-        self._traffic.all_reduce(4 * len(present))
-        counts = torch.tensor(present, dtype=torch.float32)
-        return self._hvd.allreduce_async_(counts, op=self._hvd.Sum, name="ringspark.had_gradient")
-
-    def step(self, scaler: Scaler) -> None:
-        with self._distributed.skip_synchronize():
-            scaler.step(self._distributed)
-
-
-def _all_zero(gradients: list[torch.Tensor | None]) -> list[bool]:
-    """Which gradients are zero in every element; sparse and empty ones never are."""
-    dense = [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
-    if not dense:
-        return []
-    # Most are ruled out by their first element: one small copy off the device instead of a pass over all.
-    first = torch.stack([g[(0,) * g.dim()].float() for g in dense]).tolist()
-    return [not f and not bool(g.any()) for f, g in zip(first, dense, strict=True)]
-
-
-def _distribute(module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, hvd: Any) -> Any:
-    """Horovod's form of `optimizer`, with all that its maker put into it.
-
-    Horovod makes an optimizer of the same class anew from the groups alone. What its constructor
-    keeps elsewhere would fall back to defaults: Adagrad's first accumulator is in its state.
-    """
-    try:
-        distributed = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=[(n, p) for n, p in module.named_parameters() if p.requires_grad],
-            op=hvd.Sum,
-            backward_passes_per_step=micro_batches,
-        )
-    except TypeError as error:
-        raise ValueError(
-            f"optimizer {type(optimizer).__name__} must be constructible from its parameter groups alone "
-            f"under collective 'horovod', got {error}; give its other arguments defaults, or set "
-            "collective='torch'"
-        ) from error
-    # A scheduler of the user's may have wrapped `step` of the instance: that one would not be ours.
-    kept = {key: value for key, value in vars(optimizer).items() if key != "step"}
-    vars(distributed).update(kept)
-    return distributed

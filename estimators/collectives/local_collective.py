@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
-from ringspark.estimators.collectives.base import GradientSync, Member, PlainSync, ReduceOp, Traffic
+from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp
+from ringspark.estimators.collectives.traffic import Member
 
 
 class LocalRendezvous:
@@ -19,14 +19,13 @@ class LocalRendezvous:
         return
 
 
-class LocalCollective:
+class LocalCollective(ConnectedMember):
     """Runs where there is one rank only, also without Spark."""
 
     name = "local"
 
     def __init__(self, member: Member | None = None) -> None:
-        self.member = member or Member()
-        self.traffic = Traffic(self.member)
+        super().__init__(member or Member())
         if self.member.size != 1:
             raise ValueError(
                 f"collective 'local' serves one worker, got {self.member.size}; "
@@ -45,18 +44,6 @@ class LocalCollective:
     ) -> LocalCollective:
         return cls(member)
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.traffic.bytes_sent
-
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         return tensor.clone()
 
@@ -71,11 +58,6 @@ class LocalCollective:
 
     def barrier(self) -> None:
         return
-
-    def synchronize(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
-    ) -> GradientSync:
-        return PlainSync(module, optimizer)
 
     def close(self) -> None:
         return

@@ -1,50 +1,45 @@
-"""`torch.distributed`: Gloo between CPUs, NCCL between GPUs, gradients by DistributedDataParallel."""
+"""`torch.distributed`: Gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ringspark.estimators.collectives.base import (
-    GradientSync,
-    Member,
-    PlainSync,
+    ConnectedMember,
     ReduceOp,
-    Traffic,
-    backward_errors,
     contiguous,
     num_bytes,
     peer_errors,
 )
 from ringspark.estimators.collectives.network import environment, interface_of
-from ringspark.estimators.collectives.peer_proof import PROOF_SECONDS, check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.port_guard import PortGuard, machines_of
-from ringspark.estimators.collectives.rendezvous import RendezvousServer
-from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
-from ringspark.estimators.collectives.torch_store import MemberStore
-from ringspark.estimators.training.outputs import as_outputs
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
+from ringspark.estimators.collectives.rendezvous.peer_proof import (
+    PROOF_SECONDS,
+    check_proofs,
+    proofs_for,
+    shared_nonce,
+)
+from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
+from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
+from ringspark.estimators.collectives.traffic import Member
 
 
-class TorchCollective:
+class TorchCollective(ConnectedMember):
     """The connected half; the default process group is ours."""
 
     name = "torch"
 
     def __init__(self, member: Member, use_gpu: bool, client: RendezvousClient) -> None:
-        self.member = member
+        super().__init__(member)
         self._use_gpu = use_gpu
         self._client = client
-        self.traffic = Traffic(member)
-        self._syncs: list[TorchSync] = []
 
     @staticmethod
     def open_rendezvous(
@@ -83,18 +78,6 @@ class TorchCollective:
             work = dist.all_to_all_single(theirs, mine, async_op=True)
             work.wait(timedelta(seconds=min(timeout_seconds, PROOF_SECONDS)))
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
-
-    @property
-    def rank(self) -> int:
-        return self.member.rank
-
-    @property
-    def size(self) -> int:
-        return self.member.size
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.traffic.bytes_sent
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -171,15 +154,6 @@ class TorchCollective:
         with peer_errors("barrier"):
             dist.all_reduce(torch.zeros(1))
 
-    def synchronize(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
-    ) -> GradientSync:
-        if self.size == 1:
-            return PlainSync(module, optimizer)
-        sync = TorchSync(module, optimizer, self.size, self.traffic)
-        self._syncs.append(sync)
-        return sync
-
     def close(self) -> None:
         self._leave()
 
@@ -191,11 +165,8 @@ class TorchCollective:
         self._leave()
 
     def _leave(self) -> None:
-        # The peers see the connection close only when the last reference to the group is gone,
-        # and the reducer of DistributedDataParallel holds one.
-        for sync in self._syncs:
-            sync.release()
-        self._syncs.clear()
+        # The peers see the connection close only when the last reference to the group is gone.
+        self._release()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -227,72 +198,3 @@ def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:
     """Begins a reduce-scatter in equal parts; torch 2.13 renamed the call."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     return getattr(dist, name)(part, whole, async_op=True)
-
-
-class _Anchored(nn.Module):
-    """What DistributedDataParallel wraps: the module, and a parameter that needs no rows.
-
-    The anchor gives a rank without rows a backward pass that uses no parameter of the module. Of an
-    output with more than losses take (hidden states, an unused head), only what they take goes
-    on: DistributedDataParallel would wait for the gradients of the rest.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module = module
-        self.anchor = nn.Parameter(torch.zeros(1, device=device))
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if not inputs:
-            return self.anchor * 0.0
-        output = self.module(*inputs)
-        return output if isinstance(output, torch.Tensor) else as_outputs(output)
-
-
-class TorchSync(PlainSync):
-    """Gradients averaged by DistributedDataParallel; `loss_factor` turns the mean into a sum.
-
-    It looks for unused parameters in every step, because a network may branch by its data: those
-    count as zeros where another rank used them, and keep None where none did.
-    """
-
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, size: int, traffic: Traffic
-    ) -> None:
-        device = next(module.parameters()).device
-        # Without syncing buffers: as with Horovod, running statistics stay each rank's own and
-        # the checkpoint takes rank 0's. torch 2.13 renamed the argument.
-        renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-        anchored = _Anchored(module, device)
-        self._parallel: DistributedDataParallel | None = DistributedDataParallel(
-            anchored,
-            device_ids=[device] if device.type == "cuda" else None,
-            find_unused_parameters=True,
-            **options,
-        )
-        super().__init__(self._parallel, optimizer)
-        self.network = module
-        self.loss_factor = float(size)
-        self._traffic = traffic
-        # Its buckets hold every trainable parameter, also those that the optimizer leaves out; a flag
-        # of 4 bytes each says who used it.
-        exchanged = [p for p in anchored.parameters() if p.requires_grad]
-        self._gradient_bytes = num_bytes(exchanged) + 4 * len(exchanged)
-
-    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        with backward_errors():
-            self.module().sum().backward()
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        if self._parallel is not None and not last:
-            return self._parallel.no_sync()
-        return nullcontext()
-
-    def reduce(self) -> None:
-        # The reduction itself has ended with the backward pass.
-        self._traffic.all_reduce(self._gradient_bytes)
-
-    def release(self) -> None:
-        """Gives the wrapped module back and drops the reducer."""
-        self.module, self._parallel = self.network, None

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from ringspark.estimators.inference.inputs import MASK, ModelInput
-from ringspark.estimators.training.outputs import as_outputs
+from ringspark.estimators.columns.inputs import MASK, ModelInput
+from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import storage
 
 ExportFormat = Literal["torch.export", "onnx"]

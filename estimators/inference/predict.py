@@ -20,14 +20,14 @@ from pyspark.sql.pandas.functions import pandas_udf
 from torch import nn
 
 from ringspark.estimators import user_code
+from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference.device import task_device
-from ringspark.estimators.inference.feeds import Feed
 from ringspark.estimators.inference.results import Results
-from ringspark.estimators.training.checkpoint import map_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.feed import Array
-from ringspark.estimators.training.outputs import as_outputs
-from ringspark.estimators.training.skeleton import build_skeleton
 from ringspark.models import ModelSpec
+from ringspark.models.outputs import as_outputs
+from ringspark.models.skeleton import build_skeleton
 
 __all__ = ["Predictor", "cached_module", "prediction_expression", "run"]
 

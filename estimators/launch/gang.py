@@ -13,13 +13,13 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_queue import queue_of
 from ringspark.estimators.launch.gang_task import SCHEMA, GangTask, Work, assign_ranks
 from ringspark.estimators.launch.resources import StagePlan, profile_of, stage_plan
-from ringspark.estimators.launch.session import application_of
 from ringspark.estimators.launch.slots import count_slots
 from ringspark.estimators.launch.spark_job import SparkJob
-from ringspark.estimators.training.status import Failure, WorkerError
+from ringspark.estimators.stages.session import application_of
 from ringspark.pipelines.spark_errors import python_workers
 
 

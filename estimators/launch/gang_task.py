@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
-from ringspark.estimators.training.status import Failure, Status
+from ringspark.estimators.training.phase import Status
 
 # Gets the connected collective, this rank's device and the status to keep; returns a short text.
 Work = Callable[[Collective, str, Status], str]

@@ -20,11 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ringspark.estimators.launch.owner import read_owner
-from ringspark.estimators.training.status import Failure, Status
+from ringspark.estimators import run_layout
+from ringspark.estimators.failures import Failure
+from ringspark.estimators.run.owner import read_owner
+from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
 
-FOLDER = "heartbeat"
 LONGEST_INTERVAL_SECONDS = 5.0
 # Often enough to leave quickly where the parent died or the work is done.
 _TICK_SECONDS = 0.25
@@ -84,7 +85,7 @@ class Beat:
 
 def beat_uri(run_uri: str, rank: int) -> str:
     """The file of one rank."""
-    return storage.join(run_uri, FOLDER, f"rank-{rank}.json")
+    return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.json")
 
 
 def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Beat]:

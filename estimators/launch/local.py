@@ -17,10 +17,12 @@ import cloudpickle
 
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.checkpoint_folders import checkpoints_uri
-from ringspark.estimators.training.config import TrainConfig, UserObjects
-from ringspark.estimators.training.status import Failure, Status, WorkerError
+from ringspark.estimators.failures import Failure, WorkerError
+from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
 
@@ -38,8 +40,11 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     """
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
-    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
-    result = train_worker(config, LocalCollective(), objects, device)
+    manifest = ShardManifest.load(config.shards_uri)
+    config, _ = check_training(config, objects, manifest)
+    collective = LocalCollective()
+    check_on_rank(config, objects, manifest, collective)
+    result = train_worker(config, collective, objects, device)
     # The training is over: nobody goes on from them.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result

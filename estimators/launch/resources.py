@@ -15,7 +15,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.launch.session import application_of, is_remote, spark_conf
+from ringspark.estimators.stages.session import application_of, is_remote, spark_conf
 
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"

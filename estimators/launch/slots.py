@@ -23,7 +23,7 @@ from ringspark.estimators.launch.resources import (
     profile_of,
     slots_of_conf,
 )
-from ringspark.estimators.launch.session import is_remote, spark_conf
+from ringspark.estimators.stages.session import is_remote, spark_conf
 
 # As long as Spark's own schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0

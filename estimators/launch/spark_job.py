@@ -17,7 +17,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.launch.session import is_remote
+from ringspark.estimators.stages.session import is_remote
 
 # What Spark says of a job that somebody cancelled: by group, by tag, all jobs, or with the session.
 _CANCELLED = re.compile(

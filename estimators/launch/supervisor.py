@@ -20,14 +20,14 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.failures import Failure, TrainingCancelledError, WorkerError
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
-from ringspark.estimators.launch.overseer import NO_ROOM, Overseer
-from ringspark.estimators.launch.owner import write_owner
+from ringspark.estimators.launch.monitor import NO_ROOM, Overseer
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
-from ringspark.estimators.training.status import Failure, WorkerError
+from ringspark.estimators.run.owner import write_owner
 
 # After a cancelled job: as long as Spark takes to kill a Python worker that does not react, and more.
 END_SECONDS = 15.0
@@ -36,10 +36,6 @@ END_SECONDS = 15.0
 _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 
 _logger = logging.getLogger(__name__)
-
-
-class TrainingCancelledError(RuntimeError):
-    """Somebody cancelled the Spark job of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from ringspark.estimators.memory.search import Candidate, candidates, cheapest
 from ringspark.estimators.memory.sharing import communication_bytes
 from ringspark.estimators.memory.sizes import show_bytes
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
-from ringspark.estimators.training.config import TrainConfig, UserObjects
-from ringspark.estimators.training.skeleton import build_skeleton, skeleton
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton, skeleton
 
 
 class Planner:

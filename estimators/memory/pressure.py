@@ -24,10 +24,10 @@ from ringspark.estimators.memory.available import Available, of_machine, of_proc
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
 from ringspark.estimators.memory.sizes import show_bytes
-from ringspark.estimators.training.config import TrainConfig, UserObjects
-from ringspark.estimators.training.outputs import as_outputs
-from ringspark.estimators.training.skeleton import build_skeleton, skeleton
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
+from ringspark.models.outputs import as_outputs
+from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers.demand import rows_in_flight
 

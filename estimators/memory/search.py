@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig
 
 MOST_SUGGESTIONS = 3
 

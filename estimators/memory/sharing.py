@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.parallel.fully_sharded import blocks_of
-from ringspark.estimators.parallel.shard_layout import BUCKET_BYTES
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
+from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
+from ringspark.estimators.training.settings.config import TrainConfig
 
 # Which parts each way of sharding splits over the ranks (Rajbhandari et al. 2020, "ZeRO").
 SHARDED_PARTS: dict[str, tuple[str, ...]] = {

@@ -22,15 +22,15 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.meter import Meter, Peak
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
-from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.criterion import Criterion
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.losses import resolve_loss
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.optimizers import build_optimizer
-from ringspark.estimators.training.outputs import as_outputs
 from ringspark.estimators.training.precision import LossScaler, autocast, keep_norms_fp32
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import apply_activation_checkpoint
+from ringspark.models.outputs import as_outputs
 
 MOST_MICRO_BATCHES = 2
 

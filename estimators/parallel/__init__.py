@@ -1,10 +1,10 @@
 """How a network is spread over the ranks: one file a strategy, keyed by the setting `sharding`."""
 
 from ringspark.estimators.parallel.base import Strategy
-from ringspark.estimators.parallel.data_parallel import DataParallel
-from ringspark.estimators.parallel.fully_sharded import FullySharded
+from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
+from ringspark.estimators.parallel.sharded.zero import ShardedGradients, ShardedOptimizer
 from ringspark.estimators.parallel.state_bytes import StateBytes, state_bytes
-from ringspark.estimators.parallel.zero import ShardedGradients, ShardedOptimizer
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "none": DataParallel,

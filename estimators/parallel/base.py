@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import Collective, GradientSync
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

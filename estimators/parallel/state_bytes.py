@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.collectives import GradientSync
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 
 
 @dataclass(frozen=True, kw_only=True)

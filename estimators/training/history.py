@@ -17,11 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse, parse_object, record
 
-HISTORY = "history.json"
-PROGRESS = "progress.json"
 _log = logging.getLogger(__name__)
 
 # The store may be far away: at most this often.
@@ -111,21 +110,21 @@ class RunLog:
 
     def _show(self, progress: Progress) -> None:
         with suppress(OSError):
-            self._write(PROGRESS, asdict(progress))
+            self._write(run_layout.PROGRESS, asdict(progress))
 
     def epoch(self, record: EpochRecord) -> None:
         self.history.append(record)
         if self._writes:
             try:
-                self._write(HISTORY, [asdict(r) for r in self.history])
+                self._write(run_layout.HISTORY, [asdict(r) for r in self.history])
             except OSError as error:
                 _log.warning("the history was not written (%s); the training goes on without it", error)
 
     def restore(self, history: Sequence[EpochRecord]) -> None:
         """Goes on after these epochs: later ones of an attempt that was lost are forgotten."""
         self.history[:] = history
-        if self._writes and (history or storage.exists(storage.join(self._run_uri, HISTORY))):
-            self._write(HISTORY, [asdict(r) for r in self.history])
+        if self._writes and (history or storage.exists(storage.join(self._run_uri, run_layout.HISTORY))):
+            self._write(run_layout.HISTORY, [asdict(r) for r in self.history])
 
     def _write(self, name: str, value: object) -> None:
         storage.write_atomic(storage.join(self._run_uri, name), json.dumps(value).encode())
@@ -137,7 +136,7 @@ def read_history(run_uri: str) -> list[EpochRecord]:
     Raises:
         ValueError: The file is damaged.
     """
-    uri = storage.join(run_uri, HISTORY)
+    uri = storage.join(run_uri, run_layout.HISTORY)
     if not storage.exists(uri):
         return []
     return parse_history(storage.read_bytes(uri))
@@ -148,7 +147,7 @@ def parse_history(text: bytes) -> list[EpochRecord]:
     # A loss that overflowed is NaN there.
     entries = parse(text, allow_nan=True)
     if not isinstance(entries, list):
-        raise ValueError(f"{HISTORY} is damaged: it holds no list; give another run folder")
+        raise ValueError(f"{run_layout.HISTORY} is damaged: it holds no list; give another run folder")
     return [record(EpochRecord, entry) for entry in entries]
 
 
@@ -158,7 +157,7 @@ def read_progress(run_uri: str) -> Progress | None:
     Raises:
         ValueError: The file is damaged.
     """
-    uri = storage.join(run_uri, PROGRESS)
+    uri = storage.join(run_uri, run_layout.PROGRESS)
     if not storage.exists(uri):
         return None
     return record(Progress, parse_object(storage.read_bytes(uri)))

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringspark.estimators.training.config import TrainConfig
-from ringspark.estimators.training.outputs import as_outputs
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest
 
 PROBE_ROWS = 2

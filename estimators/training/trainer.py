@@ -18,23 +18,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import Collective, GradientSync
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
-from ringspark.estimators.training.config import TrainConfig
-from ringspark.estimators.training.criterion import Criterion
+from ringspark.estimators.training.checkpoint.rank_state import RankParts
+from ringspark.estimators.training.checkpoint.resume import Recovery, Running, raise_first_bad
 from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress, RunLog
-from ringspark.estimators.training.metric_set import MetricSet
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, RollBackError, poisoned
-from ringspark.estimators.training.outputs import as_outputs
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.loss_sums import Totals
+from ringspark.estimators.training.objective.metric_set import MetricSet
+from ringspark.estimators.training.optimizers.schedules import Rates
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler, autocast
-from ringspark.estimators.training.rank_state import RankParts
-from ringspark.estimators.training.recovery import Recovery, Running, raise_first_bad
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
-from ringspark.estimators.training.schedules import Rates
-from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.totals import Totals
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models.outputs import as_outputs
 from ringspark.pipelines.readers import ShardReader
 
 

@@ -14,30 +14,31 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from ringspark.estimators.collectives import Collective, GradientSync
-from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators import run_layout
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.training.batch_norm import accept_single_rows
-from ringspark.estimators.training.best import BestCheckpoint, EarlyStopping, best_of
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.callbacks import Callbacks
-from ringspark.estimators.training.check import build_module, label_metrics
-from ringspark.estimators.training.checkpoint import assist_checkpoint, save_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.criterion import Criterion, ignored_label
+from ringspark.estimators.training.checkpoint.resume import Recovery
+from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
+from ringspark.estimators.training.driver_check import build_module, label_metrics
 from ringspark.estimators.training.history import EpochRecord, RunLog
-from ringspark.estimators.training.losses import resolve_loss
-from ringspark.estimators.training.metric_set import make_metrics
 from ringspark.estimators.training.non_finite import NonFiniteStep
+from ringspark.estimators.training.objective.criterion import Criterion, ignored_label
+from ringspark.estimators.training.objective.losses import resolve_loss
+from ringspark.estimators.training.objective.metric_set import make_metrics
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.optimizers.schedules import make_rates
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
-from ringspark.estimators.training.random_state import shared_generators_kept
-from ringspark.estimators.training.recovery import Recovery
-from ringspark.estimators.training.schedules import make_rates
-from ringspark.estimators.training.skeleton import changed_state, skeleton
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping, best_of
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.trainer import Parts, Trainer
 from ringspark.models import apply_activation_checkpoint
+from ringspark.models.batch_norm import accept_single_rows
+from ringspark.models.generators import shared_generators_kept
+from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.readers import ShardReader
 
@@ -123,8 +124,6 @@ def _train(
     status.phase = "opening the shards"
     manifest = ShardManifest.load(config.shards_uri)
     train, validation = _open_readers(config, collective, manifest)
-    status.phase = "looking at the memory"
-    check_on_rank(config, objects, manifest, collective)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device)
     start_state = skeleton(module)
@@ -138,7 +137,7 @@ def _train(
     torch.manual_seed((config.seed * 1_000_003 + collective.rank) % 2**63)
     best = None
     if config.keep == "best":
-        root = storage.join(config.run_uri, "best")
+        root = storage.join(config.run_uri, run_layout.BEST)
         best = BestCheckpoint(best_of(config), root, keeps_worse=recovery.is_asked)
     parts = _parts(config, objects, manifest, module, sync, best, device)
     with RunLog(config.run_uri, writes=collective.rank == 0) as log:
@@ -196,7 +195,7 @@ def _final_weights(
             best.remove_others()
         return best.uri, best.epoch
     status.phase = "writing the checkpoint"
-    uri = storage.join(config.run_uri, "checkpoint")
+    uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
     if collective.rank == 0:
         save_checkpoint(uri, module, epoch=state.epoch, step=state.step)
     else:

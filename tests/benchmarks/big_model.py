@@ -33,7 +33,7 @@ def spec(layers: int, width: int) -> object:
 
 def step_checkpoint(folder: str, layers: int, width: int) -> None:
     """Writes the checkpoint that a training would have left."""
-    from ringspark.estimators.training.checkpoint import save_checkpoint
+    from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 
     save_checkpoint(os.path.join(folder, "checkpoint"), spec(layers, width).build())  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from precision import flights_job
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.config import UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.jobs import cli
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.gang import run_gang
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.phase import Status
 from ringspark.jobs import cli
 
 if TYPE_CHECKING:

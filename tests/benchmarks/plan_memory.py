@@ -24,17 +24,17 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES
 from ringspark.estimators.training.callbacks import Callbacks
-from ringspark.estimators.training.config import TrainConfig, segment_policy
-from ringspark.estimators.training.criterion import Criterion
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
-from ringspark.estimators.training.losses import resolve_loss
-from ringspark.estimators.training.metric_set import make_metrics
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.loss_sums import Totals
+from ringspark.estimators.training.objective.losses import resolve_loss
+from ringspark.estimators.training.objective.metric_set import make_metrics
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.optimizers.schedules import make_rates
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.schedules import make_rates
-from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.totals import Totals
+from ringspark.estimators.training.settings.config import TrainConfig, segment_policy
 from ringspark.estimators.training.trainer import Parts, Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.jobs import cli
 from ringspark.models import ModelSpec

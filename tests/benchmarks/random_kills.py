@@ -34,7 +34,7 @@ import processes
 SEED = 17
 NUM_WORKERS = (2, 1, 3)
 EVERY_STEPS = 2
-DAEMON = "ringspark.estimators.python_daemon"
+DAEMON = "ringspark.estimators.launch.python_daemon"
 # So long a training that its middle is not over before the driver has been seen.
 PAUSE_SECONDS = 0.01
 TOLERANCE = 1e-5

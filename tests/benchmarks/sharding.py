@@ -17,12 +17,13 @@ import harness
 import torch
 from torch.nn import functional as F
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
+from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, state_bytes
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.status import Status
 from ringspark.models import ModelSpec
 
 SIZES = {"vocab_size": 1000, "max_seq_len": 64, "dim": 128, "num_heads": 4, "depth": 4, "out_features": 10}

@@ -3,7 +3,7 @@
 What remains is launch: settings, one write of the shards, one barrier stage, one checkpoint. Spark's own
 share stands beside it: a bare barrier stage of two tasks, and one plain job. With the Python daemon:
 
-    conf="--conf spark.python.daemon.module=ringspark.estimators.python_daemon"
+    conf="--conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon"
     PYSPARK_SUBMIT_ARGS="$conf pyspark-shell" python tests/benchmarks/warm_fit.py
 """
 

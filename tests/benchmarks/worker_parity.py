@@ -17,7 +17,7 @@ import torch
 from small_training import train_gang, weights_of
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import cli
 from ringspark.pipelines import write_shards
 

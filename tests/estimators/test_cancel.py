@@ -15,8 +15,8 @@ from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
 from ringspark.estimators.launch.heartbeat import read_beats
-from ringspark.estimators.launch.owner import read_owner
-from ringspark.estimators.run_folder import RunFolder
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.run.owner import read_owner
 from ringspark.models import ModelSpec
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")

@@ -80,7 +80,7 @@ def test_a_model_that_raises_on_rank_one_at_step_three(table: Any, tmp_path: Pat
 
 
 def test_storage_is_required_where_executors_are_elsewhere() -> None:
-    from ringspark.estimators.session import _session_folder
+    from ringspark.estimators.stages.storage_root import _session_folder
 
     with pytest.raises(ValueError, match="storageUri is not set; on master 'yarn' give a folder"):
         _session_folder("yarn")

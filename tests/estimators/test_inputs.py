@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchRegressor
-from ringspark.estimators.inference.expressions import input_expression
-from ringspark.estimators.inference.feeds import to_input
+from ringspark.estimators.columns.expressions import input_expression
+from ringspark.estimators.columns.feeds import to_input
 from ringspark.estimators.training.feed import to_tensor
 from ringspark.pipelines import open_reader, write_shards
 

@@ -17,7 +17,7 @@ from torch import nn
 from ringspark.estimators import TorchClassificationModel, TorchModel, TorchRegressionModel, user_code
 from ringspark.estimators.inference.device import choose_inference_device
 from ringspark.estimators.inference.results import Classes
-from ringspark.estimators.training.checkpoint import save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
 from ringspark.pipelines import (
     Binary,
@@ -576,7 +576,7 @@ def test_a_users_module_travels_without_its_weights_and_gets_them_all_back(
 
 
 def test_a_spec_is_built_without_memory_for_its_weights() -> None:
-    from ringspark.estimators.training.skeleton import build_skeleton
+    from ringspark.models.skeleton import build_skeleton
 
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
     before = torch.random.get_rng_state()
@@ -603,7 +603,7 @@ def test_local_weights_are_mapped_not_copied(tmp_path: Path) -> None:
 
 
 def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp_path: Path) -> None:
-    from ringspark.estimators.training.checkpoint import load_checkpoint, map_checkpoint
+    from ringspark.estimators.training.checkpoint.weights import load_checkpoint, map_checkpoint
     from ringspark.pipelines import storage
 
     module, uri, cache = nn.Linear(2, 2), "memory://ringspark-test/checkpoint", tmp_path / "cache"

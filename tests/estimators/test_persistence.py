@@ -16,12 +16,12 @@ from pyspark.ml.feature import VectorAssembler
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchRegressionModel
-from ringspark.estimators.held_weights import HeldWeights
-from ringspark.estimators.persistence import DESCRIPTION, FORMAT_VERSION
-from ringspark.estimators.training import safetensors_file
-from ringspark.estimators.training.checkpoint import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
-from ringspark.estimators.training.skeleton import changed_state, skeleton
+from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
+from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
 from ringspark.models import ModelSpec
+from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import storage
 
 pytestmark = pytest.mark.spark

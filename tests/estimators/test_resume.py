@@ -19,8 +19,8 @@ from processes import has_ended
 from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
-from ringspark.estimators.launch.heartbeat import FOLDER, Beat
-from ringspark.estimators.run_folder import RunFolder
+from ringspark.estimators.launch.heartbeat import Beat
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 
@@ -101,7 +101,7 @@ def _starts(root: Path) -> int:
 
 def _beat(run: Path, rank: int) -> Beat | None:
     try:
-        return Beat.from_json((run / FOLDER / f"rank-{rank}.json").read_bytes())
+        return Beat.from_json((run / "heartbeat" / f"rank-{rank}.json").read_bytes())
     except FileNotFoundError:
         return None
 

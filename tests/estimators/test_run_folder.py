@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ringspark.estimators.run_folder import RunFolder
+from ringspark.estimators.run.folder import RunFolder
 
 
 def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringspark.estimators.shard_states import ShardStates
+from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringspark.estimators import TorchClassificationModel
-from ringspark.estimators.training.checkpoint import save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.spark

@@ -48,7 +48,7 @@ CONF = {
     "spark.executor.heartbeatInterval": "3s",
     "spark.network.timeoutInterval": "3s",
     # Ranks that are started anew need not import torch again.
-    "spark.python.daemon.module": "ringspark.estimators.python_daemon",
+    "spark.python.daemon.module": "ringspark.estimators.launch.python_daemon",
 }
 
 

@@ -14,11 +14,11 @@ import torch
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
-from ringspark.estimators.run_folder import RunFolder
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.training import history, safetensors_file
-from ringspark.estimators.training.checkpoint import CheckpointInfo, parse_info, save_checkpoint
-from ringspark.estimators.training.config import TrainConfig
-from ringspark.estimators.training.training_record import FileSum, Position, Record
+from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
+from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, parse_info, save_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import etl, score, train
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringspark.jobs.train import prepare_run
+from ringspark.estimators.run.folder import make_way
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = ["etl", "train", "score", "demo"]
@@ -78,18 +78,18 @@ def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp
     begun = _run_folder(tmp_path / "begun")
     finished = _run_folder(tmp_path / "finished", checkpoint=True, finished=True)
     for folder in (begun, finished, tmp_path / "not there"):
-        prepare_run(str(folder), None)
+        make_way(str(folder), None)
         assert not folder.exists()
     stopped = _run_folder(tmp_path / "stopped", checkpoint=True)
     with pytest.raises(ValueError, match=r"an unfinished run; give --resume to go on with it, --no-resume"):
-        prepare_run(str(stopped), None)
-    prepare_run(str(stopped), True)
+        make_way(str(stopped), None)
+    make_way(str(stopped), True)
     assert (stopped / "run.json").exists()
-    prepare_run(str(stopped), False)
+    make_way(str(stopped), False)
     assert not stopped.exists()
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    prepare_run(str(tmp_path), False)
+    make_way(str(tmp_path), False)
     assert (tmp_path / "thesis.tex").exists()

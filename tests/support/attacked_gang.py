@@ -21,7 +21,8 @@ import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.training.phase import Status
 
 STRANGER = str(Path(__file__).parent / "stranger.py")
 # What other machines are to a cluster, 127.0.0.2 is to a gang on 127.0.0.1.
@@ -96,7 +97,7 @@ def _train(
         before, result = (0, 0), ""
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-        sync = collective.synchronize(module, torch.optim.Adam(module.parameters(), lr=0.01), 1)
+        sync = synchronize(module, torch.optim.Adam(module.parameters(), lr=0.01), collective, 1)
         scaler: Any = torch.amp.GradScaler("cpu", enabled=False)
         for step in range(steps):
             rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + collective.rank))

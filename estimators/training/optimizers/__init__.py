@@ -4,7 +4,7 @@ Made after the module has its final form. The learning rate is what the user wro
 of ranks. One file a family where torch has none that fits.
 """
 
-from ringspark.estimators.training.names import check_name
+from ringspark.estimators.names import check_name
 from ringspark.estimators.training.optimizers.base import Parameters
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.groups import GROUP_KEYS, check_groups, group_parameters

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.training.names import nearest
+from ringspark.estimators.names import nearest
 
 # Keys of one entry of `parameterGroups`, and torch.optim's names for them.
 GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_decay"}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.names import check_name
+from ringspark.estimators.names import check_name
 from ringspark.estimators.training.optimizers.adafactor import Adafactor
 from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.base import Parameters

@@ -21,7 +21,8 @@ from ringspark.estimators.collectives.base import backward_errors
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import environment, interface_of
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.training.phase import Status
 
 SIZES = [(name, 1 if name == "local" else size) for name in COLLECTIVES for size in (2, 3)]
 GANGS = [name for name in COLLECTIVES if name != "local"]
@@ -148,8 +149,8 @@ def _traffic(collective: Collective, device: str, status: Status) -> str:
     sent("all_gather")
     module = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Linear(5, 1))
     module[0].bias.requires_grad_(False)
-    sync = collective.synchronize(
-        module, torch.optim.SGD([p for p in module.parameters() if p.requires_grad]), 2
+    sync = synchronize(
+        module, torch.optim.SGD([p for p in module.parameters() if p.requires_grad]), collective, 2
     )
     sent("synchronize")
     for last in (False, True):
@@ -231,7 +232,7 @@ def _gradients(collective: Collective, device: str, status: Status) -> str:
     """Rank r differentiates its share of the mean over 1 + 2 + ... rows; the last rank has none."""
     torch.manual_seed(0)
     module = torch.nn.Linear(2, 1)
-    sync = collective.synchronize(module, torch.optim.SGD(module.parameters(), lr=1.0), 1)
+    sync = synchronize(module, torch.optim.SGD(module.parameters(), lr=1.0), collective, 1)
     counts = [r + 1 for r in range(collective.size)]
     counts[-1] = 0 if collective.size > 1 else counts[-1]
     rows = torch.arange(2.0 * sum(counts)).reshape(-1, 2)
@@ -282,7 +283,7 @@ def _branches(collective: Collective, device: str, status: Status) -> str:
     """The weights, and who had a gradient, after steps with decay; in two micro-batches where rows allow."""
     module = Branching()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
-    sync = collective.synchronize(module, optimizer, 2)
+    sync = synchronize(module, optimizer, collective, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     had: list[list[str]] = []
     for step in STEPS:

@@ -12,9 +12,15 @@ from collections.abc import Iterator
 import pytest
 
 from ringspark.estimators.collectives import CollectiveError, Member
-from ringspark.estimators.collectives.channel import MAGIC, MAX_FRAME_BYTES, ChannelError, prove_as_client
-from ringspark.estimators.collectives.peer_proof import check_proofs, proofs_for
-from ringspark.estimators.collectives.rendezvous import (
+from ringspark.estimators.collectives.rendezvous.channel import (
+    MAGIC,
+    MAX_FRAME_BYTES,
+    ChannelError,
+    prove_as_client,
+)
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for
+from ringspark.estimators.collectives.rendezvous.server import (
     MAX_STORED_BYTES,
     MAX_UNPROVED,
     KeyValues,
@@ -22,7 +28,6 @@ from ringspark.estimators.collectives.rendezvous import (
     pack,
     unpack,
 )
-from ringspark.estimators.collectives.rendezvous_client import RendezvousClient
 
 SECRET = bytes(range(32))
 HOST = "127.0.0.1"

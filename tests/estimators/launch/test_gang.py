@@ -14,7 +14,7 @@ from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.gang import assign_ranks, run_gang
 from ringspark.estimators.launch.slots import check_slots, count_slots
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.phase import Status
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=12))

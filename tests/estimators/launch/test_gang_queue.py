@@ -19,7 +19,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.gang import run_gang
 from ringspark.estimators.launch.gang_queue import GangQueue
 from ringspark.estimators.launch.slots import count_slots
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.phase import Status
 
 
 def _until(condition: Callable[[], bool]) -> None:

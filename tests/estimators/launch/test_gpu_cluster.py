@@ -25,7 +25,7 @@ CONF = {
     "spark.executor.resource.gpu.amount": "2",
     "spark.task.resource.gpu.amount": "0.25",
     "spark.sql.shuffle.partitions": "4",
-    "spark.python.daemon.module": "ringspark.estimators.python_daemon",
+    "spark.python.daemon.module": "ringspark.estimators.launch.python_daemon",
 }
 MASTER = "local-cluster[1,4,1024]"
 

@@ -22,7 +22,7 @@ def look(rows):
 spark = (
     SparkSession.builder.master("local[2]")
     .config("spark.ui.enabled", "false")
-    .config("spark.python.daemon.module", "ringspark.estimators.python_daemon")
+    .config("spark.python.daemon.module", "ringspark.estimators.launch.python_daemon")
     .getOrCreate()
 )
 print(json.dumps(spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(look).collect()))
@@ -46,7 +46,7 @@ def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
 def test_what_libraries_print_does_not_reach_spark() -> None:
     code = """
 import os
-from ringspark.estimators.python_daemon import _quiet_stdout
+from ringspark.estimators.launch.python_daemon import _quiet_stdout
 with _quiet_stdout():
     print("a greeting")
     os.system("echo from below")
@@ -61,7 +61,7 @@ print("the port")
 def test_an_archive_is_listed_again_when_it_has_changed(tmp_path: Path) -> None:
     code = """
 import importlib, sys, zipfile, zipimport
-from ringspark.estimators.python_daemon import _list_archives_once
+from ringspark.estimators.launch.python_daemon import _list_archives_once
 
 archive = sys.argv[1]
 

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
+from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
 from ringspark.estimators.launch import heartbeat
+from ringspark.estimators.launch.hang_detector import START_SECONDS, Watch
 from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, beat_uri, read_beats
-from ringspark.estimators.launch.overseer import Overseer
-from ringspark.estimators.launch.owner import write_owner
+from ringspark.estimators.launch.monitor import Overseer
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
-from ringspark.estimators.launch.watch import START_SECONDS, Watch
-from ringspark.estimators.training.status import Failure, Status, WorkerError, WorkerStoppedError
+from ringspark.estimators.run.owner import write_owner
+from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
 
 TIMEOUT = 20.0  # a beat each 5 s, so a rank may miss two: 11 s

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.memory.available import Available, of_cgroups, of_machine, of_spark_workers
 from ringspark.estimators.memory.pressure import STATE_COPIES, check, check_on_driver, worker_needs
-from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
-from ringspark.estimators.training.status import WorkerError
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

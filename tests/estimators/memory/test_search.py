@@ -9,7 +9,7 @@ from torch import nn
 from ringspark.estimators import plan_memory
 from ringspark.estimators.memory.search import candidates, cheapest
 from ringspark.estimators.memory.sizes import parse_bytes, show_bytes
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
 NET = ModelSpec("mlp", {"in_features": 8, "hidden": [64] * 9, "out_features": 3})

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.pieces import ELEMENTWISE, Shard
-from ringspark.estimators.parallel.shard_layout import even_layout, fill_buckets, whole_layout
+from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, Shard
+from ringspark.estimators.parallel.sharded.shard_layout import even_layout, fill_buckets, whole_layout
 from ringspark.estimators.training.optimizers import ELEMENTWISE as ELEMENTWISE_NAMES
 from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
 

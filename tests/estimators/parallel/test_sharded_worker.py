@@ -18,7 +18,7 @@ from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.training.config import UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
+from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, state_bytes
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.status import Status
 
 CASES = [
     (sharding, collective)

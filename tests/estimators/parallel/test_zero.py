@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ringspark.estimators.collectives import COLLECTIVES, Collective, GradientSync
-from ringspark.estimators.collectives.base import PlainSync
+from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.zero import ShardedSync
+from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync
+from ringspark.estimators.parallel.sharded.zero import ShardedSync
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.status import Status
 
 GANGS = [name for name in COLLECTIVES if name != "local"]
 

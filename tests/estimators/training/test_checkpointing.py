@@ -13,8 +13,8 @@ from small_training import train_gang
 
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

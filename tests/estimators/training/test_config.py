@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringspark.estimators.training.config import TrainConfig, segment_policy
+from ringspark.estimators.training.settings.config import TrainConfig, segment_policy
 
 CONFIG = TrainConfig(
     shards_uri="s",

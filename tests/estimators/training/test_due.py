@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.training.config import TrainConfig
-from ringspark.estimators.training.due import Due
+from ringspark.estimators.training.checkpoint.timing import Due
+from ringspark.estimators.training.settings.config import TrainConfig
 
 
 class CountsBroadcasts(LocalCollective):

@@ -19,11 +19,11 @@ from torch.nn import functional
 from ringspark.estimators import Callback, TrainingState
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.best import Best
-from ringspark.estimators.training.check import monitored
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.driver_check import monitored
 from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.selection import Best
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.criterion import Criterion, ignored_label, row_weights
-from ringspark.estimators.training.losses import (
+from ringspark.estimators.training.objective.criterion import Criterion, ignored_label, row_weights
+from ringspark.estimators.training.objective.losses import (
     LOSSES,
     NOT_OF_OUTPUT_AND_LABEL,
     ClassLoss,

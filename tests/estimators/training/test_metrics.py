@@ -13,9 +13,9 @@ import torch
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training.metric_set import make_metrics
-from ringspark.estimators.training.metrics import METRICS, check_metrics, higher_is_better
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.objective.metric_set import make_metrics
+from ringspark.estimators.training.objective.metrics import METRICS, check_metrics, higher_is_better
+from ringspark.estimators.training.phase import Status
 
 sk = pytest.importorskip("sklearn.metrics")
 pytest.importorskip("torchmetrics")
@@ -257,7 +257,7 @@ def test_names_are_checked_on_the_driver() -> None:
 
 
 def test_a_missing_torchmetrics_is_named_with_the_remedy(monkeypatch: Any) -> None:
-    monkeypatch.setattr("ringspark.estimators.training.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("ringspark.estimators.training.objective.metrics.find_spec", lambda name: None)
     check_metrics([], "any")
     with pytest.raises(ValueError, match=r"pip install 'ringspark\[metrics\]' or leave metrics empty"):
         check_metrics(["mse"], "any")

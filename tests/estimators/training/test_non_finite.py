@@ -19,12 +19,12 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest
 

@@ -17,6 +17,7 @@ from torch import nn
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.training.optimizers import (
     ELEMENTWISE,
     OPTIMIZERS,
@@ -26,7 +27,7 @@ from ringspark.estimators.training.optimizers import (
     make_optimizer,
 )
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, levels
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.phase import Status
 
 GANGS = [name for name in COLLECTIVES if name != "local"]
 
@@ -491,7 +492,7 @@ def _weights(collective: Collective, device: str, status: Status) -> str:
     for name, (make, spec, groups) in CASES.items():
         status.phase = name
         module = make()
-        sync = collective.synchronize(module, build_optimizer(spec, module, groups, 0.005, 0.1), 1)
+        sync = synchronize(module, build_optimizer(spec, module, groups, 0.005, 0.1), collective, 1)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         for batch in rows:
             mine = batch[collective.rank :: collective.size]
@@ -524,7 +525,7 @@ class NeedsArgument(torch.optim.SGD):
 def _foreign(collective: Collective, device: str, status: Status) -> str:
     module = _module()
     try:
-        collective.synchronize(module, NeedsArgument(module.parameters(), 0.1), 1)
+        synchronize(module, NeedsArgument(module.parameters(), 0.1), collective, 1)
     except ValueError as error:
         return str(error)
     return "made"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ringspark.estimators.training.outputs import as_outputs
+from ringspark.models.outputs import as_outputs
 
 A, B = torch.zeros(2, 3), torch.ones(2)
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.checkpoint import WEIGHTS, load_checkpoint, read_info, save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import (
+    WEIGHTS,
+    load_checkpoint,
+    read_info,
+    save_checkpoint,
+)
 from ringspark.estimators.training.feed import to_batch, to_tensor
 
 CPU = torch.device("cpu")

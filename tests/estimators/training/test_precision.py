@@ -19,11 +19,11 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned, train_here
-from ringspark.estimators.summary import TrainingSummary
-from ringspark.estimators.torch_estimator import TrainTask
+from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.check import check_training
-from ringspark.estimators.training.config import UserObjects
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import (
     MIN_SCALE,
     NORMS,
@@ -31,7 +31,7 @@ from ringspark.estimators.training.precision import (
     autocast,
     keep_norms_fp32,
 )
-from ringspark.estimators.training.status import Status
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import ShardManifest
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ringspark.estimators.training.schedules import SCHEDULES, make_rates, with_warmup
+from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates, with_warmup
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 NUM_STEPS = 20

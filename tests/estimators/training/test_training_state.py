@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import Collective, GradientSync
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.training.checkpoint import load_checkpoint
+from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.training.checkpoint.snapshot import load_training_state, save_training_state
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.status import Status
-from ringspark.estimators.training.training_state import load_training_state, save_training_state
 
 CASES = [
     ("none", "torch", "adamw"),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringspark.estimators.training import safetensors_file
-from ringspark.estimators.training.checkpoint import load_checkpoint, save_checkpoint
+from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint, save_checkpoint
 
 GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

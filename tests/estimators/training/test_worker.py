@@ -19,9 +19,9 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import UserObjects
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history, read_progress
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

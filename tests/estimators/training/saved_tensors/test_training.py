@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint import load_checkpoint
-from ringspark.estimators.training.config import TrainConfig, UserObjects
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

@@ -1,0 +1,135 @@
+"""A rank's side of the rendezvous: one connection, proved, for as long as the gang lives."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from ringspark.estimators.collectives.base import CollectiveError
+from ringspark.estimators.collectives.rendezvous.channel import Channel, ChannelError, prove_as_client
+from ringspark.estimators.collectives.rendezvous.server import DONE, MAX_WAIT_SECONDS, MISSING, pack
+from ringspark.estimators.collectives.traffic import Member
+
+# So many missing ranks are named.
+_SHOWN = 8
+_ATTEMPT_SECONDS = 5.0
+
+
+class RendezvousClient:
+    """Connects to `address` and proves to be a member; all calls may come from several threads.
+
+    Args:
+        member: This rank.
+        address: What `RendezvousServer.address` is.
+        secret: Of the run.
+        timeout_seconds: How long the server is tried for.
+
+    Raises:
+        CollectiveError: The server is out of reach, or does not know the secret.
+    """
+
+    def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
+        self._member = member
+        self._lock = threading.Lock()
+        self._connection, self._channel = _connected(member, address, secret, timeout_seconds)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(b"set", key.encode(), value)
+
+    def get(self, key: str) -> bytes | None:
+        """The value; None where there is none."""
+        return self._ask(b"get", key.encode())
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number that starts at 0; returns the sum."""
+        return int(self._ask(b"add", key.encode(), str(amount).encode()) or 0)
+
+    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Sets the key where its value is the expected one; returns the value that is there afterwards."""
+        return self._ask(b"swap", key.encode(), expected, desired) or b""
+
+    def delete(self, key: str) -> bool:
+        """Whether there was such a key."""
+        return self._ask(b"delete", key.encode()) is not None
+
+    def count(self) -> int:
+        return int(self._ask(b"count") or 0)
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all keys are there within that time."""
+        deadline = time.monotonic() + seconds
+        names = [key.encode() for key in keys]
+        while True:
+            left = deadline - time.monotonic()
+            # In slices, so that other threads get their turn on the connection.
+            slice_ms = int(1000 * min(max(left, 0.0), MAX_WAIT_SECONDS / 10))
+            if self._ask(b"wait", str(slice_ms).encode(), *names) is not None:
+                return True
+            if left <= 0:
+                return False
+
+    def meet(self, name: str, timeout_seconds: float) -> None:
+        """Returns once every rank has called it with this name.
+
+        Raises:
+            CollectiveError: Some have not within the time; names them.
+        """
+        keys = [f"{name}/{rank}" for rank in range(self._member.size)]
+        self.set(keys[self._member.rank], b"")
+        if not self.wait(keys, timeout_seconds):
+            missing = [str(rank) for rank, key in enumerate(keys) if self.get(key) is None]
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise CollectiveError(
+                f"rank {', '.join(missing[:_SHOWN])}{more} of {self._member.size} did not come to the "
+                f"rendezvous within {timeout_seconds:g} s"
+            )
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _ask(self, *parts: bytes) -> bytes | None:
+        """The answer's value, None where the server has none."""
+        with self._lock:
+            try:
+                self._channel.send(pack(*parts))
+                answer = self._channel.receive()
+            except OSError as error:
+                raise CollectiveError(f"the rendezvous of rank 0 is gone: {error}") from error
+        if answer[:1] == DONE:
+            return answer[1:]
+        if answer[:1] != MISSING:
+            raise CollectiveError("the rendezvous holds more than it may; a rank writes too much to it")
+        return None
+
+
+def _connected(
+    member: Member, address: str, secret: bytes, timeout_seconds: float
+) -> tuple[socket.socket, Channel]:
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            seconds = max(0.001, min(left, _ATTEMPT_SECONDS))
+            connection = socket.create_connection((host, int(port)), timeout=seconds)
+        except OSError as error:
+            reason: OSError = error
+        else:
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                channel = prove_as_client(connection, secret, member.rank)
+                # Rank 0 may have been stopped: no rank waits for its answers for ever.
+                connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
+                return connection, channel
+            except OSError as error:
+                connection.close()
+                reason = error
+        if isinstance(reason, ChannelError) or deadline - time.monotonic() <= 0:
+            raise CollectiveError(
+                f"rank {member.rank} could not join the rendezvous at {address} within "
+                f"{timeout_seconds:g} s: {reason}"
+            ) from reason
+        # A crowd of strangers may have pushed this connection out.
+        time.sleep(0.05)

@@ -1,0 +1,103 @@
+"""What Horovod's C++ meets in place of its HTTP key-value server: a door on loopback to the rendezvous.
+
+Horovod's client speaks plain HTTP without any proof. So each rank opens this door for its own process
+alone, while `hvd.init` runs and no longer: a connection is looked up among the sockets of this
+process before a byte of it is read, and what it asks for goes over the rank's proved connection.
+"""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from ringspark.estimators.collectives.rendezvous import own_sockets
+from ringspark.estimators.collectives.rendezvous.channel import MAX_FRAME_BYTES
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
+
+# Horovod asks for a key every 10 ms until it is there; an answer that waits a little saves most of that.
+_PATIENCE_SECONDS = 0.2
+_HOST = "127.0.0.1"
+
+
+class HorovodDoor:
+    """A context in which `address` and `port` answer Horovod's client in this process.
+
+    Args:
+        client: What is asked for and said goes here.
+        addresses: Of the members' machines, see `PortGuard`.
+    """
+
+    def __init__(self, client: RendezvousClient, addresses: list[str]) -> None:
+        self._server = _Server(client, addresses)
+        self.address = _HOST
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="ringspark-door", daemon=True
+        )
+
+    def __enter__(self) -> HorovodDoor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+    # Not waited for at the end: one may be in the middle of its patience.
+    block_on_close = False
+    request_queue_size = 16
+
+    def __init__(self, client: RendezvousClient, addresses: list[str]) -> None:
+        super().__init__((_HOST, 0), _Handler)
+        self.client = client
+        # From here on: this door itself is no port of Gloo's.
+        self.guard = PortGuard(addresses)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Before anything is read: other processes of this host are turned away."""
+        return own_sockets.is_ours(client_address, self.server_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client tries again by itself, and says what it could not get."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 30.0
+
+    def do_GET(self) -> None:
+        value = self.server.client.get(self.path)
+        if value is None and self.server.client.wait([self.path], _PATIENCE_SECONDS):
+            value = self.server.client.get(self.path)
+        self._answer(404 if value is None else 200, value or b"")
+
+    def do_PUT(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        if not 0 <= length <= MAX_FRAME_BYTES // 2:
+            self._answer(413)
+            return
+        value = self.rfile.read(length)
+        # The value may be the addresses of ports that were opened a moment ago.
+        self.server.guard.restrict()
+        self.server.client.set(self.path, value)
+        self._answer(200)
+
+    def do_DELETE(self) -> None:
+        # Horovod's own server forgets its keys when all ranks have said so; this one ends with the gang.
+        self._answer(200)
+
+    def _answer(self, code: int, body: bytes = b"") -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the console."""

@@ -1,0 +1,66 @@
+"""torch's view of the rendezvous: a `Store` whose every call goes over the proved connection."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ringspark.estimators.collectives.base import CollectiveError
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
+
+
+class MemberStore(Store):
+    """In place of `TCPStore`, whose port takes orders from anybody. Called by torch's C++ too."""
+
+    def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
+        super().__init__()
+        self._client = client
+        self._guard = guard
+        self._seconds = timeout_seconds
+
+    def set(self, key: str, value: str | bytes) -> None:
+        # The value may be the address of a port that was opened a moment ago.
+        self._guard.restrict()
+        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Waits for the key, as torch's stores do."""
+        value = self._client.get(key)
+        if value is None:
+            self.wait([key])
+            value = self._client.get(key)
+        if value is None:
+            raise CollectiveError(f"the key {key!r} of the rendezvous was removed")
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return self._client.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._client.wait(keys, 0.0)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        if not self._client.wait(keys, seconds):
+            raise CollectiveError(
+                f"the other ranks did not come to the rendezvous within {seconds:g} s: no {', '.join(keys)}"
+            )
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
+        return self._client.swap(key, old, new)
+
+    def delete_key(self, key: str) -> bool:
+        return self._client.delete(key)
+
+    def num_keys(self) -> int:
+        return self._client.count()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    def clone(self) -> MemberStore:
+        """The same connection: the server takes one of each rank."""
+        return MemberStore(self._client, self._guard, self._seconds)

@@ -1,0 +1,54 @@
+"""A rank's place in the gang, and how many bytes it sends from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One rank's place in the gang; ranks on one host are neighbours."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    host: str = "127.0.0.1"
+
+
+class Traffic:
+    """Counts the bytes that a rank sends, as the ring algorithms send them.
+
+    The count is the algorithm's, not the network card's: headers, rendezvous and barriers are left
+    out, and a library that picks a tree for small tensors sends as much in sum over the ranks. In a
+    ring of N ranks, one rank sends
+
+    - all_reduce of n bytes: 2 (N - 1) / N * n (Patarasuk and Yuan 2009), for the gradients of a step
+      as for any tensor;
+    - all_gather: its own piece and those it passes on, each of the N - 1 times a piece moves;
+    - reduce_scatter: a partial sum of every part but its own;
+    - broadcast of n bytes: n, but nothing by the last rank of the ring, the one before the root.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.bytes_sent = 0
+
+    def all_reduce(self, num_bytes: int) -> None:
+        size = self._member.size
+        self.bytes_sent += 2 * (size - 1) * num_bytes // size
+
+    def all_gather(self, pieces: list[int]) -> None:
+        """Args: pieces: Bytes of each rank's piece."""
+        # All but its successor's, which has come around the whole ring when it arrives here.
+        self.bytes_sent += sum(pieces) - pieces[(self._member.rank + 1) % self._member.size]
+
+    def reduce_scatter(self, parts: list[int]) -> None:
+        """Args: parts: Bytes of each rank's part."""
+        self.bytes_sent += sum(parts) - parts[self._member.rank]
+
+    def broadcast(self, num_bytes: int, root: int) -> None:
+        if (self._member.rank + 1) % self._member.size != root:
+            self.bytes_sent += num_bytes

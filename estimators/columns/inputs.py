@@ -1,0 +1,258 @@
+"""From the columns of any DataFrame to the numbers that `fit` saw.
+
+A model keeps its inputs as the shards held them (`ModelInput`: a column with its kind). `bind` meets
+them with the schema of a DataFrame, on the driver: it refuses what cannot be the same, and gives two
+SQL expressions, the values as they cross to Python and whether a row has them, and a `Feed`, which in
+the Python worker makes the array. Numbers, arrays and vectors cross as numbers and become one NumPy
+array without a look at single rows; strings, padded rows and bytes go through their kind's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.types import DataType, StructField, StructType
+from torch import nn
+
+from ringspark.estimators.columns.expressions import (
+    TEMPORAL,
+    fill,
+    holds_null,
+    input_expression,
+    is_valid,
+    leaf_type,
+    zero,
+)
+from ringspark.estimators.columns.feeds import Feed
+from ringspark.estimators.columns.schema import check_columns_exist, check_types
+from ringspark.pipelines.columns import Column as ShardColumn
+from ringspark.pipelines.columns import columns_from_spark, quote
+from ringspark.pipelines.kinds import Array, Binary, HashBuckets, Padded, Scalar, Vector, Vocabulary
+
+MASK = ".isnull"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """One argument of `forward`, as the shards held it.
+
+    Attributes:
+        column: The column of the shards; None in models of format 1, which did not keep it.
+        part: What follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
+        fills_nulls: Whether nulls were kept in the shards, as zeros; they are no invalid rows then.
+    """
+
+    column: ShardColumn | None = None
+    part: str = ""
+    fills_nulls: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the input as JSON values."""
+        column = self.column.to_json() if self.column is not None else None
+        return {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ModelInput:
+        """Reads what `to_json` returned."""
+        column = ShardColumn.from_json(data["column"]) if data["column"] is not None else None
+        return ModelInput(column=column, part=data["part"], fills_nulls=data["fills_nulls"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundInput:
+    """An input of the model in one DataFrame.
+
+    Attributes:
+        values: What crosses to Python.
+        valid: Whether the row's input has neither null nor NaN.
+        filler: What may stand for a value that is not valid, where a null would turn integers into floats.
+        feed: Makes the array, in the Python worker.
+    """
+
+    values: Column
+    valid: Column
+    feed: Feed
+    filler: Column | None = None
+
+
+def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[ModelInput, ...]:
+    """The inputs called `names` of a model that was trained on shards with these columns."""
+    if not columns:
+        return tuple(ModelInput() for _ in names)
+    known = {column.name: column for column in columns}
+    inputs = []
+    for name in names:
+        owner = name.removesuffix(MASK)
+        if owner != name and owner in known:
+            inputs.append(ModelInput(column=known[owner], part=MASK, fills_nulls=True))
+            continue
+        column = next(c for c in columns if name in c.kind.batch_names(c.name))
+        inputs.append(
+            ModelInput(
+                column=column,
+                part=name.removeprefix(column.name),
+                fills_nulls=column.name + MASK in known,
+            )
+        )
+    return tuple(inputs)
+
+
+def check_forward(module: nn.Module, names: Sequence[str]) -> None:
+    """Refuses columns that the network's `forward` cannot take; for models that did not keep their inputs.
+
+    Raises:
+        ValueError: There are more or fewer columns than arguments.
+    """
+    try:
+        inspect.signature(module.forward).bind(*names)
+    except TypeError as error:
+        raise ValueError(
+            f"forward of {type(module).__name__} does not take {len(names)} inputs ({error}), featuresCol or "
+            f"inputCols gives {list(names)}; name one column for each argument"
+        ) from None
+
+
+def source_columns(
+    inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, is_case_sensitive: bool = False
+) -> list[StructField]:
+    """The columns of a DataFrame that the inputs called `names` come from.
+
+    Raises:
+        ValueError: There are more or fewer names than inputs, or the DataFrame lacks one.
+    """
+    if len(inputs) != len(names):
+        raise ValueError(f"the model has {len(inputs)} inputs, inputCols names {len(names)} columns: {names}")
+    fields = []
+    for item, name in zip(inputs, names, strict=True):
+        # "tokens.length" is made from "tokens", unless the model was told another column of that kind.
+        owner = name.removesuffix(item.part)
+        found = find(owner, schema, is_case_sensitive)
+        if found is None:
+            check_columns_exist(schema, {owner: "featuresCol or inputCols"})
+        assert found is not None
+        fields.append(found)
+    return fields
+
+
+def find(name: str, schema: StructType, is_case_sensitive: bool = False) -> StructField | None:
+    """The field of that name; like Spark, an equal one before one that differs in case only."""
+    if name in schema.names:
+        return schema[name]
+    if is_case_sensitive:
+        return None
+    same = [field for field in schema.fields if field.name.lower() == name.lower()]
+    if len(same) > 1:
+        raise ValueError(
+            f"column {name!r} is ambiguous, the DataFrame has {[f.name for f in same]}; rename one of them"
+        )
+    return same[0] if same else None
+
+
+def bind(item: ModelInput, field: StructField) -> BoundInput:
+    """Meets an input with a column of a DataFrame. Runs on the driver and starts no job.
+
+    Raises:
+        ValueError: The column cannot hold what the model was trained on; names both.
+    """
+    name, data_type, source = field.name, field.dataType, F.col(quote(field.name))
+    trained = item.column
+    if trained is not None and isinstance(trained.kind, Vocabulary | HashBuckets | Padded | Binary):
+        return _bind_choice(item, field, source)
+    check_types(StructType([field]), [name])
+    (given,) = columns_from_spark(StructType([field]))
+    shape = None
+    if trained is not None:
+        _check_same(name, trained, given, data_type)
+        shape = getattr(trained.kind, "shape", ()) or ()
+    if item.part == MASK:
+        return _bind_mask(source, field)
+    wants_floats = trained is not None and not _is_whole(trained)
+    values = input_expression(source, data_type, wants_floats=wants_floats)
+    if item.fills_nulls:
+        values = fill(values, data_type)
+    floats = wants_floats or _dtype(given).startswith("float")
+    return BoundInput(
+        values=values,
+        valid=is_valid(source, values, data_type, floats=floats, fills_nulls=item.fills_nulls),
+        feed=Feed(
+            name=name,
+            shape=shape,
+            dtype="float32" if floats or _dtype(given) == "bool" else "int64",
+            fills_nulls=item.fills_nulls,
+        ),
+        filler=zero(data_type) if not _rank(given, data_type) else None,
+    )
+
+
+def _bind_mask(source: Column, field: StructField) -> BoundInput:
+    """Which rows are null or hold a null, as zeros and ones."""
+    return BoundInput(
+        values=holds_null(source, field.dataType),
+        valid=F.lit(True),
+        feed=Feed(name=field.name, shape=(), dtype="float32"),
+    )
+
+
+def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundInput:
+    """A column whose kind the user chose: its own code decides, in SQL or in Python."""
+    assert item.column is not None
+    kind, name, data_type = item.column.kind, field.name, field.dataType
+    kind.adopt(name, data_type)
+    if item.part == MASK:
+        return _bind_mask(source, field)
+    values = kind.select(source, data_type)
+    valid = F.lit(True) if item.fills_nulls else source.isNotNull()
+    if isinstance(kind, HashBuckets):
+        if item.fills_nulls:
+            values = F.coalesce(values, F.lit(0).cast("bigint"))
+        feed = Feed(name=name, shape=(), dtype="int64")
+        return BoundInput(values=values, valid=valid, feed=feed, filler=F.lit(0))
+    if isinstance(kind, Padded):
+        if item.fills_nulls:
+            values = fill(values, data_type)
+        valid = is_valid(
+            source, values, data_type, floats=kind.dtype.startswith("float"), fills_nulls=item.fills_nulls
+        )
+    feed = Feed(name=name, kind=kind, part=item.part, fills_nulls=item.fills_nulls)
+    return BoundInput(values=values, valid=valid, feed=feed)
+
+
+def _check_same(name: str, trained: ShardColumn, given: ShardColumn, data_type: DataType) -> None:
+    """Refuses a column that holds other things than the one that the model was trained on."""
+    wrong = _rank(trained) != _rank(given, data_type)
+    # Days and microseconds are numbers of their own; whole numbers fit where fractions were, not back.
+    temporal = {column.source for column in (trained, given) if column.source in TEMPORAL}
+    if trained.source and temporal:
+        wrong |= trained.source != given.source
+    elif _is_whole(trained):
+        wrong |= _dtype(given) == "bool" or not _is_whole(given)
+    elif _dtype(trained) == "bool":
+        wrong |= _dtype(given) != "bool"
+    if wrong:
+        raise ValueError(
+            f"column {name!r} has type {data_type.simpleString()}, the model was trained on "
+            f"{trained.source or trained.kind} ({trained.kind}); cast it, or give the column of that type"
+        )
+
+
+def _dtype(column: ShardColumn) -> str:
+    """Of the numbers; also before a write has settled their shape."""
+    return str(getattr(column.kind, "dtype", ""))
+
+
+def _is_whole(column: ShardColumn) -> bool:
+    return _dtype(column).startswith(("int", "uint"))
+
+
+def _rank(column: ShardColumn, data_type: DataType | None = None) -> int:
+    """Dimensions of a row."""
+    if isinstance(column.kind, Scalar):
+        return 0
+    if isinstance(column.kind, Array) and column.kind.shape is not None:
+        return len(column.kind.shape)
+    return 1 if isinstance(column.kind, Vector) or data_type is None else leaf_type(data_type)[1]

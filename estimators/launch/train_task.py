@@ -1,0 +1,32 @@
+"""`TrainTask`: the work of one rank, as Spark and `launch.local` ship it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.worker import train_worker
+from ringspark.pipelines import ShardManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask:
+    """Trains on one rank, where its host has the memory.
+
+    Attributes:
+        objects: `UserObjects`, pickled: the user's own files travel along.
+    """
+
+    config: TrainConfig
+    objects: bytes
+
+    def __call__(self, collective: Collective, device: str, status: Status) -> str:
+        status.phase = "loading the model"
+        objects = user_code.loads(self.objects)
+        status.phase = "looking at the memory"
+        check_on_rank(self.config, objects, ShardManifest.load(self.config.shards_uri), collective)
+        return train_worker(self.config, collective, objects, device, status).to_json()

@@ -1,0 +1,88 @@
+"""Gradients averaged by torch's DistributedDataParallel, while the backward pass goes on (Li et al. 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import backward_errors, num_bytes
+from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.models.outputs import as_outputs
+
+
+class _Anchored(nn.Module):
+    """What DistributedDataParallel wraps: the module, and a parameter that needs no rows.
+
+    The anchor gives a rank without rows a backward pass that uses no parameter of the module. Of an
+    output with more than losses take (hidden states, an unused head), only what they take goes
+    on: DistributedDataParallel would wait for the gradients of the rest.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.anchor = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if not inputs:
+            return self.anchor * 0.0
+        output = self.module(*inputs)
+        return output if isinstance(output, torch.Tensor) else as_outputs(output)
+
+
+class DdpSync(PlainSync):
+    """Gradients averaged by DistributedDataParallel; `loss_factor` turns the mean into a sum.
+
+    It looks for unused parameters in every step, because a network may branch by its data: those
+    count as zeros where another rank used them, and keep None where none did.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, micro_batches: int
+    ) -> None:
+        device = next(module.parameters()).device
+        # Without syncing buffers: as with Horovod, running statistics stay each rank's own and
+        # the checkpoint takes rank 0's. torch 2.13 renamed the argument.
+        renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        anchored = _Anchored(module, device)
+        self._parallel: DistributedDataParallel | None = DistributedDataParallel(
+            anchored,
+            device_ids=[device] if device.type == "cuda" else None,
+            find_unused_parameters=True,
+            **options,
+        )
+        super().__init__(self._parallel, optimizer)
+        self.network = module
+        self.loss_factor = float(collective.size)
+        self._traffic = collective.traffic
+        # The reducer holds the process group: its connections close when nothing refers to it.
+        collective.on_leave(self.release)
+        # Its buckets hold every trainable parameter, also those that the optimizer leaves out; a flag
+        # of 4 bytes each says who used it.
+        exchanged = [p for p in anchored.parameters() if p.requires_grad]
+        self._gradient_bytes = num_bytes(exchanged) + 4 * len(exchanged)
+
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        with backward_errors():
+            self.module().sum().backward()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        if self._parallel is not None and not last:
+            return self._parallel.no_sync()
+        return nullcontext()
+
+    def reduce(self) -> None:
+        # The reduction itself has ended with the backward pass.
+        self._traffic.all_reduce(self._gradient_bytes)
+
+    def release(self) -> None:
+        """Gives the wrapped module back and drops the reducer."""
+        self.module, self._parallel = self.network, None

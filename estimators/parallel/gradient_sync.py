@@ -1,0 +1,111 @@
+"""`GradientSync`: one module and its optimizer, kept equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
+
+
+class Scaler(Protocol):
+    """Decides whether a step is taken: `LossScaler`, or torch's GradScaler."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> object:
+        """Lets the optimizer take its step, unless its gradients overflowed."""
+
+
+class GradientSync(Protocol):
+    """One module and its optimizer, kept equal on all ranks.
+
+    The loss that is differentiated on each rank is its share of the global batch's mean, times
+    `loss_factor`; after `reduce` the gradients that the optimizer of a rank sees, all of them or the part
+    that a sharding leaves to it, are those of the whole mean. A parameter that got a gradient on no rank
+    keeps None, as on one rank, so that no optimizer decays or moves it.
+
+    Attributes:
+        module: To call in training, with whatever wrapper the exchange needs.
+        network: Without that wrapper; its names are those of the state dict.
+    """
+
+    module: nn.Module
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_factor: float
+
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        """Takes part in the exchange of a step in which this rank has no rows.
+
+        Args:
+            inputs: The arguments of `module`, of zero rows: what their shapes and dtypes would be.
+        """
+
+    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Takes part in an evaluation of `network` on a batch of which this rank has no rows."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Around the forward and backward pass of one micro-batch.
+
+        Only the last communicates, unless the rank is to hold no more than its part of the gradients.
+        """
+
+    def reduce(self) -> None:
+        """Waits until the gradients of this step are summed over all ranks."""
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scales reduced gradients so that the 2-norm of all of them together is at most `max_norm`."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that this rank holds at the moment."""
+
+    def step(self, scaler: Scaler) -> None:
+        """Takes the optimizer step on reduced gradients."""
+
+    def optimizer_state(self) -> OptimizerState:
+        """The whole optimizer state by parameter name, complete on rank 0. Runs on every rank."""
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        """Takes over this rank's part of a whole optimizer state, of any number of ranks and sharding."""
+
+
+class PlainSync:
+    """`GradientSync` without communication: the base of the others."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module = module
+        self.network = module
+        self.optimizer = optimizer
+        self.loss_factor = 1.0
+
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        return
+
+    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        return
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def reduce(self) -> None:
+        return
+
+    def clip_gradients(self, max_norm: float) -> None:
+        # Of the parameters that are trained: others may keep gradients, which differ by rank.
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(trained, max_norm)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.network.parameters() if p.grad is not None]
+
+    def step(self, scaler: Scaler) -> None:
+        scaler.step(self.optimizer)
+
+    def optimizer_state(self) -> OptimizerState:
+        return state_by_name(self.network, self.optimizer)
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        load_by_name(self.network, self.optimizer, state)

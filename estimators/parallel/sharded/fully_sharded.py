@@ -1,0 +1,280 @@
+"""ZeRO stage 3 by torch's FSDP2: each rank keeps its part of weights, gradients and optimizer state.
+
+Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". The unit is a block of the network's longest chain
+of blocks; the rest forms one more unit. A unit's weights are gathered when it runs, forward and
+backward, and freed after it; its gradients leave it as parts of their sum.
+
+Invariant: every rank runs the same units in the same order, as often as there may be micro-batches. A rank
+without rows runs one row of zeros and drops the gradients; a parameter that a rank does not use counts as
+zeros there. What a network must not do is skip a block of the chain on some ranks and not on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.parallel.base import MakeOptimizer
+from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync, Scaler
+from ringspark.estimators.parallel.optimizer_state import OptimizerState
+from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE
+from ringspark.models.outputs import as_outputs
+
+
+class FullySharded:
+    """ZeRO 3: every rank has its part of everything, and the whole of one block at a time."""
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
+    ) -> GradientSync:
+        if collective.size == 1:
+            return DataParallel().prepare(module, make_optimizer, collective, micro_batches)
+        if collective.name != "torch":
+            raise ValueError(
+                f"sharding 'parameters' needs collective 'torch', got {collective.name!r}; set "
+                "collective='torch', or sharding='gradients'"
+            )
+        with torch.no_grad():
+            collective.broadcast(list(module.state_dict().values()))
+        units = shard_units(module, collective.size)
+        optimizer = make_optimizer(module)
+        if type(optimizer) not in ELEMENTWISE:
+            raise ValueError(
+                f"sharding 'parameters' leaves a part of every parameter to each rank, and optimizer "
+                f"{type(optimizer).__name__} looks at whole ones; take one of "
+                f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sharding='gradients'"
+            )
+        return FullySync(module, optimizer, units, collective, micro_batches)
+
+
+def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
+    """Cuts the module's parameters over the ranks, in place; the units, the module itself last.
+
+    Raises:
+        ValueError: This torch or a parameter does not allow it.
+    """
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+    except ImportError:
+        FSDPModule = nn.Module  # type: ignore[misc, assignment]
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"sharding 'parameters' needs torch 2.13 or newer, got {torch.__version__}; upgrade torch, or "
+            "set sharding='gradients'"
+        )
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise ValueError(
+                f"sharding 'parameters' cannot cut the scalar parameter {name!r}; make it of shape (1,), or "
+                "set sharding='gradients'"
+            )
+        parameter.data = parameter.data.contiguous()
+    mesh = init_device_mesh(next(module.parameters()).device.type, (size,))
+    units = [*blocks_of(module), module]
+    for unit in units:
+        sharded: Any = fully_shard(unit, mesh=mesh)
+        sharded.set_reduce_scatter_unused_params(True)
+    return units
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The blocks of the longest chain, each with parameters that nothing outside it shares.
+
+    A chain is an `nn.Sequential` or an `nn.ModuleList` of modules that have children; the outermost of
+    equals is taken. Empty where there is none of two blocks.
+    """
+    best: list[nn.Module] = []
+    for chain in module.modules():
+        if not isinstance(chain, nn.Sequential | nn.ModuleList) or chain is module:
+            continue
+        blocks = [block for block in chain if any(True for _ in block.parameters())]
+        if isinstance(chain, nn.ModuleList):
+            blocks = [block for block in blocks if any(True for _ in block.children())]
+        if len(blocks) > max(1, len(best)):
+            best = blocks
+    if not best and isinstance(module, nn.Sequential):
+        best = [block for block in module if any(True for _ in block.parameters())]
+    uses: dict[nn.Parameter, int] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            uses[parameter] = uses.get(parameter, 0) + 1
+
+    def stands_alone(block: nn.Module) -> bool:
+        inside: dict[nn.Parameter, int] = {}
+        for owner in block.modules():
+            for parameter in owner.parameters(recurse=False):
+                inside[parameter] = inside.get(parameter, 0) + 1
+        # A block that the chain has twice would be freed after its first use in the backward pass.
+        is_once = sum(block in set(other.modules()) for other in best) == 1
+        return bool(inside) and is_once and all(uses[p] == n for p, n in inside.items())
+
+    return [module for block in best for module in _callables(block) if stands_alone(module)]
+
+
+def _callables(block: nn.Module) -> list[nn.Module]:
+    """The block itself, or what it holds if it is a mere container, as in a list of pairs of layers."""
+    if type(block).forward is not nn.Module.forward:
+        return [block]
+    return [module for child in block.children() for module in _callables(child)]
+
+
+class FullySync(PlainSync):
+    """Lets FSDP2 exchange, and sees to what it leaves open: ranks without rows, parameters without use."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[nn.Module],
+        collective: Collective,
+        rounds: int,
+    ) -> None:
+        super().__init__(network, optimizer)
+        # FSDP2 divides the sum by the number of ranks.
+        self.loss_factor = float(collective.size)
+        self._collective = collective
+        self._rounds = rounds
+        self._round = 0
+        self._units: list[Any] = list(units)
+        self._named = dict(network.named_parameters())
+        self._index = {name: index for index, name in enumerate(self._named)}
+        self._had = [0.0] * len(self._named)
+        self._has_rows = True
+        self._like: list[torch.Tensor] = []
+        self._hooked: set[int] = set()
+        names = {parameter: name for name, parameter in self._named.items()}
+        for unit in units:
+            places = _places(unit, [u for u in units if u is not unit], names)
+            # After FSDP2's own hook, which puts the whole parameters into their places.
+            unit.register_forward_pre_hook(partial(self._on_forward, places, unit is network))
+        network.register_forward_pre_hook(self._remember)
+
+    def _remember(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._like = [values[:0].detach() for values in inputs]
+
+    def _on_forward(
+        self, places: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object
+    ) -> None:
+        """A unit's whole parameters are there: listens to their gradients, and counts what they cost."""
+        whole = []
+        for owner, attribute, name in places:
+            parameter = owner._parameters[attribute]
+            assert parameter is not None
+            whole.append(parameter)
+            # FSDP2 makes them once, and only lets go of their memory afterwards.
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                hook = partial(self._on_gradient, self._index[name])
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        size = self._collective.size
+        parts = [num_bytes(whole) // size] * size
+        self._collective.traffic.all_gather(parts)
+        if torch.is_grad_enabled():
+            if not is_root:
+                self._collective.traffic.all_gather(parts)  # again in the backward pass
+            parts = [num_bytes(p for p in whole if p.requires_grad) // size] * size
+            self._collective.traffic.reduce_scatter(parts)
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if self._has_rows:
+            self._had[index] = 1.0
+        else:
+            # FSDP2 then takes zeros: what a row of zeros gives may be anything, also not a number.
+            parameter.grad = None
+
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        # The rounds themselves are made up for in `reduce`.
+        self._like = [values[:0].detach() for values in inputs]
+
+    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            self.network(*(_row(values) for values in inputs))
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        return self._own_round()
+
+    @contextmanager
+    def _own_round(self) -> Iterator[None]:
+        yield
+        self._round += 1
+
+    def _run_without_rows(self) -> None:
+        """A pass over a row of zeros, for the exchange alone: gradients and buffers stay as they are."""
+        device = next(iter(self._named.values())).device
+        kept = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
+        self._has_rows = False
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                outputs = as_outputs(self.module(*(_row(values) for values in self._like)))
+                sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
+        finally:
+            self._has_rows = True
+        with torch.no_grad():
+            for buffer, values in kept:
+                buffer.copy_(values)
+
+    def reduce(self) -> None:
+        while self._round < self._rounds:
+            self._run_without_rows()
+            self._round += 1
+        device = next(iter(self._named.values())).device
+        counts = self._collective.all_reduce(torch.tensor(self._had, device=device)).tolist()
+        for parameter, count in zip(self._named.values(), counts, strict=True):
+            if not count:
+                parameter.grad = None
+        self._had = [0.0] * len(self._had)
+        self._round = 0
+
+    def clip_gradients(self, max_norm: float) -> None:
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm: Any = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._named.values() if p.grad is not None]
+
+    def step(self, scaler: Scaler) -> None:
+        scaler.step(self.optimizer)
+
+    def optimizer_state(self) -> OptimizerState:
+        self._free_whole()
+        return super().optimizer_state()
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        self._free_whole()
+        super().load_optimizer_state(state)
+
+    def _free_whole(self) -> None:
+        # After an evaluation the last unit's parameters are still whole: not those of the optimizer.
+        for unit in self._units:
+            unit.reshard()
+
+
+def _places(
+    unit: nn.Module, others: Sequence[nn.Module], names: dict[nn.Parameter, str]
+) -> list[tuple[nn.Module, str, str]]:
+    """Where a unit's own parameters are: module, attribute, and name in the whole network."""
+    inner = {m for other in others if other in set(unit.modules()) for m in other.modules()}
+    return [
+        (owner, attribute, names[parameter])
+        for owner in unit.modules()
+        if owner not in inner
+        for attribute, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _row(values: torch.Tensor) -> torch.Tensor:
+    """One row of zeros in the form of `values`, (rows, ...)."""
+    return values.new_zeros((1, *values.shape[1:]))

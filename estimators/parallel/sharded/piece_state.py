@@ -1,0 +1,111 @@
+"""The optimizer state of a sharded training, whole and by parameter name: to save it, and to go on from it.
+
+One tensor at a time travels, as bytes: rank 0 holds all of the state on the CPU at the end, the other
+ranks their own part and one tensor more.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.optimizer_state import (
+    OptimizerState,
+    StateValue,
+    check_known,
+    checked,
+    placed,
+)
+from ringspark.estimators.parallel.sharded.pieces import Piece, Shard, cut, unflat
+
+
+def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Collective) -> OptimizerState:
+    """The whole state on rank 0, nothing on the others. Runs on every rank."""
+    mine = {piece.index: optimizer.state.get(tensor) or {} for piece, tensor in shard.held.items()}
+    described = {
+        index: {key: _describe(shard, index, key, value) for key, value in sorted(state.items())}
+        for index, state in mine.items()
+    }
+    entries = _exchange(described, collective)
+    result: OptimizerState = {}
+    for index, name in sorted(enumerate(shard.names), key=lambda item: item[1]):
+        owners = shard.owners(index)
+        if not owners:
+            continue
+        # All of a parameter's owners take the same steps on it: the first one speaks for them.
+        values: dict[str, StateValue] = {}
+        for key, entry in entries[owners[0].rank].get(str(index), {}).items():
+            if "value" in entry:
+                values[key] = entry["value"]
+                continue
+            own = mine.get(index, {}).get(key)
+            values[key] = _gather_tensor(shard, index, own, entry, owners, collective)
+        if values and collective.rank == 0:
+            result[name] = values
+    return result
+
+
+def _describe(shard: Shard, index: int, key: str, value: object) -> dict[str, Any]:
+    """What the other ranks must know of a value before it travels; plain ones are in it."""
+    value = checked(shard.names[index], key, value)
+    if not isinstance(value, torch.Tensor):
+        return {"value": value}
+    dtype = str(value.dtype).removeprefix("torch.")
+    # A piece of a parameter has one dimension, so a state of it with as many elements is cut as it is.
+    held = next(t for piece, t in shard.held.items() if piece.index == index)
+    if shard.is_even and value.shape == held.shape:
+        return {"dtype": dtype, "shape": None}
+    return {"dtype": dtype, "shape": list(value.shape)}
+
+
+def _exchange(described: dict[int, Any], collective: Collective) -> list[dict[str, Any]]:
+    text = json.dumps(described).encode()
+    gathered = collective.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return [json.loads(bytes(piece.tolist())) for piece in gathered]
+
+
+def _gather_tensor(
+    shard: Shard,
+    index: int,
+    own: torch.Tensor | None,
+    entry: dict[str, Any],
+    owners: list[Piece],
+    collective: Collective,
+) -> torch.Tensor | None:
+    """The whole tensor on rank 0, None on the others."""
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    elements = [0] * collective.size
+    if entry["shape"] is None:
+        for piece in owners:
+            elements[piece.rank] = piece.stop - piece.start
+    else:
+        elements[owners[0].rank] = torch.Size(entry["shape"]).numel()
+    sends = own is not None and elements[collective.rank]
+    # As bytes: not every library carries every dtype.
+    data = torch.zeros(0, dtype=torch.uint8)
+    if own is not None and sends:
+        data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    parts = collective.all_gather(data, [n * dtype.itemsize for n in elements])
+    if collective.rank:
+        return None
+    joined = torch.cat(parts).view(dtype)
+    if entry["shape"] is not None:
+        return joined.reshape(entry["shape"])
+    return unflat(joined, shard.parameters[index]).contiguous()
+
+
+def load_state(shard: Shard, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Takes this rank's part of a whole state over."""
+    check_known(state, shard.names)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for piece, tensor in shard.held.items():
+        values = state.get(shard.names[piece.index])
+        if values is not None:
+            parameter = shard.parameters[piece.index]
+            optimizer.state[tensor] = {
+                key: placed(cut(value, parameter, piece, tensor), tensor, groups[tensor])
+                for key, value in values.items()
+            }

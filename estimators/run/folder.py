@@ -1,0 +1,215 @@
+"""The folder of one training: new or the user's own, begun, gone on with, finished, or removed.
+
+`run_layout` says what lies in it. A folder that the user names is kept after a failure if a checkpoint in it
+is worth going on with. All others are removed: no fit starts from another's weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.failures import TrainingCancelledError, WorkerError
+from ringspark.estimators.run.identity import FORMAT_VERSION, differences
+from ringspark.estimators.run.owner import read_owner, write_owner
+from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, steps_in
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
+
+_logger = logging.getLogger(__name__)
+
+
+def check_run_uri(run_uri: str | None, resume: bool) -> None:
+    """Refuses a folder that a fit may not use.
+
+    Raises:
+        ValueError: `resume` without a folder; a folder with a run that is not to be resumed, or with
+            something else in it; a folder that cannot be written.
+    """
+    if run_uri is None:
+        if resume:
+            raise ValueError("resume=True goes on with the run of a folder; set runUri to that folder")
+        return
+    storage.check_writable(run_uri)
+    uri = storage.normalize(run_uri)
+    names = storage.list_names(uri)
+    begun = run_layout.OWNER in names or run_layout.IDENTITY in names
+    if begun and not resume:
+        raise ValueError(
+            f"runUri {uri!r} holds a run; set resume=True to go on with it, or give another folder"
+        )
+    if names and not begun:
+        raise ValueError(
+            f"runUri must be a new or empty folder or one with a run, and {uri!r} holds {names[0]!r}; give "
+            "another folder"
+        )
+
+
+def make_way(uri: str, resume: bool | None) -> None:
+    """Removes a run that is in the way of a new one, unless it is to be resumed.
+
+    Args:
+        resume: Whether the run is to be resumed; None where the user has not said.
+
+    Raises:
+        ValueError: The folder holds an unfinished run, and nobody said what to do with it.
+    """
+    names = storage.list_names(uri)
+    # Something that is no run is left to `check_run_uri`, which refuses it.
+    if resume or not {run_layout.IDENTITY, run_layout.OWNER} & set(names):
+        return
+    folder = RunFolder(uri, is_given=True)
+    if resume is None and folder.result() is None and folder.has_checkpoint():
+        raise ValueError(
+            f"{uri} holds an unfinished run; give --resume to go on with it, --no-resume to start anew, or "
+            "another --run"
+        )
+    storage.remove(uri, recursive=True)
+
+
+class RunFolder:
+    """One fit's hold on a run directory.
+
+    Attributes:
+        uri: The folder.
+        token: Of this driver: ranks of another one end when they see it.
+        is_given: The user named the folder, and may come back to it.
+    """
+
+    def __init__(self, uri: str, *, is_given: bool) -> None:
+        self.uri = storage.normalize(uri)
+        self.token = uuid.uuid4().hex
+        self.is_given = is_given
+        # What is there already survives a fit that is refused.
+        self._is_mine = True
+
+    @classmethod
+    def new(cls, root: str) -> RunFolder:
+        """A folder that was never used before."""
+        return cls(storage.join(root, f"run-{uuid.uuid4().hex[:12]}"), is_given=False)
+
+    @classmethod
+    def given(cls, run_uri: str, resume: bool) -> RunFolder:
+        """The folder that the user named, taken over from whatever driver had it."""
+        check_run_uri(run_uri, resume)
+        folder = cls(run_uri, is_given=True)
+        folder._is_mine = folder.identity() is None
+        if folder._is_mine:
+            # Nothing was trained here: what a driver that died has left is of no use.
+            for name in storage.list_names(folder.uri):
+                storage.remove(storage.join(folder.uri, name), recursive=True)
+            write_owner(folder.uri, folder.token, 0)
+        return folder
+
+    def identity(self) -> dict[str, Any] | None:
+        """What the run was begun with, None where none was.
+
+        Raises:
+            ValueError: `run.json` is no such thing.
+        """
+        uri = storage.join(self.uri, run_layout.IDENTITY)
+        try:
+            values = parse_object(storage.read_bytes(uri))
+            if values["format_version"] > FORMAT_VERSION or not isinstance(values["identity"], dict):
+                raise ValueError(f"its format is {values['format_version']}, of a later ringspark")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the run in {self.uri!r} cannot be resumed: {run_layout.IDENTITY} is damaged ({error}); "
+                "give another folder"
+            ) from None
+        return dict(values)
+
+    def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
+        """Writes what the run is, or checks that it is still that. From now on it is this driver's.
+
+        Raises:
+            ValueError: The run was begun with other settings, data or another model; lists them.
+        """
+        known = self.identity()
+        if known is not None:
+            changed = differences(known["identity"], identity)
+            if changed:
+                raise self.refusal(changed)
+        if self.result() is not None:
+            return
+        self._is_mine = True
+        write_owner(self.uri, self.token, 0)
+        storage.write_atomic(storage.join(self.uri, run_layout.CONFIG), config.to_json().encode())
+        if known is None:
+            values = {"format_version": FORMAT_VERSION, "identity": identity, "rows_key": rows_key}
+            data = json.dumps(values, indent=1).encode()
+            storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
+
+    def refusal(self, changed: list[str]) -> ValueError:
+        """The error of a run that is not what it was."""
+        return ValueError(
+            f"the run in {self.uri!r} cannot be resumed, since it was begun with others: "
+            f"{'; '.join(changed)}; set them back, or give another folder"
+        )
+
+    def result(self) -> str | None:
+        """The finished training as JSON, None where it has not finished."""
+        try:
+            return storage.read_bytes(storage.join(self.uri, run_layout.RESULT)).decode()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def finish(self, result: str) -> None:
+        """Says that the training has finished; keeps of the rows only what tells them apart."""
+        storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
+        # Until now, a driver that dies goes on from them.
+        discard(checkpoints_uri(self.uri))
+        discard(storage.join(self.uri, run_layout.HEARTBEAT))
+        discard(storage.join(self.uri, run_layout.SHARD_STATES))
+        # What `write_atomic` leaves where it is killed.
+        for name in storage.list_names(self.uri):
+            if name.startswith("."):
+                discard(storage.join(self.uri, name))
+        shards = storage.join(self.uri, run_layout.SHARDS)
+        if self.is_given:
+            for name in storage.list_names(shards):
+                if name != "manifest.json":
+                    discard(storage.join(shards, name))
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around the training: a failure keeps the folder and says so, or leaves nothing of it."""
+        try:
+            yield
+        except BaseException as error:
+            advice = self._leave()
+            if not advice:
+                raise
+            if isinstance(error, WorkerError):
+                raise WorkerError(error.failures, error.advice + advice) from None
+            if isinstance(error, TrainingCancelledError):
+                raise TrainingCancelledError(f"{error}{advice}") from None
+            _logger.warning("the training ended by %s%s", type(error).__name__, advice)
+            raise
+
+    def _leave(self) -> str:
+        """Removes the folder unless it is worth keeping; then what to tell of it."""
+        if not self._is_mine:
+            return ""
+        with suppress(OSError):
+            owner = read_owner(self.uri)
+            if owner is not None and owner["token"] != self.token:
+                return ""  # another driver's by now
+            if self.is_given and self.has_checkpoint():
+                return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
+        discard(self.uri)
+        return ""
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from."""
+        root = checkpoints_uri(self.uri)
+        return any(is_committed(root, step) for step in steps_in(root))

@@ -1,0 +1,172 @@
+"""What makes a run that run and no other: the settings, the data and the model that decide its result.
+
+A run is resumed only where all of this is what it was. What only decides where and how fast it is
+trained (workers, devices, reader, time limits, checkpoints) may change. Everything here is JSON and small.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.pipelines import ShardManifest
+
+FORMAT_VERSION = 1
+
+# Fields of the config that may differ between the starts of one run.
+_FREE = frozenset(
+    {
+        "shards_uri",
+        "run_uri",
+        "num_workers",
+        "min_workers",
+        "use_gpu",
+        "collective",
+        "reader",
+        "timeout_seconds",
+        "max_restarts",
+        "checkpoint_every_steps",
+        "checkpoint_every_seconds",
+        "checkpoint_every_epochs",
+        "keep_checkpoints",
+        # How activations are kept changes memory and time, no numbers.
+        "gradient_checkpointing",
+        "activation_offload",
+    }
+)
+# Config fields that users know under another name than theirs in camelCase.
+_SETTING = {
+    "input_columns": "inputCols",
+    "label_columns": "labelCol",
+    "weight_column": "weightCol",
+    "losses": "loss",
+    "output_widths": "the model's outputs",
+}
+# Sums of floats come out differently in another order of the rows.
+_TOLERANCE = 1e-6
+
+
+def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
+    """The identity of a run, as JSON values: settings, data and model by the names that a user knows."""
+    settings = {
+        _SETTING.get(f.name, _camel(f.name)): getattr(config, f.name)
+        for f in fields(config)
+        if f.name not in _FREE and f.name != "model"
+    }
+    settings |= {
+        "loss functions": [_name(loss) for loss in objects.losses],
+        "optimizer function": _name(objects.optimizer),
+        "lrSchedule function": _name(objects.lr_schedule),
+        "callbacks": [_name(callback) for callback in objects.callbacks],
+    }
+    identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
+    # As it is read back: tuples are lists then.
+    found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
+    return found
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What changed between two identities, an entry each: `name: old -> new`."""
+    found = []
+    for part in ("settings", "data", "model"):
+        before, now = old.get(part, {}), new.get(part, {})
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                found.append(f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}")
+    return found
+
+
+def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
+    """How the rows of two writes differ, as far as columns, counts and statistics tell."""
+    found = []
+    columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
+    if columns[0] != columns[1]:
+        return [f"columns: {_short(columns[0])} -> {_short(columns[1])}"]
+    for split in ("train", "validation"):
+        rows = [manifest.select(split).num_rows for manifest in (old, new)]
+        if rows[0] != rows[1]:
+            found.append(f"{split} rows: {rows[0]} -> {rows[1]}")
+    if found:
+        return found
+    for split in sorted(old.stats.keys() & new.stats.keys()):
+        for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
+            before, now = (m.stats[split][name].without_sketch().to_json() for m in (old, new))
+            for key in sorted(before.keys() | now.keys()):
+                if key not in ("sketch", "distinct") and not _equal(before.get(key), now.get(key)):
+                    found.append(
+                        f"{key} of column {name!r}: {_short(before.get(key))} -> {_short(now.get(key))}"
+                    )
+    return found
+
+
+def _data_of(manifest: ShardManifest) -> dict[str, Any]:
+    files = [[f.path.rpartition("/")[2], f.split, f.sha256, list(f.row_groups)] for f in manifest.files]
+    return {
+        "columns": [f"{column.name}: {column.kind}" for column in manifest.columns],
+        "train rows": manifest.select("train").num_rows,
+        "validation rows": manifest.select("validation").num_rows,
+        # The order of files and row groups decides the order of the rows.
+        "content of the shards": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16],
+    }
+
+
+def _model_of(config: TrainConfig, objects: UserObjects) -> dict[str, Any]:
+    if config.model is not None:
+        return {"model": json.loads(config.model)}
+    module = objects.module
+    digest = hashlib.sha256()
+    shapes = {}
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            shapes[name] = "lazy"
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        shapes[name] = f"{tensor.dtype} {list(tensor.shape)}"
+        digest.update(f"{name} {shapes[name]}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return {
+        "model": _name(module),
+        "shapes of the weights": shapes,
+        "first weights": digest.hexdigest()[:16],
+    }
+
+
+def _name(value: Any) -> str | None:
+    """The name of a function or of an object's class, as its author wrote it."""
+    if value is None:
+        return None
+    if isinstance(value, functools.partial):
+        return f"partial of {_name(value.func)}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(part.capitalize() for part in others)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and isinstance(right, float):
+        scale = max(abs(left), abs(right), 1.0)
+        return (
+            left == right
+            or (math.isnan(left) and math.isnan(right))
+            or abs(left - right) < (_TOLERANCE * scale)
+        )
+    return bool(left == right)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

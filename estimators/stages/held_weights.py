@@ -1,0 +1,98 @@
+"""The weights of a model, held so that they outlive the folder they were saved in.
+
+`PipelineModel.load(p).write().overwrite().save(p)` is Spark's way to change a saved pipeline, and Spark
+removes `p` before it asks any stage for its content. On a local disk a file that is open stays readable
+when its name is gone, so a loaded model opens its weights and keeps them open. Other stores have
+nothing of the kind: there the model says what has happened.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+
+from ringspark.estimators.training.checkpoint.tensor_file import BLOCK_BYTES
+from ringspark.estimators.training.checkpoint.weights import (
+    COMMIT,
+    WEIGHTS,
+    CheckpointInfo,
+    parse_info,
+    read_info,
+    replacing,
+)
+from ringspark.pipelines import storage
+
+
+class HeldWeights:
+    """The checkpoint in folder `uri`, as one model sees it; copies of the model share it."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._commit: bytes | None = None
+        self._descriptor: int | None = None
+
+    def hold(self) -> None:
+        """Reads the checkpoint's record, and opens the tensors where they can be kept open.
+
+        Raises:
+            ValueError: There is no checkpoint, or it is damaged or of a newer format.
+        """
+        info = read_info(self.uri)
+        try:
+            size = storage.size(storage.join(self.uri, WEIGHTS))
+        except FileNotFoundError:
+            raise ValueError(f"{self.uri} holds no {WEIGHTS}; save the model again") from None
+        if size != info.num_bytes:
+            raise ValueError(
+                f"{self.uri}/{WEIGHTS} has {size} bytes, {info.num_bytes} were written; save the model again"
+            )
+        self._commit = storage.read_bytes(storage.join(self.uri, COMMIT))
+        if storage.is_local(self.uri):
+            storage.check_inside(self.uri, WEIGHTS)
+            self._descriptor = os.open(os.path.join(self.uri, WEIGHTS), os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def info(self) -> CheckpointInfo:
+        """The checkpoint's record, as it is in the folder now.
+
+        Raises:
+            ValueError: There is none, or that of other weights than this model's.
+        """
+        if not storage.exists(storage.join(self.uri, COMMIT)):
+            raise ValueError(
+                f"this model's weights were in {self.uri}, which is gone; keep the run folder of a fit until "
+                "the model is saved, and save a loaded pipeline to another folder than its own"
+            )
+        info = read_info(self.uri)
+        if self._commit is not None and parse_info(self._commit, self.uri) != info:
+            raise ValueError(f"{self.uri} holds the weights of another model by now; load the model again")
+        return info
+
+    def check(self) -> None:
+        """Refuses to copy what is gone.
+
+        Raises:
+            ValueError: The folder has no checkpoint any more and nothing was held; says how that comes.
+        """
+        if self._descriptor is None:
+            self.info()
+
+    def copy_to(self, target: str) -> None:
+        """Copies the checkpoint into the folder `target` on any store, the committing file last."""
+        self.check()
+        commit = self._commit or storage.read_bytes(storage.join(self.uri, COMMIT))
+        with replacing(target, WEIGHTS) as writer:
+            if self._descriptor is not None:
+                position = 0
+                while block := os.pread(self._descriptor, BLOCK_BYTES, position):
+                    writer.write(block)
+                    position += len(block)
+            else:
+                with storage.open_file(storage.join(self.uri, WEIGHTS), "rb") as reader:
+                    shutil.copyfileobj(reader, writer, BLOCK_BYTES)
+        storage.write_atomic(storage.join(target, COMMIT), commit)
+
+    def __reduce__(self) -> tuple[type[HeldWeights], tuple[str]]:
+        # An open file cannot travel; elsewhere the folder has to be there.
+        return HeldWeights, (self.uri,)

@@ -1,0 +1,277 @@
+"""Stages on disk. The layout of a saved estimator or model, format version 2:
+
+    metadata/             Spark ML's own: class, uid, Params that are JSON
+    ringspark.json        format version, the model's spec, names of pickled Params; of models also the
+                          inputs as the shards held them, the shapes of the outputs, the training summary
+    weights/              models only: a checkpoint (safetensors + JSON)
+    objects.pkl           only where a Param holds Python code: an nn.Module, a callable
+
+`ringspark.json` is written last: its presence says that all of the stage is here. Version 1, which had
+one `output_width` and no inputs, is read too. A saved model's `objects.pkl` holds its nn.Module without
+weights, they are in `weights/`; an estimator's holds the module as it was given.
+
+Without `objects.pkl` nothing is unpickled on load. With it, loading runs code of whoever wrote the
+file, so it needs an explicit yes: the environment variable RINGSPARK_ALLOW_PICKLE=1.
+
+A stage that takes the place of another is written beside it first. Weights are copied in blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from typing import Any, Generic, TypeVar, cast
+
+import pyspark
+from pyspark.ml.param import Params
+from pyspark.ml.util import DefaultParamsReader, MLReader, MLWriter
+from torch import nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.models import ModelSpec
+from ringspark.models.skeleton import skeleton
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
+
+FORMAT_VERSION = 2
+DESCRIPTION = "ringspark.json"
+METADATA = "metadata"
+OBJECTS = "objects.pkl"
+WEIGHTS_FOLDER = "weights"
+ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
+
+# What Spark's reader takes for granted.
+_METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
+
+Stage = TypeVar("Stage", bound=Any)
+
+
+class StageWriter(MLWriter):
+    """Writes any of our stages; `weights` and `extra` come from models."""
+
+    def __init__(
+        self, stage: Params, weights: HeldWeights | None = None, extra: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self._stage = stage
+        self._weights = weights
+        self._extra = extra or {}
+
+    def save(self, path: str) -> None:
+        """Writes the stage to the folder `path`.
+
+        Raises:
+            ValueError: The folder exists and `overwrite()` was not asked for, holds something else than
+                a stage, or cannot be written.
+        """
+        if not isinstance(path, str):
+            raise TypeError(f"path must be a string, got {type(path).__name__}")
+        uri = storage.normalize(path)
+        found = storage.list_names(uri) if storage.exists(uri) else []
+        if found and not self.shouldOverwrite:
+            raise ValueError(f"{path} exists already; use .write().overwrite().save(path) to replace it")
+        if found and not _holds_stage(uri, found):
+            raise ValueError(
+                f"{path} holds something else than a saved stage ({', '.join(found[:3])}) and is not "
+                "overwritten; give a folder of its own"
+            )
+        if self._weights is not None:
+            self._weights.check()
+        # Beside, so that the old stage is there until the new one is, with the weights that are copied.
+        beside = f"{path.rstrip('/')}.{uuid.uuid4().hex[:12]}"
+        target = beside if found else path
+        storage.check_writable(storage.normalize(target))
+        try:
+            self.saveImpl(target)
+            if found:
+                _swap(storage.normalize(beside), uri)
+        except BaseException:
+            storage.remove(storage.normalize(target), recursive=True)
+            raise
+
+    def saveImpl(self, path: str) -> None:
+        uri = storage.normalize(path)
+        plain: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
+        spec: str | None = None
+        for param, value in self._stage._paramMap.items():
+            if isinstance(value, ModelSpec):
+                spec = value.to_json()
+            elif _is_json(value):
+                plain[param.name] = value
+            elif isinstance(value, nn.Module) and self._weights is not None:
+                objects[param.name] = skeleton(value)
+            else:
+                objects[param.name] = value
+        write_metadata(self._stage, uri, plain)
+        if objects:
+            storage.write_atomic(storage.join(uri, OBJECTS), user_code.dumps(objects))
+        if self._weights is not None:
+            self._weights.copy_to(storage.join(uri, WEIGHTS_FOLDER))
+        description = {"format_version": FORMAT_VERSION, "model": spec, "objects": sorted(objects)}
+        storage.write_atomic(
+            storage.join(uri, DESCRIPTION), json.dumps(description | self._extra, indent=1).encode()
+        )
+
+
+class StageReader(MLReader[Stage], Generic[Stage]):
+    """Reads what `StageWriter` wrote."""
+
+    def __init__(self, cls: type[Stage]) -> None:
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> Stage:
+        """The stage saved in the folder `path`.
+
+        Raises:
+            ValueError: No stage is there, it is damaged, of another class or a newer format, or it holds
+                pickled code and loading that was not allowed.
+        """
+        uri = storage.normalize(path)
+        description = self._describe(path, uri)
+        if not storage.list_names(storage.join(uri, METADATA)):
+            raise ValueError(f"{path} is incomplete ({METADATA}/ is missing); save the stage again")
+        try:
+            metadata = read_metadata(uri)
+        except ValueError as error:
+            raise _damaged(path, error) from error
+        found = metadata["class"]
+        if found.rsplit(".", 1)[-1] != self._cls.__name__:
+            raise ValueError(f"{path} holds a {found}, not a {self._cls.__name__}; load it with that class")
+        stage: Stage = self._cls()
+        cast(Any, stage)._resetUid(metadata["uid"])
+        try:
+            DefaultParamsReader.getAndSetParams(stage, metadata)
+            if description["model"] is not None:
+                stage._set(model=ModelSpec.from_json(description["model"]))
+            if description["objects"]:
+                stage._set(**_load_objects(path, uri, description["objects"]))
+            if hasattr(stage, "_restore"):
+                stage._restore(uri, description)
+        except (LookupError, TypeError, AttributeError, OverflowError, AssertionError) as error:
+            raise _damaged(path, error) from error
+        return stage
+
+    def _describe(self, path: str, uri: str) -> dict[str, Any]:
+        file = storage.join(uri, DESCRIPTION)
+        if not storage.exists(file):
+            raise ValueError(
+                f"{path} holds no saved {self._cls.__name__} ({DESCRIPTION} is missing); "
+                "give the folder that save() wrote"
+            )
+        try:
+            description = parse_object(storage.read_bytes(file), allow_nan=True)
+            version = description["format_version"]
+            if type(version) is not int or version < 1:
+                raise ValueError(f"format_version must be a whole number from 1, got {version!r}")
+            if not isinstance(description["model"], str | None):
+                raise ValueError("model must be a text")
+            if not all(isinstance(name, str) for name in description["objects"]):
+                raise ValueError("objects must be a list of names")
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has stage format {version}, this ringspark reads up to "
+                f"{FORMAT_VERSION}; upgrade ringspark"
+            )
+        return description
+
+
+def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
+    """Writes what Spark's `DefaultParamsWriter` writes, which on Connect before Spark 4 cannot."""
+    metadata = {
+        "class": f"{type(stage).__module__}.{type(stage).__name__}",
+        "timestamp": int(time.time() * 1000),
+        "sparkVersion": pyspark.__version__,
+        "uid": stage.uid,
+        "paramMap": params,
+        "defaultParamMap": {param.name: value for param, value in stage._defaultParamMap.items()},
+    }
+    folder = storage.join(uri, METADATA)
+    storage.make_dirs(folder)
+    storage.write_atomic(storage.join(folder, "part-00000"), f"{json.dumps(metadata)}\n".encode())
+    storage.write_atomic(storage.join(folder, "_SUCCESS"), b"")
+
+
+def read_metadata(uri: str) -> dict[str, Any]:
+    """Reads what `write_metadata` or Spark's `DefaultParamsWriter` wrote.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    folder = storage.join(uri, METADATA)
+    (part,) = [name for name in storage.list_names(folder) if name.startswith("part-")]
+    # The values of Params may be NaN.
+    metadata = parse_object(storage.read_bytes(storage.join(folder, part)), allow_nan=True)
+    for name, kind in _METADATA_TYPES.items():
+        if not isinstance(metadata.get(name), kind):
+            raise ValueError(f"{name!r} of its metadata is missing or of a wrong type")
+    return metadata
+
+
+def _holds_stage(uri: str, names: list[str]) -> bool:
+    """Whether a folder with these names inside is a saved stage, of ours or of Spark's."""
+    if DESCRIPTION in names:
+        return True
+    # Others have a folder of that name, too: a table of Iceberg's, for one.
+    try:
+        return METADATA in names and "uid" in read_metadata(uri)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _swap(new: str, old: str) -> None:
+    """Puts the folder `new` in the place of the folder `old`.
+
+    On a local disk by two renames: whatever happens, one of the two stages is complete, under its name
+    or beside it. Object stores have no renames; there the new stage stays beside until it is copied.
+    """
+    if storage.is_local(new):
+        retired = f"{old}.{uuid.uuid4().hex[:12]}"
+        os.rename(old, retired)
+        try:
+            os.rename(new, old)
+        except BaseException:
+            os.rename(retired, old)
+            raise
+        storage.remove(retired, recursive=True)
+        return
+    storage.remove(old, recursive=True)
+    fs, source = storage.filesystem(new)
+    _, target = storage.filesystem(old)
+    fs.mv(source, target, recursive=True)
+
+
+def _damaged(path: str, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged ({type(error).__name__}: {error}); save the stage again")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _load_objects(path: str, uri: str, names: list[str]) -> dict[str, Any]:
+    if os.environ.get(ALLOW_PICKLE) != "1":
+        raise ValueError(
+            f"{path} holds pickled Python code for {names}, which runs when it is loaded; if you trust "
+            f"whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
+        )
+    file = storage.join(uri, OBJECTS)
+    if not storage.exists(file):
+        raise ValueError(f"{path} is incomplete ({OBJECTS} is missing); save the stage again")
+    try:
+        objects: dict[str, Any] = user_code.loads(storage.read_bytes(file))
+    except Exception as error:  # unpickling runs any code
+        raise ValueError(
+            f"{path}/{OBJECTS} cannot be read here ({type(error).__name__}: {error}); the packages of its "
+            "code must be installed as they were where it was written"
+        ) from error
+    return objects

@@ -1,0 +1,323 @@
+"""A training that can go on where it was: when checkpoints are written, and how one is taken up again.
+
+Invariant: every rank comes here at the same steps and makes the same collective calls; what only rank 0
+knows (its clock, which files are good, whether the writer is done) it tells the others before they part.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, newest_good, step_uri
+from ringspark.estimators.training.checkpoint.rank_state import (
+    RankParts,
+    RankState,
+    gather_ranks,
+    restore_rank,
+)
+from ringspark.estimators.training.checkpoint.record import Position
+from ringspark.estimators.training.checkpoint.snapshot import load_training_state, read_record, take_snapshot
+from ringspark.estimators.training.checkpoint.timing import Due
+from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
+from ringspark.estimators.training.history import RunLog
+from ringspark.estimators.training.non_finite import MAX_REPORTED, FirstBadLoss, NonFiniteStep
+from ringspark.estimators.training.optimizers.schedules import Rates
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.settings.config import TrainConfig
+
+MAX_ROLLBACKS = 5
+ROLLBACK_FACTOR = 0.5
+# A store that takes longer than this share of `timeout_seconds` for one checkpoint costs the next one.
+_WAIT_SHARE = 0.25
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Running:
+    """What of a training changes from step to step: the trainer's, and what a checkpoint is made of.
+
+    Attributes:
+        finished_epochs: Those with a record in the history.
+        step_in_epoch: Steps taken of the epoch after those.
+        skipped_before: Steps skipped before that epoch.
+        epoch_start: When it began, by `time.monotonic`, without pauses between continuations.
+    """
+
+    sync: GradientSync
+    scaler: LossScaler
+    rates: Rates
+    own: RankParts
+    log: RunLog
+    first_bad: FirstBadLoss
+    steps_per_epoch: int
+    finished_epochs: int = 0
+    step_in_epoch: int = 0
+    skipped_before: int = 0
+    epoch_start: float = 0.0
+
+
+class Recovery:
+    """Writes the checkpoints of a training and goes on from them. One per rank; use it in `with`.
+
+    Attributes:
+        resumed_steps: At which the training was continued.
+        non_finite: The first steps that `onNonFinite` had to do with.
+    """
+
+    def __init__(self, config: TrainConfig, collective: Collective, status: Status) -> None:
+        self._config = config
+        self._collective = collective
+        self._status = status
+        self._root = checkpoints_uri(config.run_uri)
+        self._due = Due(config, collective)
+        self._writer: BackgroundWriter | None = None
+        if self._due.is_asked and collective.rank == 0:
+            self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
+        self._start = time.monotonic()
+        self._rollbacks = 0
+        self._rolled_to: int | None = None
+        self.resumed_steps: tuple[int, ...] = ()
+        self.non_finite: list[NonFiniteStep] = []
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether checkpoints are to be written."""
+        return self._due.is_asked
+
+    @property
+    def seconds(self) -> float:
+        """That the training took so far, with all before it was continued."""
+        return time.monotonic() - self._start
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Why checkpoints are missing; rank 0 knows."""
+        return tuple(self._writer.errors) if self._writer is not None else ()
+
+    def begin(self, running: Running) -> bool:
+        """Looks for a checkpoint to go on from, and takes over where it stands; see `load`.
+
+        Returns:
+            Whether there is one.
+
+        Raises:
+            ValueError: It is of another training.
+        """
+        self._status.phase = "looking for a checkpoint"
+        if self._due.is_asked:
+            # A state that cannot be saved is found now, not at the first checkpoint.
+            running.own.callbacks.state_dicts()
+        step = self._newest()
+        self._due.written(step or 0)
+        if step is None:
+            running.log.restore([])
+            return False
+        _, record = read_record(step_uri(self._root, step))
+        position = record.position
+        self._check_fits(step, position, running)
+        self._take_position(position, running)
+        self._start = time.monotonic() - position.seconds
+        self.non_finite = list(position.non_finite)
+        self.resumed_steps = (*position.resumed_steps, step)
+        if self._collective.rank == 0:
+            _log.info("the training goes on from the checkpoint of step %d", step)
+        return True
+
+    def load(self, running: Running) -> None:
+        """Puts weights, optimizer and everything else where the checkpoint has them; after `begin`."""
+        self._load(running.own.state.step, running, 1.0)
+
+    def begin_anew(self, running: Running) -> None:
+        """The start of a training without a checkpoint: one is written where a rollback would need it."""
+        if self._config.on_non_finite == "rollback":
+            self.save(running)
+
+    def after_step(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps."""
+        return self._due.is_asked and self._due.after_step(step)
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Whether one is due after so many epochs."""
+        return self._due.is_asked and self._due.after_epoch(epoch)
+
+    def save(self, running: Running) -> None:
+        """Copies the training and has it written. Runs on every rank; waits for the copy only.
+
+        Raises:
+            FloatingPointError: A loss or the weights are not finite: nobody could go on from here.
+        """
+        state = running.own.state
+        self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
+        running.rates.take_changes()
+        is_free = True
+        if self._writer is not None:
+            is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
+        mine = RankState.of(running.own)
+        mine.values.update(is_free=is_free, first_bad=running.first_bad.step)
+        ranks = gather_ranks(mine, self._collective)
+        first_bad = [own.values.pop("first_bad") for own in ranks]
+        is_free = [own.values.pop("is_free") for own in ranks][0]  # noqa: RUF015
+        raise_first_bad(state.epoch, first_bad, running.scaler.advice)
+        self._due.written(state.step)
+        if not is_free:
+            self._note(state.step, "the one before is still being written")
+            return
+        position = self._position(running)
+        try:
+            snapshot = take_snapshot(running.sync, self._collective.rank, position, ranks, self._status.tick)
+        except ValueError as error:
+            # With parts of the state on other ranks, they may be waiting for this one.
+            if self._config.sharding != "none":
+                raise
+            self._note(state.step, str(error))
+            return
+        if snapshot is not None and self._writer is not None:
+            self._writer.start(snapshot)
+
+    def roll_back(self, found: NonFiniteStep, running: Running) -> None:
+        """Goes back to the newest good checkpoint, with half its learning rates. Runs on every rank.
+
+        Raises:
+            FloatingPointError: There is none, or it was tried often enough.
+        """
+        self._status.phase = f"rollback from epoch {found.epoch}, step {found.step}"
+        if self._writer is not None:
+            self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
+        step = self._newest()
+        self._rollbacks = self._rollbacks + 1 if step == self._rolled_to else 1
+        self._rolled_to = step
+        if step is None or self._rollbacks > MAX_ROLLBACKS:
+            tried = (
+                "no checkpoint is there to go back to"
+                if step is None
+                else (f"{MAX_ROLLBACKS} times half the rate from step {step} did not help")
+            )
+            raise FloatingPointError(
+                f"{found}, and {tried}; lower learningRate, or look for rows that are not finite"
+            )
+        _, record = read_record(step_uri(self._root, step))
+        self._take_position(record.position, running)
+        running.first_bad.reset()
+        self._load(step, running, ROLLBACK_FACTOR**self._rollbacks)
+        self._due.written(step)
+        if self._collective.rank == 0:
+            _log.warning(
+                "the training goes back to the checkpoint of step %d, with its learning rates times %g",
+                step,
+                ROLLBACK_FACTOR**self._rollbacks,
+            )
+
+    def report(self, found: NonFiniteStep) -> None:
+        """Keeps and logs what was done about a step."""
+        if self._collective.rank == 0:
+            _log.warning("%s", found)
+        if len(self.non_finite) < MAX_REPORTED:
+            self.non_finite.append(found)
+
+    def finish(self) -> None:
+        """Waits for the last write. Runs on every rank, before the final weights are written."""
+        if self._writer is not None:
+            self._status.phase = "waiting for the last checkpoint"
+            if not self._writer.wait(self._config.timeout_seconds, self._status.tick):
+                # The final weights are worth more than one more checkpoint on the way to them.
+                self._note(self._due.last_step, "it was still being written when the training ended")
+                self._writer.abandon()
+
+    def _newest(self) -> int | None:
+        """The step of the checkpoint that rank 0 finds good."""
+        answer = torch.full((1,), -1, dtype=torch.int64)
+        if self._collective.rank == 0:
+            found = newest_good(self._root, self._status.tick)
+            if found is not None:
+                answer[0] = found[0]
+        self._collective.broadcast([answer])
+        return int(answer) if int(answer) >= 0 else None
+
+    def _note(self, step: int, error: str) -> None:
+        if self._writer is not None:
+            self._writer.note(step, error)
+
+    def _check_fits(self, step: int, position: Position, running: Running) -> None:
+        uri = step_uri(self._root, step)
+        if position.steps_per_epoch != running.steps_per_epoch:
+            raise ValueError(
+                f"{uri} is of a training with {position.steps_per_epoch} steps an epoch, this one has "
+                f"{running.steps_per_epoch}; give the same data and batchSize, or runUri a folder of its own"
+            )
+        if position.finished_epochs > self._config.epochs:
+            raise ValueError(
+                f"{uri} has {position.finished_epochs} epochs behind it, this training has "
+                f"{self._config.epochs}; raise epochs, or give runUri a folder of its own"
+            )
+
+    def _take_position(self, position: Position, running: Running) -> None:
+        state = running.own.state
+        state.epoch, state.step = position.epoch, position.step
+        running.log.restore(position.history)
+        running.finished_epochs = position.finished_epochs
+        running.step_in_epoch = position.step_in_epoch
+        running.skipped_before = position.skipped_before
+        running.epoch_start = time.monotonic() - position.epoch_seconds
+
+    def _load(self, step: int, running: Running, factor: float) -> None:
+        self._status.phase = f"loading the checkpoint of step {step}"
+        record, ranks = load_training_state(step_uri(self._root, step), running.sync)
+        position = record.position
+        restore_rank(running.own, ranks, self._collective, self._config.seed, step)
+        running.scaler.load_state_dict(position.scaler)
+        running.rates.resume([scale * factor for scale in position.rate_scales])
+
+    def _position(self, running: Running) -> Position:
+        state = running.own.state
+        return Position(
+            epoch=state.epoch,
+            step=state.step,
+            finished_epochs=running.finished_epochs,
+            step_in_epoch=running.step_in_epoch,
+            steps_per_epoch=running.steps_per_epoch,
+            seconds=self.seconds,
+            epoch_seconds=time.monotonic() - running.epoch_start,
+            skipped_before=running.skipped_before,
+            scaler=running.scaler.state_dict(),
+            rate_scales=tuple(running.rates.scales),
+            resumed_steps=self.resumed_steps,
+            non_finite=tuple(self.non_finite),
+            history=tuple(state.history),
+        )
+
+
+def raise_first_bad(epoch: int, first_bad: Sequence[int | None], advice: str) -> None:
+    """Ends a training some of whose ranks noted a loss that is not finite.
+
+    Args:
+        first_bad: For each rank the step in the epoch.
+
+    Raises:
+        FloatingPointError: With epoch, step and rank.
+    """
+    noted = [(step, rank) for rank, step in enumerate(first_bad) if step is not None]
+    if noted:
+        step, rank = min(noted)
+        raise FloatingPointError(
+            f"the training loss is not finite in epoch {epoch}, step {step} on rank {rank}; lower "
+            f"learningRate, set maxGradNorm, scale the features, or set onNonFinite='skip'{advice}"
+        )

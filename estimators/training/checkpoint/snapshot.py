@@ -1,0 +1,334 @@
+"""A training as it stands, to go on from at any number of ranks and under any sharding.
+
+    step-<10 digits>/           one checkpoint of the whole training; the digits are the optimizer steps taken
+      model.safetensors         the weights: rank 0's state dict, a checkpoint like any other
+      optimizer.safetensors     the whole optimizer state: "<parameter>/<key>" -> tensor
+      ranks.safetensors         "<rank>/random/<generator>", "<rank>/buffers/<name>", "<rank>/totals",
+                                "<rank>/metrics/<label>/<piece>/...": what each rank has for itself
+      training.json             everything without a tensor: see `Record`; size and SHA-256 of the others
+      checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits
+
+What is not each rank's own does not depend on the number of ranks or on what each of them holds, up to the
+order of additions. Nothing in the files can run code: they are JSON and safetensors.
+
+Invariant: a `Snapshot` shares no memory with the training, so it may be written while the training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
+from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint.rank_state import RankState
+from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
+from ringspark.estimators.training.checkpoint.weights import (
+    COMMIT,
+    WEIGHTS,
+    CheckpointInfo,
+    commit_checkpoint,
+    load_checkpoint,
+    local_file,
+    read_info,
+    replacing,
+)
+from ringspark.pipelines import storage
+
+OPTIMIZER = "optimizer.safetensors"
+RANKS = "ranks.safetensors"
+RECORD = "training.json"
+FILES = (WEIGHTS, OPTIMIZER, RANKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Rank 0's copy of a whole training on the CPU. `record` lacks the sums of the files, still unwritten."""
+
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    ranks: dict[str, torch.Tensor]
+    record: Record
+
+
+def take_snapshot(
+    sync: GradientSync,
+    rank: int,
+    position: Position,
+    ranks: list[RankState] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Snapshot | None:
+    """Copies a training; None on the other ranks, which give their parts. Runs on every rank.
+
+    Args:
+        progress: Called now and then.
+
+    Raises:
+        ValueError: The optimizer keeps something that cannot be saved.
+        FloatingPointError: A trained weight is not finite; raised by rank 0.
+    """
+    state = sync.optimizer_state()
+    weights = sync.network.state_dict()
+    if rank:
+        # In the order in which `write` and `assist` ask for parts of tensors: one for all ranks.
+        safetensors_file.assist(weights)
+        return None
+    copies: dict[str, torch.Tensor] = {}
+    for name in safetensors_file.ordered(weights):
+        copies[name] = _copy(weights[name])
+        progress()
+    trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
+    for name in sorted(trained & copies.keys()):
+        # A sum in float64 overflows for no fp32 weights, and is not finite where one of them is not.
+        if copies[name].is_floating_point() and not bool(copies[name].sum(dtype=torch.float64).isfinite()):
+            raise FloatingPointError(
+                f"weights {name!r} are not finite after step {position.step}; lower learningRate, set "
+                "maxGradNorm, or set onNonFinite='skip'"
+            )
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for name, own in state.items():
+        values[name] = {}
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{key}"] = _copy(value)
+                progress()
+            else:
+                values[name][key] = value
+    record = Record(
+        position=position,
+        optimizer=type(sync.optimizer).__name__,
+        optimizer_values=values,
+        optimizer_groups=[group_values(group) for group in sync.optimizer.param_groups],
+        ranks=[own.values for own in ranks or []],
+    )
+    joined = {f"{r}/{key}": t for r, own in enumerate(ranks or []) for key, t in own.tensors.items()}
+    return Snapshot(weights=copies, optimizer=tensors, ranks=joined, record=record)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU and of its own memory, in row-major order."""
+    if hasattr(tensor, "full_tensor"):
+        full = whole(tensor)
+        assert isinstance(full, torch.Tensor)
+        return full.contiguous()
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> CheckpointInfo:
+    """Writes a checkpoint to the folder `uri`, its record last.
+
+    Args:
+        check: Called before each block; may raise to give up.
+    """
+    files = {}
+    for name, tensors in zip(FILES, (snapshot.weights, snapshot.optimizer, snapshot.ranks), strict=True):
+        with replacing(uri, name) as target:
+            summed = _Summing(target, check)
+            safetensors_file.write(tensors, summed)  # type: ignore[arg-type]
+        files[name] = FileSum(bytes=summed.num_bytes, sha256=summed.digest.hexdigest())
+    text = snapshot.record.with_files(files).to_json().encode()
+    check()
+    storage.write_atomic(storage.join(uri, RECORD), text)
+    check()
+    position = snapshot.record.position
+    info = CheckpointInfo(
+        epoch=position.epoch,
+        step=position.step,
+        num_bytes=files[WEIGHTS].bytes,
+        num_tensors=len(snapshot.weights),
+        training_sha256=hashlib.sha256(text).hexdigest(),
+    )
+    commit_checkpoint(uri, info)
+    return info
+
+
+class _Summing:
+    """A file to write into, which counts and sums up what goes through."""
+
+    def __init__(self, file: IO[bytes], check: Callable[[], None]) -> None:
+        self._file = file
+        self._check = check
+        self.num_bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._check()
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        self._file.write(data)
+        return len(data)
+
+
+def read_record(uri: str) -> tuple[CheckpointInfo, Record]:
+    """The records of the checkpoint in folder `uri`.
+
+    Raises:
+        ValueError: There is none, or one is damaged.
+    """
+    if not storage.exists(storage.join(uri, RECORD)):
+        raise ValueError(f"{uri} holds no training state ({RECORD} is missing); give one that was saved")
+    info = read_info(uri)
+    text = storage.read_bytes(storage.join(uri, RECORD))
+    if hashlib.sha256(text).hexdigest() != info.training_sha256:
+        raise ValueError(
+            f"{uri}/{RECORD} is not what {COMMIT} is about; the file is damaged, take another training state"
+        )
+    record = Record.from_json(text, f"{uri}/{RECORD}")
+    if record.position.step != info.step:
+        raise ValueError(
+            f"{uri} holds the weights of step {info.step} and the optimizer state of step "
+            f"{record.position.step}; take another training state"
+        )
+    return info, record
+
+
+def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
+    """The record of the checkpoint in folder `uri`, once all files are found as they were written.
+
+    Raises:
+        ValueError: A file is missing, of another size or of another SHA-256, or a link.
+    """
+    for name in (*FILES, RECORD, COMMIT):
+        if storage.is_local(uri) and os.path.islink(os.path.join(uri, name)):
+            raise ValueError(f"{uri}/{name} is a link; checkpoints hold plain files, take another one")
+    _, record = read_record(uri)
+    for name in FILES:
+        expected = _check_size(uri, name, record)
+        digest = hashlib.sha256()
+        with storage.open_file(storage.join(uri, name), "rb") as file:
+            while block := file.read(safetensors_file.BLOCK_BYTES):
+                digest.update(block)
+                progress()
+        if digest.hexdigest() != expected.sha256:
+            raise ValueError(
+                f"{uri}/{name} has another SHA-256 than what was written; the file is damaged, take another "
+                "training state"
+            )
+    return record
+
+
+def _check_size(uri: str, name: str, record: Record) -> FileSum:
+    """What the file must be; refuses one that is missing or of another length."""
+    expected = record.files.get(name)
+    if expected is None:
+        raise ValueError(f"{uri}/{RECORD} does not say how long {name} is; take another training state")
+    try:
+        size = storage.size(storage.join(uri, name))
+    except FileNotFoundError as error:
+        raise ValueError(f"{uri} holds no {name} any more; take another training state") from error
+    if size != expected.bytes:
+        raise ValueError(
+            f"{uri}/{name} has {size} bytes, {expected.bytes} were written; the file is damaged, take "
+            "another training state"
+        )
+    return expected
+
+
+def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[RankState]]:
+    """Puts weights and optimizer state of the folder `uri` in the place of this rank's. Runs on every rank.
+
+    Returns:
+        The record, and the states of the ranks that wrote it, which nobody has taken over yet.
+
+    Raises:
+        ValueError: There is none, it is damaged, or it is of another network or optimizer.
+    """
+    _, record = read_record(uri)
+    _check_optimizer(uri, record, sync.optimizer)
+    for name in FILES:
+        _check_size(uri, name, record)
+    with local_file(uri, OPTIMIZER) as path:
+        state: OptimizerState = {name: dict(own) for name, own in record.optimizer_values.items()}
+        # Mapped, not read: a rank looks at its own part only.
+        for name, tensor in safetensors_file.read(path).items():
+            parameter, key = name.rsplit("/", 1)
+            state.setdefault(parameter, {})[key] = tensor
+        sync.load_optimizer_state(state)
+    for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
+        set_group_values(group, values)
+    load_checkpoint(uri, sync.network)
+    with local_file(uri, RANKS) as path:
+        tensors = {key: tensor.clone() for key, tensor in safetensors_file.read(path).items()}
+    states = [RankState(tensors={}, values=values) for values in record.ranks]
+    for key, tensor in tensors.items():
+        rank, name = key.split("/", 1)
+        if not rank.isdigit() or int(rank) >= len(states):
+            raise ValueError(f"{uri}/{RANKS} speaks of rank {rank!r}, of {len(states)}; take another one")
+        states[int(rank)].tensors[name] = tensor
+    return record, states
+
+
+def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer) -> None:
+    name, groups = type(optimizer).__name__, len(optimizer.param_groups)
+    if (record.optimizer, len(record.optimizer_groups)) != (name, groups):
+        raise ValueError(
+            f"{uri} is of a training with optimizer {record.optimizer} in {len(record.optimizer_groups)} "
+            f"parameter groups, this one has {name} in {groups}; set the same optimizer, or give runUri a "
+            "folder of its own"
+        )
+
+
+# A learning rate is planned by `Rates` from what the user gave; the last four say how to compute, not what.
+_NOT_KEPT = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
+
+def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint keeps of a parameter group: some optimizers count in it, and callbacks change it."""
+    kept: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in _NOT_KEPT:
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.item() if value.numel() == 1 else _NOTHING
+        if _is_plain(value):
+            kept[key] = list(value) if isinstance(value, tuple | list) else value
+    return kept
+
+
+_NOTHING = object()
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) and not isinstance(item, tuple | list) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def set_group_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Takes `group_values`'s result over, in the types that the group has."""
+    for key, value in values.items():
+        present = group.get(key)
+        if key in _NOT_KEPT:
+            continue
+        if isinstance(present, torch.Tensor):
+            present.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def save_training_state(uri: str, sync: GradientSync, *, rank: int, epoch: int = 0, step: int = 0) -> None:
+    """Writes weights and optimizer state to the folder `uri`; rank 0 does. Runs on every rank.
+
+    Raises:
+        ValueError: The network or the optimizer keeps something that cannot be saved.
+    """
+    snapshot = take_snapshot(sync, rank, Position(epoch=epoch, step=step))
+    if snapshot is not None:
+        write_snapshot(uri, snapshot)
+
+
+__all__ = [
+    "FILES",
+    "Snapshot",
+    "load_training_state",
+    "save_training_state",
+    "take_snapshot",
+    "write_snapshot",
+]

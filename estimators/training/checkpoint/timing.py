@@ -1,0 +1,78 @@
+"""When a checkpoint is due: by steps, epochs and seconds, on all ranks alike.
+
+Steps and epochs all ranks count for themselves. The clock is rank 0's: in a rare broadcast it says that a
+checkpoint is due, or in how many steps to look again. So a step costs a comparison of numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.training.settings.config import TrainConfig
+
+# The clock is looked at about this often, should the checkpoint be far away.
+_LOOK_SECONDS = 10.0
+
+
+class Due:
+    """Asked after every step and every epoch, by every rank.
+
+    Attributes:
+        last_step: Steps before the last checkpoint.
+    """
+
+    def __init__(
+        self, config: TrainConfig, collective: Collective, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._steps = config.checkpoint_every_steps
+        self._epochs = config.checkpoint_every_epochs
+        self._seconds = config.checkpoint_every_seconds
+        self._collective = collective
+        self._clock = clock
+        self.is_asked = bool(self._steps or self._epochs or self._seconds)
+        self.written(0)
+
+    def written(self, step: int) -> None:
+        """Notes that a checkpoint was taken after `step` steps, or that the training starts there."""
+        self.last_step = step
+        self._last = self._looked = self._clock()
+        self._looked_at = step
+        self._look_at = step + 1
+        self._stride = 1
+
+    def after_step(self, step: int) -> bool:
+        """Whether one is due after `step` steps of the training. Runs on every rank."""
+        if self._steps and step % self._steps == 0:
+            return True
+        return bool(self._seconds) and step >= self._look_at and self._look(step)
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Whether one is due after so many epochs."""
+        return bool(self._epochs) and epoch % (self._epochs or 1) == 0
+
+    def _look(self, step: int) -> bool:
+        answer = torch.zeros(1, dtype=torch.int64)
+        if self._collective.rank == 0:
+            answer[0] = self._steps_to_go(step)
+        self._collective.broadcast([answer])
+        self._look_at = step + int(answer)
+        return not int(answer)
+
+    def _steps_to_go(self, step: int) -> int:
+        """0: due now."""
+        now = self._clock()
+        left = self._seconds - (now - self._last)
+        if left <= 0:
+            return 0
+        pace = max(1e-9, (now - self._looked) / max(1, step - self._looked_at))
+        self._looked, self._looked_at = now, step
+        # Doubled at most: the first steps say little of the pace of the others.
+        self._stride = max(1, min(2 * self._stride, int(0.9 * min(left, _LOOK_SECONDS) / pace)))
+        return self._stride
+
+
+__all__ = ["Due"]

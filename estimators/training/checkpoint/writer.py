@@ -1,0 +1,106 @@
+"""Writes checkpoints in a thread, one at a time, while the training goes on.
+
+A write that fails costs that checkpoint and not the training: it is logged, kept in `errors`, and the next
+one is tried when it is due. No folder that is half written is left behind where the store allows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ringspark.estimators.training.checkpoint.folders import (
+    keep_newest,
+    remove_unfinished,
+    remove_unfinished_one,
+    step_uri,
+)
+from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_snapshot
+
+# What a result tells of; the log has all.
+MAX_ERRORS = 20
+_LOOK_SECONDS = 1.0
+# After a failure: whoever stopped the training waits for its end.
+_LAST_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class _AbandonedError(Exception):
+    """The training has failed: nobody waits for this checkpoint any more."""
+
+
+class BackgroundWriter:
+    """The writer of rank 0.
+
+    Attributes:
+        errors: One sentence for each checkpoint that could not be written, the first `MAX_ERRORS`.
+    """
+
+    def __init__(self, root: str, keep: int) -> None:
+        self._root = root
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self._abandoned = threading.Event()
+        self.errors: list[str] = []
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begins to write; the one before must have ended."""
+        assert self._thread is None
+        # Of no weight for the end of the process: a store that hangs must not hold it.
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot,), name="ringspark-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
+        """Waits for the write under way; whether none is under way any more.
+
+        Args:
+            progress: Called once a second.
+        """
+        end = time.monotonic() + seconds
+        while self._thread is not None:
+            self._thread.join(max(0.0, min(_LOOK_SECONDS, end - time.monotonic())))
+            if not self._thread.is_alive():
+                self._thread = None
+            elif time.monotonic() >= end:
+                return False
+            progress()
+        return True
+
+    def abandon(self) -> None:
+        """Gives the write under way a little time, and then up at its next block; for after a failure."""
+        if not self.wait(_LAST_SECONDS):
+            self._abandoned.set()
+            self.wait(_LOOK_SECONDS)
+
+    def note(self, step: int, error: str) -> None:
+        """Keeps and logs why the checkpoint of `step` is missing."""
+        text = f"the checkpoint of step {step} was not written ({error}); the training goes on without it"
+        _log.warning("%s", text)
+        if len(self.errors) < MAX_ERRORS:
+            self.errors.append(text)
+
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            raise _AbandonedError
+
+    def _write(self, snapshot: Snapshot) -> None:
+        step = snapshot.record.position.step
+        try:
+            remove_unfinished(self._root, step)
+            write_snapshot(step_uri(self._root, step), snapshot, self._check)
+        except Exception as error:  # a store's client raises what it likes
+            if not isinstance(error, _AbandonedError):
+                self.note(step, f"{type(error).__name__}: {error}")
+            with suppress(Exception):
+                remove_unfinished_one(self._root, step)
+            return
+        try:
+            keep_newest(self._root, step, self._keep)
+        except Exception as error:
+            _log.warning("old checkpoints in %s could not be removed: %s", self._root, error)

@@ -1,0 +1,318 @@
+"""Whether this model, these settings and this data go together: asked on the driver, before a gang.
+
+Everything here reads the manifest (schema and statistics of the one writing pass) and runs the
+module once on two rows of zeros; no data is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import collective_class
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.checkpoint.tensor_file import check_state
+from ringspark.estimators.training.objective.criterion import ignored_label
+from ringspark.estimators.training.objective.losses import check_loss_name, default_loss, resolve_loss
+from ringspark.estimators.training.objective.metrics import check_metrics, metric_info
+from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer, check_name
+from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
+from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.pipelines import ShardManifest, check_engine
+
+# Losses whose targets are no class numbers, or whose outputs are no logits.
+NOT_FOR_CLASSES = {
+    "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
+    "KLDivLoss": "takes distributions as labels",
+    "SoftMarginLoss": "takes the labels -1 and 1, and classes are 0 and 1",
+    "HingeEmbeddingLoss": "takes the labels -1 and 1, and classes are 0 and 1",
+    "MultiLabelMarginLoss": "takes several labels a row",
+    "MultiLabelSoftMarginLoss": "takes several labels a row",
+}
+_CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "MultiMarginLoss")
+
+
+def check_names(config: TrainConfig, objects: UserObjects) -> None:
+    """Refuses unknown names of optimizer, schedule, losses, metrics, collective and reader.
+
+    Raises:
+        ValueError: One sentence with the known names.
+    """
+    if objects.optimizer is None:
+        check_name("optimizer", config.optimizer, OPTIMIZERS)
+    if objects.lr_schedule is None:
+        check_name("lrSchedule", config.lr_schedule, SCHEDULES)
+    for index in range(len(config.label_columns)):
+        loss = objects.loss(config, index)
+        if isinstance(loss, str) and loss != "auto":
+            check_loss_name(loss)
+            resolve_loss(loss, None)
+    check_metrics(config.metrics, config.task)
+    collective_class(config.collective)
+    check_engine(config.reader)
+
+
+def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
+    """The module at its start: from the spec, or a copy of the user's own."""
+    if config.model is not None:
+        return ModelSpec.from_json(config.model).build()
+    if objects.module is None:
+        raise ValueError("model is not set; give a ModelSpec or an nn.Module")
+    try:
+        module: nn.Module = copy.deepcopy(objects.module)
+    except Exception as error:
+        raise ValueError(
+            f"model {type(objects.module).__name__} cannot be copied: {error}; give a module as it is made, "
+            "without results, sessions, locks or open files in its attributes"
+        ) from error
+    return module
+
+
+def check_training(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> tuple[TrainConfig, list[Shape]]:
+    """Checks data and model against each other.
+
+    Returns:
+        The config with its losses and what it monitors named, and the shape of one row of each output.
+
+    Raises:
+        ValueError: One sentence that names the column or the module, and the remedy.
+    """
+    # Making a network draws random numbers: the driver's own are left alone.
+    with torch.random.fork_rng(devices=[]):
+        return _check_training(config, objects, manifest)
+
+
+def _check_training(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> tuple[TrainConfig, list[Shape]]:
+    check_names(config, objects)
+    _check_columns(config, manifest)
+    module = build_module(config, objects)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
+    _check_optimizer(module, config, objects, manifest)
+    outputs = probe(module, config, manifest)
+    shapes = [tuple(output.shape) for output in outputs]
+    check_state(module.state_dict())
+    if config.gradient_checkpointing != "none":
+        apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
+    widths = [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
+    losses = tuple(
+        default_loss(config.task, width) if name == "auto" else name
+        for name, width in zip(config.losses, widths, strict=True)
+    )
+    config = replace(config, losses=losses, output_widths=tuple(widths))
+    config = replace(config, monitor=monitored(config, objects, manifest))
+    loss = objects.loss(config, 0)
+    name = type(module).__name__
+    if config.task == "classification":
+        _check_classes(config, manifest, name, shapes[0], loss)
+    elif config.task == "regression":
+        _check_regression(config, manifest, name, shapes[0])
+    _check_losses(config, objects, outputs, manifest)
+    return config, [shape[1:] for shape in shapes]
+
+
+def _check_optimizer(
+    module: nn.Module, config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> None:
+    """Makes optimizer and schedule once, as the ranks will: what they refuse is refused here."""
+    optimizer = build_optimizer(
+        objects.optimizer or config.optimizer,
+        module,
+        config.parameter_groups,
+        config.learning_rate,
+        config.weight_decay,
+    )
+    num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
+    make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)
+
+
+def _check_losses(
+    config: TrainConfig, objects: UserObjects, outputs: Sequence[torch.Tensor], manifest: ShardManifest
+) -> None:
+    """Applies each loss to what the module gave for two rows of zeros, and labels of 0."""
+    for index, (output, label) in enumerate(zip(outputs, config.label_columns, strict=True)):
+        loss = objects.loss(config, index)
+        name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+        if config.task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
+            raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
+        if name.endswith("_per_member"):
+            # Of what the module gives in training mode.
+            continue
+        array = manifest.array(label)
+        is_integer = np.dtype(array.dtype).kind in "iu"
+        zeros = torch.zeros((PROBE_ROWS, *array.shape), dtype=torch.int64 if is_integer else torch.float32)
+        try:
+            resolve_loss(loss)(output.float(), zeros)
+        except Exception as error:
+            given = f"output {tuple(output.shape)} and labelCol {label!r} {tuple(zeros.shape)}"
+            raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
+
+
+def label_metrics(config: TrainConfig, objects: UserObjects) -> list[tuple[str, ...]]:
+    """The metrics of each label: those of classes where its loss is one of classes, else those of values.
+
+    A loss of the user's own may be either: it gets all.
+
+    Raises:
+        ValueError: A metric suits no label.
+    """
+    result = []
+    for index in range(len(config.label_columns)):
+        loss, task = objects.loss(config, index), config.task
+        if task == "any" and (isinstance(loss, str | nn.Module)):
+            task = "classification" if _takes_classes(loss) else "regression"
+        result.append(tuple(n for n in config.metrics if task in ("any", metric_info(n).task)))
+    for name in config.metrics:
+        if not any(name in names for names in result):
+            raise ValueError(
+                f"metrics {name!r} is of a {metric_info(name).task} and suits none of the losses "
+                f"{list(config.losses)}; drop it or set loss"
+            )
+    return result
+
+
+def _takes_classes(loss: str | nn.Module) -> bool:
+    """Whether the loss is one of class numbers against logits."""
+    if isinstance(loss, str):
+        return loss.startswith(("cross_entropy", "bce_with_logits")) or loss in _CLASS_LOSSES
+    return type(loss).__name__ in _CLASS_LOSSES
+
+
+def monitored(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> str:
+    """The entry of the history that `monitor` means; a bare name means the held-out rows where there are any.
+
+    Raises:
+        ValueError: The history will have no such entry; names the nearest that it will have.
+    """
+    splits = [split for split in ("validation", "train") if manifest.select(split).num_rows]
+    metrics = label_metrics(config, objects)
+    names = ["loss", *metrics[0]]
+    if len(config.label_columns) > 1:
+        pairs = zip(config.label_columns, metrics, strict=True)
+        names = ["loss", *(f"{part}_{label}" for label, own in pairs for part in ("loss", *own))]
+    known = [f"{split}_{name}" for split in splits for name in names]
+    wanted = config.monitor or "loss"
+    for name in (wanted, f"{splits[0]}_{wanted}"):
+        if name in known:
+            return name
+    hint = nearest(wanted, [*known, *names]) or f"; give one of {known}"
+    if wanted.startswith("validation_") and "validation" not in splits:
+        hint = "; no row is held out: set validationFraction or validationIndicatorCol"
+    raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
+
+
+def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
+    wanted = [*config.input_columns, *config.label_columns]
+    if config.weight_column is not None:
+        wanted.append(config.weight_column)
+    for name in wanted:
+        _check_dense(name, manifest)
+    if manifest.select("train").num_rows == 0:
+        raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
+    for split, columns in manifest.stats.items():
+        for name in wanted:
+            if name not in columns:
+                continue
+            stats = columns[name]
+            for count, what in ((stats.nans, "NaN"), (stats.infs, "infinite")):
+                if count:
+                    raise ValueError(
+                        f"column {name!r} has {count} {what} values in the {split} rows; "
+                        "filter or replace them before fit"
+                    )
+    if config.weight_column is not None:
+        _check_weights(config.weight_column, manifest)
+
+
+def _check_weights(name: str, manifest: ShardManifest) -> None:
+    """Refuses weights that are no numbers for rows, negative, or all zero."""
+    if manifest.array(name).shape:
+        raise ValueError(f"weightCol {name!r} must hold one number per row, got an array column")
+    for split, columns in manifest.stats.items():
+        stats = columns[name]
+        if stats.minimum is not None and stats.minimum < 0:
+            raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}")
+        if stats.rows and stats.maximum == 0:
+            raise ValueError(
+                f"weightCol {name!r} is 0 in all {split} rows, which leaves nothing to average; "
+                "leave the column out or give some rows a weight"
+            )
+
+
+def _check_dense(name: str, manifest: ShardManifest) -> None:
+    """Refuses a column that the shards lack, or of which a batch holds no array with one entry per row."""
+    try:
+        manifest.array(name)
+    except ValueError:
+        column = next((c for c in manifest.columns if c.name == name), None)
+        if column is None:
+            raise
+        raise ValueError(
+            f"column {name!r} is {column.kind.tag} in the shards at {manifest.uri}, but training takes "
+            "one dense array a column; write it with Padded() or Vector(), or read it with open_reader"
+        ) from None
+
+
+def _check_classes(config: TrainConfig, manifest: ShardManifest, model: str, shape: Shape, loss: Any) -> None:
+    (label,) = config.label_columns
+    if manifest.array(label).shape:
+        raise ValueError(f"labelCol {label!r} must hold one class number per row, got an array column")
+    if len(shape) > 2:
+        raise ValueError(
+            f"model {model} must return (batch, classes) logits, got {tuple(shape)} for {PROBE_ROWS} rows; "
+            "flatten or pool the other dimensions"
+        )
+    is_binary = len(shape) == 1 or shape[1] == 1
+    name = loss if isinstance(loss, str) else type(loss).__name__
+    if is_binary and name in ("cross_entropy", "CrossEntropyLoss", "NLLLoss"):
+        raise ValueError(
+            f"loss {name!r} needs one logit per class, model {model} gives one; "
+            "set loss='bce_with_logits' or give the model 2 outputs"
+        )
+    # An ensemble of binary networks gives one logit a member.
+    per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
+    num_classes = 2 if per_member or is_binary else shape[1]
+    ignored = ignored_label(resolve_loss(loss))
+    for split, columns in manifest.stats.items():
+        stats = columns[label]
+        if not stats.rows:
+            continue
+        if stats.fractional:
+            raise ValueError(
+                f"labelCol {label!r} must hold whole class numbers, {stats.fractional} {split} rows do not; "
+                "index it with StringIndexer or use TorchRegressor"
+            )
+        low, high = int(stats.minimum), int(stats.maximum)  # type: ignore[arg-type]
+        # The statistics know the smallest label only; another one below 0 fails in its batch.
+        low = 0 if low == ignored else low
+        if low < 0 or high >= num_classes:
+            raise ValueError(
+                f"labelCol {label!r} must lie in 0..{num_classes - 1} for the {num_classes} classes of model "
+                f"{model}, got {low}..{high} in the {split} rows; use StringIndexer or widen the model"
+            )
+
+
+def _check_regression(config: TrainConfig, manifest: ShardManifest, model: str, shape: Shape) -> None:
+    (label,) = config.label_columns
+    row_shape = manifest.array(label).shape
+    label_shape = (PROBE_ROWS, *row_shape)
+    squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
+    if squeezed != label_shape:
+        wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"
+        raise ValueError(
+            f"model {model} must return {wanted} for labelCol {label!r}, "
+            f"got {tuple(shape)} for {PROBE_ROWS} rows; change the model's last layer"
+        )

@@ -1,0 +1,329 @@
+"""Losses per row, so that weights and uneven shards are exact.
+
+A loss maps (output, label) to one value per row, shape (batch,): the mean over the row's elements
+or positions. Where PyTorch's own mean does not count every row once (class weights, ignored
+positions), `criterion.row_weights` gives what each row counts, and the loss of a batch is
+
+    sum of the rows' values / sum of the rows' weights
+
+over the GLOBAL batch, which equals the torch loss with reduction='mean'. A row that weighs nothing
+has the value 0 already, so only the divisor takes these weights; a weight column multiplies both.
+Everything is computed in fp32 at least.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from ringspark.estimators.names import nearest
+
+RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+RowWeights = Callable[[torch.Tensor], torch.Tensor]
+
+# Losses of torch.nn that no (output, label) fits, and why.
+NOT_OF_OUTPUT_AND_LABEL = {
+    "CTCLoss": "it also takes the lengths of inputs and targets",
+    "CosineEmbeddingLoss": "it compares two outputs",
+    "GaussianNLLLoss": "it also takes a variance",
+    "LinearCrossEntropyLoss": "it has weights of its own, which belong into the model",
+    "MarginRankingLoss": "it compares two outputs",
+    "TripletMarginLoss": "it compares three outputs",
+    "TripletMarginWithDistanceLoss": "it compares three outputs",
+}
+# Its labels are class numbers, or probabilities: output and label may differ in shape.
+CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+MULTI_CLASS_LOSSES = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
+
+
+def _match(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Drops or adds the trailing unit dimension between (batch, 1) and (batch,)."""
+    if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
+        return output.squeeze(-1)
+    if label.dim() == output.dim() + 1 and label.shape[-1] == 1:
+        return output.unsqueeze(-1)
+    return output
+
+
+def _row_means(values: torch.Tensor) -> torch.Tensor:
+    return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+class ElementLoss:
+    """A torch loss that compares each element of the output with one of the label.
+
+    `reduction='batchmean'` sums over a row's elements, as in torch; otherwise they are averaged.
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._sums = loss.reduction == "batchmean"
+        self._loss = _unreduced(loss)
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        output = _match(_at_least_fp32(output), label)
+        if output.shape != label.shape:
+            # PyTorch would broadcast, and hold every prediction against every row's label.
+            raise ValueError(
+                f"the loss needs output and label of one shape, got {tuple(output.shape)} and "
+                f"{tuple(label.shape)}; change the last layer, or take a '..._per_member' loss"
+            )
+        values = self._loss(output, label.to(output.dtype))
+        return values.flatten(1).sum(1) if self._sums and values.dim() > 1 else _row_means(values)
+
+
+class ClassLoss:
+    """Cross entropy or NLL: class numbers per row or per position, or probabilities.
+
+    Class numbers are integers; per row also floating, as Spark's are. Floating labels of more
+    dimensions are probabilities, which the torch loss counts by rows, without class weights.
+
+    Attributes:
+        ignored: The class number of rows and positions that do not count.
+    """
+
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self._loss = _unreduced(loss)
+        self._class_weights: torch.Tensor | None = loss.weight
+        self.ignored: int = loss.ignore_index
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        output = _at_least_fp32(output)
+        label = self._numbers(label)
+        if label.is_floating_point():
+            if label.dim() != output.dim():
+                raise ValueError(
+                    "the loss takes class numbers per position as integers, or probabilities in the shape "
+                    f"of the output {tuple(output.shape)}, got floating labels {tuple(label.shape)}; "
+                    "cast the label column to an integer type"
+                )
+            label = label.to(output.dtype)
+        elif label.dim() == output.dim() and label.shape[-1] == 1:
+            label = label.squeeze(-1)
+        return _row_means(self._loss(output, label))
+
+    def row_weights(self, label: torch.Tensor) -> torch.Tensor:
+        label = self._numbers(label)
+        if label.is_floating_point():
+            return torch.ones(len(label), device=label.device)
+        kept = label != self.ignored
+        if self._class_weights is None:
+            return _row_means(kept.float())
+        # An ignored index may lie outside the classes: it is looked up as class 0 and weighs nothing.
+        weights = self._class_weights.to(label.device)[label.where(kept, 0)]
+        return _row_means(weights * kept)
+
+    def counts_rows(self, label_range: tuple[float, float] | None) -> bool:
+        """Whether all rows weigh 1, given the smallest and the largest label."""
+        if self._class_weights is not None or label_range is None:
+            return False
+        low, high = label_range
+        return not low <= self.ignored <= high
+
+    @staticmethod
+    def _numbers(label: torch.Tensor) -> torch.Tensor:
+        if label.dim() == 2 and label.shape[-1] == 1 and label.is_floating_point():
+            label = label.squeeze(-1)
+        return label.long() if label.dim() == 1 or not label.is_floating_point() else label
+
+
+class MultiClassLoss:
+    """A torch loss that reduces over the classes itself: margins, and sets of labels.
+
+    `MultiMarginLoss` takes class numbers, `MultiLabelMarginLoss` lists of them that -1 ends,
+    `MultiLabelSoftMarginLoss` zeros and ones.
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._takes_numbers = not isinstance(loss, nn.MultiLabelSoftMarginLoss)
+        self._takes_one = isinstance(loss, nn.MultiMarginLoss)
+        self._loss = _unreduced(loss)
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        output = _at_least_fp32(output)
+        label = label.long() if self._takes_numbers else label.to(output.dtype)
+        if self._takes_one:
+            label = label.squeeze(-1) if label.dim() == 2 else label
+        else:
+            label = _match(label, output)
+            if label.shape != output.shape:
+                raise ValueError(
+                    "the loss needs output and label of one shape, "
+                    f"got {tuple(output.shape)} and {tuple(label.shape)}; change the last layer"
+                )
+        return _row_means(self._loss(output, label))
+
+
+class CallableLoss:
+    """A user's callable (output, label) -> one value per row, or a module of theirs.
+
+    It gets the output as the network gives it and the label as the column holds it, as in a loop
+    written in torch. A callable that holds each output against every row's label, (batch, 1) against
+    (batch,), is refused by the shape of what it returns: the mean over that would learn a constant.
+    """
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        self._loss = loss
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        output = _at_least_fp32(output)
+        values = self._loss(output, label)
+        rows = len(label)
+        rule = f"loss must return one value per row, shape ({rows},)"
+        if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != rows:
+            given = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ValueError(f"{rule}, got {given}; drop the mean over rows (reduction='none')")
+        # Values may also be one per element of a row. A label wider than an output of one dimension
+        # lines the rows up with its columns, so there its shape does not count.
+        fitting = [(rows,), (rows, 1), output.shape, *([label.shape] if output.dim() > 1 else [])]
+        if values.shape not in fitting:
+            raise ValueError(
+                f"{rule}, got {tuple(values.shape)} from output {tuple(output.shape)} and label "
+                f"{tuple(label.shape)}; {_remedy(output, label)}"
+            )
+        return _row_means(values)
+
+
+def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
+    if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
+        return "compare output.squeeze(-1) with label, or output with label.unsqueeze(-1)"
+    if label.dim() == output.dim() + 1 and label.shape[-1] == 1:
+        return "compare output with label.squeeze(-1), or output.unsqueeze(-1) with label"
+    return "average over everything but the rows"
+
+
+class MemberLoss:
+    """For ensembles: each member's output against the row's label, then the mean over members.
+
+    Takes (batch, members, ...) outputs, as ensembles give in training, and (batch, ...) ones, the
+    members' mean, as they give in evaluation.
+    """
+
+    def __init__(self, loss: ElementLoss | ClassLoss) -> None:
+        self.member = loss
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        if output.dim() < 3:
+            return self.member(output, label)
+        batch, members = output.shape[:2]
+        rows = self.member(output.flatten(0, 1), label.repeat_interleave(members, dim=0))
+        return rows.view(batch, members).mean(1)
+
+
+def _unreduced(loss: nn.Module) -> nn.Module:
+    loss = copy.deepcopy(loss)
+    if hasattr(loss, "reduction"):
+        if loss.reduction == "sum":
+            raise ValueError(
+                f"loss {type(loss).__name__} has reduction='sum', but the loss of a batch is a mean, so that "
+                "batchSize does not scale the gradient; take reduction='mean'"
+            )
+        loss.reduction = "none"  # type: ignore[assignment]
+    return loss
+
+
+def _of_module(loss: nn.Module) -> RowLoss:
+    if isinstance(loss, _Loss):
+        _check_arguments(type(loss).__name__)
+    if isinstance(loss, CLASS_LOSSES):
+        return ClassLoss(loss)
+    if isinstance(loss, MULTI_CLASS_LOSSES):
+        return MultiClassLoss(loss)
+    if isinstance(loss, _Loss) and type(loss).__module__ == _Loss.__module__:
+        return ElementLoss(loss)
+    return CallableLoss(_unreduced(loss))
+
+
+def _check_arguments(name: str) -> None:
+    if name in NOT_OF_OUTPUT_AND_LABEL:
+        raise ValueError(
+            f"loss {name!r} does not fit (output, label): {NOT_OF_OUTPUT_AND_LABEL[name]}; "
+            "compute it in a callable (output, label) -> one value per row"
+        )
+
+
+LOSSES: dict[str, RowLoss] = {
+    "cross_entropy": ClassLoss(nn.CrossEntropyLoss()),
+    "cross_entropy_per_member": MemberLoss(ClassLoss(nn.CrossEntropyLoss())),
+    "bce_with_logits": ElementLoss(nn.BCEWithLogitsLoss()),
+    "bce_with_logits_per_member": MemberLoss(ElementLoss(nn.BCEWithLogitsLoss())),
+    "mse": ElementLoss(nn.MSELoss()),
+    "mse_per_member": MemberLoss(ElementLoss(nn.MSELoss())),
+    "l1": ElementLoss(nn.L1Loss()),
+    "huber": ElementLoss(nn.HuberLoss()),
+}
+
+DEFAULT_LOSS = {"regression": "mse", "any": "mse"}
+
+
+def default_loss(task: str, output_width: int) -> str:
+    """The loss that `loss="auto"` stands for.
+
+    Args:
+        task: "classification", "regression" or "any".
+        output_width: Size of the module's last output dimension.
+    """
+    if task == "classification":
+        return "bce_with_logits" if output_width == 1 else "cross_entropy"
+    return DEFAULT_LOSS[task]
+
+
+@cache
+def _torch_losses() -> dict[str, type[nn.Module]]:
+    """The losses of torch.nn that take (output, label), by class name."""
+    classes = {name: value for name, value in vars(nn).items() if isinstance(value, type)}
+    return {
+        name: value
+        for name, value in classes.items()
+        # NLLLoss2d is the deprecated name of NLLLoss.
+        if issubclass(value, _Loss) and name not in {*NOT_OF_OUTPUT_AND_LABEL, "NLLLoss2d"}
+    }
+
+
+def loss_names() -> list[str]:
+    """What `loss` may be by name: ours first, then the class names of torch.nn."""
+    return [*LOSSES, *sorted(_torch_losses())]
+
+
+def check_loss_name(name: str) -> None:
+    """Refuses a name that is no loss.
+
+    Raises:
+        ValueError: With the reason, or with the known names and the nearest.
+    """
+    _check_arguments(name)
+    if name not in loss_names():
+        raise ValueError(
+            f"loss must be one of {sorted(LOSSES)}, the class name of a loss in torch.nn, an instance of "
+            f"one, or a callable, got {name!r}{nearest(name, loss_names())}"
+        )
+
+
+def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
+    """The per-row form of a loss.
+
+    Args:
+        loss: A name of `loss_names()`; an instance of a torch.nn loss, whose reduction is replaced (the
+            instance itself is not changed); or a callable (output, label) -> one value per row, which
+            gets both as they are, see `CallableLoss`. What parameters a loss has are not trained.
+        device: Where class weights and the state of a user's module go.
+
+    Raises:
+        ValueError: The loss cannot be named, or does not fit (output, label); at a call, also that it
+            gives one number for many rows, or one per pair of rows, or that output and label differ in
+            shape.
+    """
+    if isinstance(loss, str):
+        check_loss_name(loss)
+        return LOSSES[loss] if loss in LOSSES else _of_module(_torch_losses()[loss]())
+    if isinstance(loss, nn.Module):
+        return _of_module(copy.deepcopy(loss).to(device))
+    return CallableLoss(loss)

@@ -1,0 +1,240 @@
+"""The metrics of one output: accumulated on the device of each rank, merged over all of them.
+
+`update` neither waits for the device nor talks to other ranks. `compute` gathers the ranks' states,
+once for all metrics, and merges them as each metric itself says; torchmetrics' own synchronisation
+needs torch.distributed and hangs where a rank saw no rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import nan
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import nn
+from torch.nn import functional
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
+from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
+
+
+class MetricSet:
+    """The metrics of one output, from the rows of one rank to the values of all. See `make_metrics`."""
+
+    def __init__(
+        self, names: Sequence[str], num_classes: int, device: torch.device, ignored: int | None = None
+    ) -> None:
+        self.names = tuple(names)
+        self._num_classes = num_classes
+        self._ignored = ignored
+        self._device = device
+        # float64, so that sums over many millions of rows stay exact to the printed digits.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._metrics = {name: self._make(name, device) for name in self.names}
+        self._rows = 0
+        # Of ranks that are no more, as they left them: merged when the values are asked for.
+        self._carried: list[dict[str, torch.Tensor]] = []
+
+    def _make(self, name: str, device: torch.device) -> Any:
+        # A metric's own dtype holds through `to` only if set by this method of torchmetrics.
+        return METRICS[name].make(self._num_classes).to(device).set_dtype(self._dtype)
+
+    @torch.no_grad()
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        """Takes in rows, as the module and the reader give them.
+
+        Nothing is copied off the device, but for how many rows are left where some may be ignored.
+
+        Args:
+            output: (batch,) or (batch, width): logits in a classification, else values. Other shapes
+                are values too, if `label` has the same.
+            label: (batch,) or (batch, 1) class numbers, or values.
+
+        Raises:
+            ValueError: The shapes do not belong together.
+        """
+        if self._ignored is not None and self.names and label.numel() == len(label) == len(output):
+            kept = label.reshape(-1) != self._ignored
+            output, label = output[kept], label[kept]
+        if not len(label) or not self.names:
+            return
+        arguments: dict[str, tuple[torch.Tensor, ...]] = {}
+        if any(METRICS[name].task == "regression" for name in self.names):
+            arguments |= self._value_arguments(output, label)
+        if any(METRICS[name].task == "classification" for name in self.names):
+            arguments |= self._class_arguments(output, label)
+        for name, metric in self._metrics.items():
+            takes = METRICS[name].takes
+            if takes == "counts":
+                add_counts(metric, *arguments[takes])
+            else:
+                metric.update(*arguments[takes])
+        self._rows += len(label)
+
+    def _value_arguments(
+        self, output: torch.Tensor, label: torch.Tensor
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        if output.numel() != label.numel() or len(output) != len(label):
+            raise ValueError(
+                "regression metrics need output and label of one shape, "
+                f"got {tuple(output.shape)} and {tuple(label.shape)}; change the last layer"
+            )
+        label = label.to(self._dtype).contiguous()
+        output = output.to(self._dtype).reshape(label.shape).contiguous()
+        smallest = torch.finfo(self._dtype).eps  # as in scikit-learn: a label of 0 has a large error
+        return {
+            "values": (output, label),
+            "relative_errors": ((output - label).abs() / label.abs().clamp(min=smallest),),
+        }
+
+    def _class_arguments(
+        self, output: torch.Tensor, label: torch.Tensor
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        logits = output.reshape(len(output), -1).to(self._dtype)  # (batch, 1 or classes)
+        if label.numel() != len(label) or max(2, logits.shape[1]) != self._num_classes or output.dim() > 2:
+            raise ValueError(
+                f"classification metrics need logits (batch, {self._num_classes}) and one class number a "
+                f"row, got {tuple(output.shape)} and labels {tuple(label.shape)}; leave the metrics out"
+            )
+        label = label.reshape(-1).long()
+        if logits.shape[1] == 1:
+            # Log odds z against 0: as two logits, without an overflow on either side.
+            logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
+        if self._num_classes == 2:
+            # Of the difference alone: softmax rounds equal differences apart, and ties would be none.
+            probabilities = (logits[:, 1] - logits[:, 0]).sigmoid()  # (batch,), of class 1
+        else:
+            probabilities = logits.softmax(1)  # (batch, classes)
+        return {
+            "counts": (class_counts(logits.argmax(1), label, self._num_classes),),
+            "probabilities": (probabilities, label),
+            "log_losses": (functional.cross_entropy(logits, label, reduction="none"),),
+        }
+
+    def compute(self, collective: Collective) -> dict[str, float]:
+        """The metrics over all rows of all ranks, equal on every rank. Runs on every rank.
+
+        NaN where a metric is not defined: without any row, of one class only for "auroc", and so on.
+        The rows stay taken in; see `reset`.
+        """
+        if not self.names:
+            return {}
+        # Every rank reaches this call, also one that saw no rows: it gives its empty state.
+        mine = save({f"{i}/{key}": t for i, own in enumerate(self.states()) for key, t in own.items()})
+        gathered = collective.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
+        num_rows = 0
+        for piece in gathered:
+            for states in _pieces(load(piece.numpy().tobytes())):
+                num_rows += int(states["rows"])
+                for name, metric in merged.items():
+                    own = _of_prefix(states, f"{name}/")
+                    if own:
+                        metric.merge_state(own)
+        if not num_rows:
+            return dict.fromkeys(self.names, nan)
+        with warnings.catch_warnings():
+            # torchmetrics misses its updates: the merged states bring along what they did.
+            warnings.simplefilter("ignore", UserWarning)
+            return {name: float(METRICS[name].finish(metric)) for name, metric in merged.items()}
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """Copies on the CPU of all states: this rank's own, then those that it carries for former ranks."""
+        states = {"rows": torch.tensor(self._rows)}
+        for name, metric in self._metrics.items():
+            for key, state in metric.metric_state.items():
+                if isinstance(state, list):
+                    if state:
+                        states[f"{name}/{key}/list"] = torch.cat(state).cpu()
+                else:
+                    states[f"{name}/{key}"] = state.cpu().clone()
+        return [states, *self._carried]
+
+    def load_states(self, states: Sequence[dict[str, torch.Tensor]], carried: bool = False) -> None:
+        """Goes on from what `states` gave, in the place of all rows so far.
+
+        Args:
+            states: Of one rank, or one after the other of several.
+            carried: They are of other ranks than this one: kept beside this rank's own rows.
+
+        Raises:
+            ValueError: They are of other metrics.
+        """
+        self.reset()
+        if carried or not states:
+            self._carried = [dict(own) for own in states]
+            return
+        first, *rest = states
+        self._carried = [dict(own) for own in rest]
+        self._rows = int(first["rows"])
+        for name, metric in self._metrics.items():
+            # Clones: what comes from a file is mapped.
+            own = {
+                key: [part.to(self._device, copy=True) for part in state]
+                if isinstance(state, list)
+                else state.to(self._device, copy=True)
+                for key, state in _of_prefix(first, f"{name}/").items()
+            }
+            if not isinstance(metric, nn.Module):
+                metric.merge_state(own)
+                continue
+            # Not merged into zeros: a state without a sum to merge by would change its shape.
+            known: Any = metric.metric_state
+            unknown = sorted(set(own) - set(known))
+            if unknown:
+                raise ValueError(
+                    f"the checkpoint's metric {name!r} has a state {unknown[0]!r}, which this version of it "
+                    "lacks; go on with the torchmetrics that wrote it, or start anew"
+                )
+            for key, state in own.items():
+                setattr(metric, key, state)
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        for metric in self._metrics.values():
+            metric.reset()
+        self._rows = 0
+        self._carried = []
+
+
+def _pieces(states: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The states "<number>/<key>" by their numbers."""
+    pieces: dict[int, dict[str, torch.Tensor]] = {}
+    for key, state in states.items():
+        number, rest = key.split("/", 1)
+        pieces.setdefault(int(number), {})[rest] = state
+    return [pieces[number] for number in sorted(pieces)]
+
+
+def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    """One metric's states in the form that `merge_state` takes: lists of tensors as lists."""
+    own: dict[str, Any] = {}
+    for key, state in states.items():
+        if key.startswith(prefix):
+            key = key.removeprefix(prefix)
+            own[key.removesuffix("/list")] = [state] if key.endswith("/list") else state
+    return own
+
+
+def make_metrics(
+    names: Sequence[str], task: str, output_width: int, device: torch.device, ignored: int | None = None
+) -> MetricSet:
+    """The metrics of one output. Runs on every rank.
+
+    Args:
+        names: Of `METRICS`; values come in this order.
+        task: See `check_metrics`.
+        output_width: Size of the module's last output dimension: the number of classes, 1 for a single
+            logit. Without meaning in a regression.
+        device: Where rows are taken in.
+        ignored: Rows with this label are not counted; see `criterion.ignored_label`.
+
+    Raises:
+        ValueError: See `check_metrics`.
+    """
+    check_metrics(names, task)
+    return MetricSet(names, max(2, output_width), device, ignored)

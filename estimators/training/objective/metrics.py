@@ -1,0 +1,166 @@
+"""The registry of metrics: torchmetrics' by name, and what each asks for.
+
+Metrics count every row once: a weight column weights the loss, not them. Two classes, with one logit
+or with two, are binary: precision, recall, f1, auroc and average_precision are those of class 1, as
+in scikit-learn. More classes are averaged: each class alike (macro) but for "f1_weighted", by the
+classes' rows, which is what Spark's MulticlassClassificationEvaluator calls f1. "auroc" and
+"average_precision" keep every score of a validation: 8 bytes per row and class and 8 per label, of
+all ranks on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from ringspark.estimators.names import check_name
+from ringspark.estimators.training.objective.metric_formulas import (
+    R2,
+    Curve,
+    auroc,
+    average_precision,
+    balanced_accuracy,
+    curve_mean,
+)
+
+Task = Literal["classification", "regression"]
+Finish = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricInfo:
+    """One entry of the registry.
+
+    Attributes:
+        task: What the labels must be.
+        higher_is_better: Which way is up, for early stopping and the best checkpoint.
+        make: Number of classes (of no meaning in a regression) -> a metric with torchmetrics' protocol.
+        takes: Whether it is updated with values and labels, relative errors, counts of predicted
+            classes, probabilities and labels, or log losses.
+        finish: Merged metric -> value, where that is not its `compute`.
+    """
+
+    task: Task
+    higher_is_better: bool
+    make: Callable[[int], Any]
+    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses"]
+    finish: Finish = lambda metric: metric.compute()
+
+
+def _torchmetric(class_name: str, **options: Any) -> Any:
+    # The collective may be torch.distributed, and the metric would synchronise through it on its own.
+    return getattr(import_module("torchmetrics"), class_name)(sync_on_compute=False, **options)
+
+
+def _of_classes(
+    family: str, num_classes: int, average: str | None = "macro", as_binary: bool = True, **options: Any
+) -> Any:
+    """Two classes are binary; the labels are checked on the driver already, by their statistics."""
+    classification = import_module("torchmetrics.classification")
+    shared = {"sync_on_compute": False, "validate_args": False, **options}
+    if num_classes == 2 and as_binary:
+        return getattr(classification, f"Binary{family}")(**shared)
+    return getattr(classification, f"Multiclass{family}")(num_classes=num_classes, average=average, **shared)
+
+
+def _classes(make: Callable[[int], Any], finish: Finish | None = None) -> MetricInfo:
+    """An entry for metrics of predicted classes."""
+    options = {"finish": finish} if finish else {}
+    return MetricInfo(task="classification", higher_is_better=True, make=make, takes="counts", **options)
+
+
+def _curve(family: str, curve: Curve, needs_negatives: bool) -> MetricInfo:
+    return MetricInfo(
+        task="classification",
+        higher_is_better=True,
+        make=partial(_of_classes, family, average=None),
+        takes="probabilities",
+        finish=partial(curve_mean, curve=curve, needs_negatives=needs_negatives),
+    )
+
+
+def _error(class_name: str, **options: Any) -> MetricInfo:
+    return MetricInfo(
+        task="regression",
+        higher_is_better=False,
+        make=lambda num_classes: _torchmetric(class_name, **options),
+        takes="values",
+    )
+
+
+def _mean(task: Task, takes: Literal["relative_errors", "log_losses"]) -> MetricInfo:
+    return MetricInfo(
+        task=task,
+        higher_is_better=False,
+        make=lambda num_classes: _torchmetric("MeanMetric", nan_strategy="disable"),
+        takes=takes,
+    )
+
+
+METRICS: dict[str, MetricInfo] = {
+    "accuracy": _classes(partial(_of_classes, "Accuracy", average="micro")),
+    "balanced_accuracy": _classes(
+        partial(_of_classes, "StatScores", average=None, as_binary=False), balanced_accuracy
+    ),
+    "precision": _classes(partial(_of_classes, "Precision")),
+    "recall": _classes(partial(_of_classes, "Recall")),
+    "f1": _classes(partial(_of_classes, "F1Score")),
+    "f1_weighted": _classes(partial(_of_classes, "F1Score", average="weighted", as_binary=False)),
+    "auroc": _curve("AUROC", auroc, needs_negatives=True),
+    "average_precision": _curve("AveragePrecision", average_precision, needs_negatives=False),
+    "log_loss": _mean("classification", "log_losses"),
+    "mse": _error("MeanSquaredError"),
+    "rmse": _error("MeanSquaredError", squared=False),
+    "mae": _error("MeanAbsoluteError"),
+    # torchmetrics' own takes labels below 1.17e-6 for that.
+    "mape": _mean("regression", "relative_errors"),
+    "r2": MetricInfo(task="regression", higher_is_better=True, make=lambda num_classes: R2(), takes="values"),
+}
+
+
+def metric_info(name: str) -> MetricInfo:
+    """The registry's entry.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    check_name("metrics", name, METRICS, otherwise="")
+    return METRICS[name]
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether a larger value of the metric is the better one.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    return metric_info(name).higher_is_better
+
+
+def check_metrics(names: Sequence[str], task: str) -> None:
+    """Checks names of metrics where the user gives them. Runs on the driver.
+
+    Args:
+        task: "classification", "regression", or "any", which takes both kinds.
+
+    Raises:
+        ValueError: A name is unknown, given twice or of another task, or torchmetrics is missing.
+    """
+    for name in names:
+        info = metric_info(name)
+        if task not in ("any", info.task):
+            fitting = sorted(n for n, other in METRICS.items() if other.task == task)
+            raise ValueError(f"metrics of a {task} must be among {fitting}, got {name!r} of {info.task}")
+        if list(names).count(name) > 1:
+            raise ValueError(f"metrics must differ from each other, got {name!r} more than once; drop one")
+    if names and find_spec("torchmetrics") is None:
+        raise ValueError(
+            "metrics need torchmetrics, which is not installed; pip install 'ringspark[metrics]' "
+            "or leave metrics empty"
+        )

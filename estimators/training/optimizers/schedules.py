@@ -1,0 +1,267 @@
+"""Learning-rate schedules: pure functions (step, number of steps) -> factor on the learning rate.
+
+Pure, so that a resumed training needs no scheduler state. A scheduler of torch is stateful: `Rates`
+replays it from its start, on a stand-in for the optimizer, up to the step that is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ringspark.estimators.names import check_name
+
+Schedule = Callable[[int, int], float]
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+
+WARM_UP_SHARE = 0.3
+START_FACTOR = 1 / 25
+END_FACTOR = 1e-4
+
+# What torch's schedulers may set in a parameter group besides its rate.
+SCHEDULED_KEYS = ("momentum", "betas", "weight_decay")
+
+
+def _constant(step: int, num_steps: int) -> float:
+    return 1.0
+
+
+def _linear(step: int, num_steps: int) -> float:
+    return 1.0 - step / max(1, num_steps)
+
+
+def _cosine(step: int, num_steps: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, num_steps))))
+
+
+def _one_cycle(step: int, num_steps: int) -> float:
+    """Cosine up over the first 30 % of the steps, cosine down to almost zero (Smith 2018)."""
+    peak = WARM_UP_SHARE * num_steps
+    if step < peak:
+        share, low = step / peak, START_FACTOR
+        return low + (1 - low) * 0.5 * (1 - math.cos(math.pi * share))
+    share = min(1.0, (step - peak) / max(1.0, num_steps - 1 - peak))
+    return END_FACTOR + (1 - END_FACTOR) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "one_cycle": _one_cycle,
+}
+
+
+def warm_up_factor(step: int, warmup_steps: int) -> float:
+    """Linear: above 0 in step 0, and 1 from step `warmup_steps` on."""
+    return min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
+    """`schedule` behind a linear warm-up to its first value.
+
+    The warm-up takes the first `warmup_steps` steps and the schedule all of its course over the steps
+    that remain: warmed up cosine still ends at zero.
+    """
+    if warmup_steps == 0:
+        return schedule
+
+    def warmed(step: int, num_steps: int) -> float:
+        course = schedule(max(0, step - warmup_steps), max(1, num_steps - warmup_steps))
+        return warm_up_factor(step, warmup_steps) * course
+
+    return warmed
+
+
+def check_warmup(warmup_steps: int, num_steps: int) -> None:
+    """Refuses a warm-up that the training would never leave.
+
+    Raises:
+        ValueError: `warmup_steps` is negative or not below `num_steps`.
+    """
+    if warmup_steps < 0:
+        raise ValueError(f"warmupSteps must be 0 or above, got {warmup_steps}")
+    if warmup_steps and warmup_steps >= num_steps:
+        raise ValueError(
+            f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "
+            "lower it, or train for more epochs"
+        )
+
+
+def takes_optimizer(schedule: Callable[..., Any]) -> bool:
+    """Whether a user's callable is optimizer -> scheduler, rather than (step, num_steps) -> factor.
+
+    Raises:
+        ValueError: It takes neither one argument nor two.
+    """
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in signature(schedule).parameters.values() if p.kind in kinds]
+    required = sum(p.default is Parameter.empty for p in parameters)
+    # A scheduler class that lacks an argument, StepLR alone, would pass for (step, num_steps).
+    if required not in (1, 2) or (required == 2 and isinstance(schedule, type)):
+        raise ValueError(
+            f"lrSchedule must be one of {sorted(SCHEDULES)}, a callable (step, num_steps) -> factor, or a "
+            f"callable (optimizer) -> torch scheduler, got one with {required} arguments"
+        )
+    return required == 1
+
+
+class Rates:
+    """Sets an optimizer's learning rates before each of its steps; every group keeps its own base.
+
+    Made while the groups still have the rates that the user gave. Who else changes a group's rate, as a
+    callback or `ReduceLROnPlateau` in one does, scales the plan: the ratio to what was set last stays
+    with the group for all later steps. Step numbers may jump, as they do when a training is resumed.
+
+    Attributes:
+        scales: Per group, the product of those ratios; part of what a checkpoint must keep.
+    """
+
+    def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._num_steps = num_steps
+        self._bases = [group["lr"] for group in optimizer.param_groups]
+        self.scales = [1.0 for _ in self._bases]
+        self._last: list[float] | None = [float(base) for base in self._bases]
+
+    def set(self, step: int) -> None:
+        """Sets the rates of optimizer step `step`, counted from 0.
+
+        Raises:
+            ValueError: A rate was changed whose base is 0, so that no ratio says what it is to become.
+        """
+        factor = self._schedule(step, self._num_steps)
+        self._set_rates([base * factor for base in self._bases])
+
+    def resume(self, scales: Sequence[float]) -> None:
+        """Takes `scales` over; the rates that the optimizer's loaded state holds are nobody's change."""
+        self.scales = list(scales)
+        self._last = None
+
+    def take_changes(self) -> None:
+        """Takes into `scales` what others have changed since the last step, before a checkpoint is written.
+
+        Raises:
+            ValueError: As `set`.
+        """
+        groups = self._optimizer.param_groups
+        if self._last is None:
+            return
+        for index, (group, last) in enumerate(zip(groups, self._last, strict=True)):
+            if float(group["lr"]) != last:
+                self._rescale(index, float(group["lr"]), last)
+        self._last = [float(group["lr"]) for group in groups]
+
+    def _set_rates(self, planned: list[float]) -> None:
+        groups = self._optimizer.param_groups
+        self.take_changes()
+        for group, rate, scale in zip(groups, planned, self.scales, strict=True):
+            group["lr"] = rate * scale
+        self._last = [float(group["lr"]) for group in groups]
+
+    def _rescale(self, index: int, rate: float, last: float) -> None:
+        base = float(self._bases[index])
+        if last:
+            self.scales[index] *= rate / last
+        elif base:
+            # The schedule is at zero: what was set now is the group's new base.
+            self.scales[index] = rate / base
+        else:
+            raise ValueError(
+                f"a callback may change a learning rate only where it does not start at 0, got {rate} for "
+                f"parameter group {index}; let the optimizer start the group above 0"
+            )
+
+
+class _StandIn(torch.optim.Optimizer):
+    """An optimizer's groups, without its weights.
+
+    A scheduler on the real optimizer would see rates that the warm-up changed, and would warn where
+    fp16's loss scaling skips the first step or a resumed training replays the steps before.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = [
+            {**group, "params": [nn.Parameter(torch.zeros(()))]}  # a scheduler never looks at them
+            for group in optimizer.param_groups
+        ]
+        super().__init__(groups, dict(optimizer.defaults))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return
+
+
+class SchedulerRates(Rates):
+    """Rates by a scheduler of torch, which steps once per optimizer step."""
+
+    def __init__(
+        self, factory: SchedulerFactory, optimizer: torch.optim.Optimizer, warmup_steps: int
+    ) -> None:
+        super().__init__(_constant, optimizer, 0)
+        self._factory = factory
+        self._warmup_steps = warmup_steps
+        self._start = _StandIn(optimizer)
+        # (group, key) besides rates that the scheduler moves. It leaves the others to their owners.
+        self._moved: set[tuple[int, str]] = set()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._stand_in = _StandIn(self._start)
+        self._scheduler = self._factory(self._stand_in)
+        self._position = 0
+        is_scheduler = isinstance(self._scheduler, LRScheduler)
+        if not is_scheduler or isinstance(self._scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "lrSchedule with one argument must return a torch.optim.lr_scheduler.LRScheduler that "
+                f"steps without a metric, got {type(self._scheduler).__name__}"
+            )
+        self._note_moved()
+
+    def _note_moved(self) -> None:
+        pairs = zip(self._start.param_groups, self._stand_in.param_groups, strict=True)
+        for index, (start, now) in enumerate(pairs):
+            self._moved |= {(index, k) for k in SCHEDULED_KEYS if k in start and now[k] != start[k]}
+
+    def set(self, step: int) -> None:
+        wanted = max(0, step - self._warmup_steps)
+        if wanted < self._position:
+            self._restart()
+        for _ in range(wanted - self._position):
+            self._stand_in.step()
+            self._scheduler.step()
+            self._note_moved()
+        self._position = wanted
+        planned = self._stand_in.param_groups
+        for index, key in self._moved:
+            self._optimizer.param_groups[index][key] = planned[index][key]
+        factor = warm_up_factor(step, self._warmup_steps)
+        self._set_rates([group["lr"] * factor for group in planned])
+
+
+def make_rates(
+    spec: str | Callable[..., Any], optimizer: torch.optim.Optimizer, num_steps: int, warmup_steps: int = 0
+) -> Rates:
+    """The learning rates of a training of `num_steps` steps, the first `warmup_steps` warming up.
+
+    Args:
+        spec: A name of `SCHEDULES`, a callable (step, num_steps) -> factor on each group's rate, or a
+            callable optimizer -> scheduler of torch, stepped once per optimizer step.
+        optimizer: With the base rates in its groups.
+
+    Raises:
+        ValueError: The name is unknown, the callable has another form, or the warm-up is too long.
+    """
+    check_warmup(warmup_steps, num_steps)
+    if isinstance(spec, str):
+        check_name("lrSchedule", spec, SCHEDULES)
+        spec = SCHEDULES[spec]
+    elif takes_optimizer(spec):
+        return SchedulerRates(spec, optimizer, warmup_steps)
+    return Rates(with_warmup(spec, warmup_steps), optimizer, num_steps)

@@ -1,0 +1,41 @@
+"""Where a rank is, for the error message if it stops there."""
+
+from __future__ import annotations
+
+from ringspark.estimators.failures import WorkerStoppedError
+
+
+class Status:
+    """The rank's present phase, in words; set by whoever starts one.
+
+    Attributes:
+        ticks: Counts signs of progress: a rank whose count stands still for `timeoutSeconds` hangs.
+    """
+
+    def __init__(self, phase: str = "starting") -> None:
+        self._phase = phase
+        self._stop: str | None = None
+        self.ticks = 0
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, value: str) -> None:
+        self.tick()
+        self._phase = value
+
+    def tick(self) -> None:
+        """Notes progress within a phase.
+
+        Raises:
+            WorkerStoppedError: After `stop`.
+        """
+        if self._stop is not None:
+            raise WorkerStoppedError(self._stop)
+        self.ticks += 1
+
+    def stop(self, reason: str) -> None:
+        """Ends the work at its next sign of progress. From any thread."""
+        self._stop = reason

@@ -1,0 +1,142 @@
+"""The best epoch by one entry of the history: what stops a training early, and whose weights are kept.
+
+Every rank sees the same numbers and so comes to the same decision without asking the others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import suppress
+from typing import Any
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.objective.metrics import higher_is_better
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.pipelines import storage
+
+
+class Best:
+    """Keeps the best value of one entry of the history.
+
+    Attributes:
+        epoch: The epoch of the best value, 0 before the first.
+    """
+
+    def __init__(self, monitor: str, higher_is_better: bool, min_delta: float = 0.0) -> None:
+        self.monitor = monitor
+        self.epoch = 0
+        self.value = math.nan
+        self._sign = 1.0 if higher_is_better else -1.0
+        self._min_delta = min_delta
+
+    def improves(self, record: EpochRecord) -> bool:
+        """Takes in an epoch; whether it is better than all before by more than `min_delta`.
+
+        Not a number is never better: a metric that is undefined for an epoch does not win it.
+        """
+        value = record.value(self.monitor)
+        if math.isnan(value):
+            return False
+        if self.epoch and not self._sign * (value - self.value) > self._min_delta:
+            return False
+        self.epoch, self.value = record.epoch, value
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and value, as JSON."""
+        return {"epoch": self.epoch, "value": None if math.isnan(self.value) else self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes `state_dict`'s result over."""
+        self.epoch = int(state["epoch"])
+        self.value = math.nan if state["value"] is None else float(state["value"])
+
+
+class EarlyStopping(Callback):
+    """Stops when the monitored value has not improved for `patience` epochs (Prechelt 1998)."""
+
+    def __init__(self, best: Best, patience: int) -> None:
+        self._best = best
+        self._patience = patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._best.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best.load_state_dict(state)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        record = state.history[-1]
+        if self._best.improves(record) or record.epoch - self._best.epoch < self._patience:
+            return
+        if not self._best.epoch:
+            state.stop(f"{self._best.monitor} was not a number in {record.epoch} epochs")
+            return
+        state.stop(
+            f"{self._best.monitor} did not improve on {self._best.value:.6g} of epoch {self._best.epoch} "
+            f"for {self._patience} epochs"
+        )
+
+
+def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
+    """The best of what the config monitors; `check_training` has named it in full."""
+    _, name = config.monitor.split("_", 1)
+    # With several labels: the metric, "_", the label.
+    metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
+    return Best(config.monitor, metric is not None and higher_is_better(metric), min_delta)
+
+
+class BestCheckpoint(Callback):
+    """Writes the weights of the best epoch so far.
+
+    The folder of a worse one is removed after that; where checkpoints of the whole training are written,
+    at the end only: an older one, should the training go on from it, names it as the best so far.
+
+    Attributes:
+        uri: Folder of the best checkpoint, None before the first.
+    """
+
+    def __init__(self, best: Best, root: str, keeps_worse: bool = False) -> None:
+        self._best = best
+        self._root = root
+        self._keeps_worse = keeps_worse
+        self.uri: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._best.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._best.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # The folder follows from the epoch: no path is taken from a file.
+        self._best.load_state_dict(state)
+        self.uri = self._folder() if self._best.epoch else None
+
+    def _folder(self) -> str:
+        return f"{self._root}-{self._best.epoch}"
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if not self._best.improves(state.history[-1]):
+            return
+        last, self.uri = self.uri, self._folder()
+        if state.rank == 0:
+            save_checkpoint(self.uri, state.module, epoch=state.epoch, step=state.step)
+            if last is not None and not self._keeps_worse:
+                with suppress(OSError):
+                    storage.remove(last, recursive=True)
+        else:
+            assist_checkpoint(state.module)
+
+    def remove_others(self) -> None:
+        """Removes the folders of all worse epochs, also those of an earlier attempt. Runs on rank 0."""
+        parent, _, prefix = self._root.rpartition("/")
+        kept = "" if self.uri is None else self.uri.rpartition("/")[2]
+        with suppress(OSError):
+            for name in storage.list_names(parent):
+                if re.fullmatch(rf"{re.escape(prefix)}-[0-9]+", name) and name != kept:
+                    storage.remove(storage.join(parent, name), recursive=True)

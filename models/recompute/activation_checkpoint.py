@@ -1,0 +1,263 @@
+"""Activation checkpointing: drop activations in the forward pass, recompute them in the backward.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": a chain of n blocks cut into about
+sqrt(n) segments stores the segments' inputs and, while it goes back, one segment's activations: memory
+O(sqrt(n)) for one more forward pass. `segment_recompute.Segment` does the recomputing.
+
+Invariants: only the instance attribute `forward` of the chosen modules is replaced, so the module's
+type, parameter names, state-dict keys and hooks stay; outputs and gradients stay bitwise the same,
+dropout included; buffers that a module updates in its forward pass (running means) move once, not
+twice; in evaluation, or without gradients, nothing is recomputed. Which segment a call falls into
+decides over memory alone, never over numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ringspark.models.recompute.moving_buffers import MovingBuffers
+from ringspark.models.recompute.segment_recompute import Segment, take_rerun
+
+Net = TypeVar("Net", bound=nn.Module)
+Chain = nn.Sequential | nn.ModuleList
+
+
+def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> Net:
+    """Have some of `net`'s activations recomputed in the backward pass; changes `net` in place.
+
+    Args:
+        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList`, itself included, with the
+            most blocks, that is items that hold parameters and, in a list, are made of several layers;
+            the outermost of equals. What a loop over a list makes between two blocks is kept.
+        policy: `"none"`; `"all"`, every block of the chain is recomputed by itself; `"sqrt"` or a number
+            from 2, so many segments of consecutive blocks, the last of which keeps its activations
+            because the backward pass needs them at once; or names of submodules, each recomputed as
+            a whole.
+
+    Returns:
+        `net` itself.
+
+    Raises:
+        ValueError: If the policy is unknown, there is no chain to cut, or it was applied before.
+    """
+    if policy == "none":
+        return net
+    if any(isinstance(vars(module).get("forward"), _StandIn) for module in net.modules()):
+        raise ValueError(
+            f"gradientCheckpointing={policy!r}: {_name(net)} is checkpointed already; apply it once"
+        )
+    if isinstance(policy, str | int):
+        # Networks side by side, such as an ensemble's, have a chain each.
+        branches = getattr(net, "checkpoint_branches", lambda: [net])()
+        for branch in branches:
+            _apply_to_chain(branch, policy)
+    else:
+        for module in _find_named(net, list(policy)):
+            _replace_forward(module, _Recompute(module))
+    return net
+
+
+def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
+    """Cut a chain into consecutive segments whose lengths differ by at most one; longer ones first."""
+    size, extra = divmod(num_blocks, num_segments)
+    starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
+    return list(itertools.pairwise(starts))
+
+
+def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
+    setting = f"gradientCheckpointing={policy!r}"
+    if isinstance(policy, bool) or (isinstance(policy, str) and policy not in ("all", "sqrt")):
+        raise ValueError(
+            f"{setting} is unknown; give 'none', 'all', 'sqrt', a number of segments, "
+            "or a list of submodule names"
+        )
+    path, chain = _longest_chain(net, setting)
+    if policy == "all":
+        # Each once, also where a chain shares a block between two places.
+        for module in dict.fromkeys(module for block in chain for module in _callables(block)):
+            _replace_forward(module, _Recompute(module))
+        return
+    # Two at least, since the last segment keeps its activations: one alone would change nothing.
+    num_segments = max(2, round(math.sqrt(len(chain)))) if policy == "sqrt" else int(policy)
+    if not 2 <= num_segments <= len(chain):
+        raise ValueError(f"{setting} must be from 2 to {len(chain)}, the number of blocks in {path}")
+    if net is chain and not _has_forward(net):
+        raise ValueError(
+            f"{setting} needs to see where a pass over the blocks ends, but {path} has no forward; "
+            "give the network that runs its blocks"
+        )
+    *recomputed, _ = segment_bounds(len(chain), num_segments)
+    places: dict[nn.Module, list[int | None]] = {}
+    segments = [i for i, (start, stop) in enumerate(recomputed) for _ in range(start, stop)]
+    for block, segment in itertools.zip_longest(chain, segments):
+        for module in _callables(block):
+            places.setdefault(module, []).append(segment)
+    for module, own in places.items():
+        _replace_forward(module, _Recompute(module, own))
+    _replace_forward(net, _MarkPass(net))
+
+
+def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
+    best: tuple[str, Chain] | None = None
+    best_length = 1
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            blocks = [block for block in module if any(True for _ in block.parameters())]
+            if isinstance(module, nn.ModuleList):
+                # Its items may stand side by side (embedding tables, heads): only those made of several
+                # layers are taken for blocks, and a single layer has little to recompute anyway.
+                blocks = [block for block in blocks if any(True for _ in block.children())]
+            length = len(blocks)
+            if length > best_length:
+                path = f"{_name(net)}.{name}" if name else _name(net)
+                best, best_length = (path, module), length
+    if best is None:
+        raise ValueError(
+            f"{setting} found no chain of blocks in {_name(net)}; it needs an nn.Sequential or nn.ModuleList "
+            "of two or more items with parameters, or give a list of submodule names"
+        )
+    return best
+
+
+def _callables(block: nn.Module) -> list[nn.Module]:
+    """The block itself, or what it holds if it is a mere container, as in a list of pairs of layers."""
+    if _has_forward(block):
+        return [block]
+    return [module for child in block.children() for module in _callables(child)]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _find_named(net: nn.Module, names: list[str]) -> list[nn.Module]:
+    if not names:
+        raise ValueError("gradientCheckpointing=[] names no submodule; give 'none' to keep every activation")
+    known = dict(net.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in known or not name:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see named_modules()"
+            raise ValueError(
+                f"gradientCheckpointing names {name!r}, which {_name(net)} does not have; {hint}"
+            )
+        if not _has_forward(known[name]):
+            raise ValueError(
+                f"gradientCheckpointing names {name!r}, a container without a forward; name its items"
+            )
+    return list(dict.fromkeys(known[name] for name in names))
+
+
+def _name(net: nn.Module) -> str:
+    return type(net).__name__
+
+
+def _replace_forward(module: nn.Module, forward: _StandIn) -> None:
+    # nn.Module.__call__ looks up self.forward, so an instance attribute is enough, and hooks still run.
+    module.forward = forward
+
+
+class _Pass:
+    """One forward pass of a network: which segment is open."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[int] = Counter()
+        self._place: int | None = None
+        self._segment: Segment | None = None
+
+    def segment_of(self, module: nn.Module, places: Sequence[int | None]) -> Segment | None:
+        """The segment that a call of `module` belongs to, None in the last one, which keeps everything.
+
+        A module that stands in several places of the chain is taken to be called in their order.
+        """
+        place = places[self._calls[id(module)] % len(places)]
+        self._calls[id(module)] += 1
+        if place != self._place:
+            self.close()
+            self._place, self._segment = place, None if place is None else Segment()
+        return self._segment
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+
+_PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
+
+
+class _StandIn:
+    """Stands in for `module.forward`. A class, not a closure, so that networks deep-copy and pickle."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.original: Callable[..., Any] | None = vars(module).get("forward")
+
+    def plain_forward(self) -> Callable[..., Any]:
+        return self.original or functools.partial(type(self.module).forward, self.module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Lets `inspect.signature(net.forward)` see the arguments of the network's own forward."""
+        return self.plain_forward()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _MarkPass(_StandIn):
+    """Tells the blocks of a chain when a forward pass over them begins and ends."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = _Pass()
+        token = _PASS.set(current)
+        try:
+            return self.plain_forward()(*args, **kwargs)
+        finally:
+            current.close()
+            _PASS.reset(token)
+
+
+class _Recompute(_StandIn):
+    """Has the module's calls recomputed: each by itself, or with the others of its segment.
+
+    Args:
+        module: Whose forward it stands in for.
+        places: The segment at each of the module's places in the chain, None for the last segment,
+            which keeps its activations; nothing if each call is recomputed by itself.
+    """
+
+    def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:
+        super().__init__(module)
+        self.places = tuple(places)
+        self.buffers = MovingBuffers()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again = take_rerun(self.module)
+        if again is not None:
+            return again()
+        forward = self.plain_forward()
+        if not (self.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        current = _PASS.get()
+        if self.places and current is not None:
+            segment = current.segment_of(self.module, self.places)
+            if segment is None:
+                return forward(*args, **kwargs)
+            return segment.call(self.module, forward, self.buffers, args, kwargs)
+        # Called from outside of the network's forward, a block of a segment is one by itself.
+        segment = Segment()
+        try:
+            return segment.call(self.module, forward, self.buffers, args, kwargs)
+        finally:
+            segment.close()

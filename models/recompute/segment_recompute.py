@@ -1,0 +1,279 @@
+"""A segment: calls of modules that keep their inputs only, and are run again when the backward pass comes.
+
+As in `torch.utils.checkpoint` (non-reentrant), the autograd graph is that of the forward pass, and running
+again only supplies the VALUES of what its operations saved. So the calls of one segment need not follow
+each other in one function: what the network's own loop does between two blocks (masks, skipped blocks,
+lists of hidden states) is outside of the segment, is never run again and keeps what it saves.
+
+Invariants: a tensor that a call of the segment made is made again, not kept; every other tensor that a
+call is given is kept, through autograd like the tensors that an operation saves, so that outer hooks
+(offload, compression) see it and a change in place is noticed. Nothing in the graph refers to a later
+part of it, so a graph without a backward pass is freed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ringspark.models.recompute.moving_buffers import MovingBuffers, Values, replaced
+from ringspark.models.recompute.random_state import RandomState, keep_random_state, random_state
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor among the arguments of a call."""
+
+    number: int
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """How to run a module again.
+
+    Attributes:
+        arguments: Leaves of (args, kwargs), tensors as slots.
+        random: The generators that are not where the call before leaves them.
+        autocast: (device type, enabled, dtype) each.
+        buffers: Those that the call changed, as they were before it.
+        outputs: The slot of each leaf of what the call returned, None for what is no tensor.
+    """
+
+    module: nn.Module
+    forward: Forward
+    arguments: list[Any]
+    spec: TreeSpec
+    random: RandomState
+    autocast: list[tuple[str, bool, torch.dtype]]
+    buffers: Values = field(default_factory=dict)
+    outputs: list[int | None] = field(default_factory=list)
+
+
+class _Holder:
+    """What the graph holds in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "segment", "value")
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.value: torch.Tensor | None = None
+
+
+class Segment:
+    """Calls of modules that are run again together, once per backward pass."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._num_slots = 0
+        # By id, while the tensor lives and has not changed since: its version and its slot.
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._kept: dict[int, tuple[Node, bool]] = {}
+        self._used: set[int] = set()
+        self._holders: list[weakref.ref[_Holder]] = []
+        self._saved: list[tuple[Any, ...]] = []
+        self._random: RandomState | None = None
+
+    def call(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        buffers: MovingBuffers,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Runs `forward`, the module's own, and keeps how to run it again instead of what it saves."""
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        random = random_state(tensors)
+        call = _Call(
+            module=module,
+            forward=forward,
+            arguments=[self._argument(leaf) for leaf in leaves],
+            spec=spec,
+            random=random.since(self._random),
+            autocast=_autocast_state(tensors),
+        )
+        self._calls.append(call)
+        with buffers.recorded(module) as call.buffers, saved_tensors_hooks(self._pack, _unpack):
+            output = forward(*args, **kwargs)
+        call.outputs = [
+            self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(output)
+        ]
+        # Dropout is the rule: its state need not be stored again for the next call.
+        self._random = random.now_of_torch()
+        return output
+
+    def close(self) -> None:
+        """Forgets what only further calls would need."""
+        self._known.clear()
+        self._random = None
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        known, version, slot = self._known.get(id(leaf), (None, 0, 0))
+        # A tensor that was changed in place between two calls is not what the earlier call made.
+        if known is None or known() is not leaf or version != leaf._version:
+            slot = self._new_slot(leaf)
+            self._kept[slot] = _keep(leaf), leaf.requires_grad
+        self._used.add(slot)
+        return _Slot(slot)
+
+    def _new_slot(self, tensor: torch.Tensor) -> int:
+        slot = self._num_slots
+        self._num_slots += 1
+        self._known[id(tensor)] = weakref.ref(tensor), tensor._version, slot
+        return slot
+
+    def _pack(self, tensor: torch.Tensor) -> _Holder:
+        holder = _Holder(self)
+        self._holders.append(weakref.ref(holder))
+        self._saved.append(_description(tensor))
+        return holder
+
+    def run_again(self) -> None:
+        """Gives every holder that the graph still has its value; leaves no other trace."""
+        values = {
+            slot: node.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[attr-defined]
+            for slot, (node, requires_grad) in self._kept.items()
+        }
+        refill = _Refill(self._holders, self._saved)
+        with (
+            torch.enable_grad(),
+            keep_random_state(list(values.values())),
+            contextlib.suppress(_AllRefilled),
+        ):
+            for call in self._calls:
+                self._run_call_again(call, values, refill)
+        refill.check_complete(self._calls)
+
+    def _run_call_again(self, call: _Call, values: dict[int, torch.Tensor], refill: _Refill) -> None:
+        leaves = [values[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in call.arguments]
+        args, kwargs = tree_unflatten(leaves, call.spec)
+
+        def forward() -> Any:
+            # Last of all: a hook of the module may have drawn, before the forward pass too.
+            call.random.restore()
+            with saved_tensors_hooks(refill.pack, lambda tensor: tensor), replaced(call.module, call.buffers):
+                output = call.forward(*args, **kwargs)
+            for slot, leaf in zip(call.outputs, tree_leaves(output), strict=True):
+                if slot in self._used:
+                    values[slot] = leaf
+            return output
+
+        token = _AGAIN.set((call.module, forward))
+        try:
+            with _autocast(call.autocast):
+                # Not `forward` alone: fully sharded modules gather their parameters in their hooks.
+                call.module(*args, **kwargs)
+        finally:
+            _AGAIN.reset(token)
+
+
+# The module that is about to be run again, and what its forward is to do then.
+_AGAIN: ContextVar[tuple[nn.Module, Forward] | None] = ContextVar("_AGAIN", default=None)
+
+
+def take_rerun(module: nn.Module) -> Forward | None:
+    """What the forward of `module` must do if it is now called to be run again, None if it is not."""
+    pending = _AGAIN.get()
+    if pending is None or pending[0] is not module:
+        return None
+    _AGAIN.set(None)
+    return pending[1]
+
+
+def _unpack(holder: _Holder) -> torch.Tensor:
+    if holder.value is None:
+        holder.segment.run_again()
+    value, holder.value = holder.value, None
+    assert value is not None
+    return value
+
+
+class _AllRefilled(Exception):  # noqa: N818
+    """Ends a rerun where the last saved tensor was made: what follows in the module is of no use."""
+
+
+class _Refill:
+    """Puts what a rerun saves into the holders, in their order."""
+
+    def __init__(self, holders: Sequence[weakref.ref[_Holder]], saved: Sequence[tuple[Any, ...]]) -> None:
+        self._holders = list(holders)
+        self._saved = list(saved)
+        self._count = 0
+        self._difference = ""
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        index = self._count
+        if index == len(self._holders):
+            raise _AllRefilled
+        self._count += 1
+        value = tensor.detach() if tensor.requires_grad else tensor
+        if _description(value) != self._saved[index]:
+            now, before = (" ".join(map(str, d)) for d in (_description(value), self._saved[index]))
+            self._difference = f"saved tensor {index} is {now} and was {before}"
+            raise _AllRefilled
+        holder = self._holders[index]()
+        if holder is not None:
+            holder.value = value
+        if self._count == len(self._holders):
+            raise _AllRefilled
+        # A rerun may differentiate too, as a network of forces does.
+        return value
+
+    def check_complete(self, calls: Sequence[_Call]) -> None:
+        if not self._difference and self._count < len(self._holders):
+            self._difference = f"{self._count} tensors were saved and {len(self._holders)} before"
+        if self._difference:
+            names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in calls))
+            raise RuntimeError(
+                f"gradientCheckpointing: {names} must do the same when run again in the backward pass, but "
+                f"{self._difference}; let its forward change no cache or other state, do not "
+                "switch between train() and eval() before the backward pass, or name other modules"
+            )
+
+
+class _Keep(torch.autograd.Function):
+    """Saves a tensor as an operation does, for the sake of outer hooks and of the version check."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+
+def _keep(tensor: torch.Tensor) -> Node:
+    # Detached, or the segment would hold the graph between its calls, which holds the segment.
+    anchor = torch.empty(0, requires_grad=True)
+    node = _Keep.apply(anchor, tensor if tensor.is_leaf else tensor.detach()).grad_fn  # type: ignore[no-untyped-call]
+    assert isinstance(node, Node)
+    return node
+
+
+def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.device
+
+
+def _autocast_state(tensors: Sequence[torch.Tensor]) -> list[tuple[str, bool, torch.dtype]]:
+    types = {"cpu"} | {tensor.device.type for tensor in tensors if tensor.is_cuda}
+    return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in sorted(types)]
+
+
+@contextlib.contextmanager
+def _autocast(state: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device_type, enabled, dtype in state:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+        yield
