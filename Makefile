@@ -1,20 +1,17 @@
 # The first of these that works; a pyenv shim can be on PATH without a Python behind it.
 PYTHON = $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
 VENV_PYTHON := .venv/bin/python
-MODERN_PYTHON := .venv-modern/bin/python
-SPARK35_PYTHON := .venv-spark35/bin/python
+FLOOR_PYTHON := .venv-floor/bin/python
 PACKAGES := pipelines models estimators jobs
-# The same torch and Horovod are in every environment: what needs no more is tested in the first alone.
-TORCH_TESTS := tests/models tests/estimators/collectives tests/estimators/memory tests/estimators/parallel \
-	tests/estimators/training/saved_tensors
-# What the oldest Spark has to pass, in every mode that tests/test_modes.py knows.
-STAGE_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py
+# What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
+FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
+	tests/pipelines/test_readers.py tests/pipelines/test_petastorm_compat.py
 ARGS ?=
 
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-modern setup-spark35 demo test test-modern test-spark35 lint bench \
+.PHONY: help python setup setup-floor demo test test-floor lint bench \
 	faults package clean
 
 help: ## Show the targets
@@ -27,27 +24,21 @@ python:
 setup: python ## Build .venv from the pins, with Horovod; a second run is a no-op
 	@$(PYTHON) scripts/setup_environment.py
 
-setup-modern: python ## Build .venv-modern: the newest Spark, Arrow, NumPy and pandas, no Petastorm
-	@$(PYTHON) scripts/setup_environment.py --modern
-
-setup-spark35: python ## Build .venv, and .venv-spark35: the same with the oldest Spark that ringspark supports
-	@$(PYTHON) scripts/setup_environment.py --spark35
+setup-floor: python ## Build .venv, and .venv-floor: the oldest Spark, Arrow, NumPy, pandas, Petastorm
+	@$(PYTHON) scripts/setup_environment.py --floor
 
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
-test test-modern test-spark35: export OMP_NUM_THREADS = 1
+test test-floor: export OMP_NUM_THREADS = 1
 
 test: setup ## Run the tests; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest $(ARGS)
 
-test-modern: setup-modern ## Run those of Spark, Arrow and NumPy in .venv-modern; options in ARGS="..."
-	@$(MODERN_PYTHON) -m pytest -m "not distributed" $(TORCH_TESTS:%=--ignore=%) $(ARGS)
-
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
-test-spark35: setup-spark35 ## Run the tests of the stages in .venv-spark35; options in ARGS="..."
-	@$(SPARK35_PYTHON) -m pytest $(STAGE_TESTS) $(ARGS)
+test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; options in ARGS="..."
+	@$(FLOOR_PYTHON) -m pytest $(FLOOR_TESTS) $(ARGS)
 
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 
 from ringspark.pipelines.readers import retry
+from ringspark.pipelines.typed_json import parse_object, record
 
 
 class WorkerStoppedError(RuntimeError):
@@ -75,15 +76,7 @@ class Failure:
         Raises:
             ValueError: The text is none of a failure.
         """
-        try:
-            failure = cls(**json.loads(text))
-        except TypeError as error:
-            raise ValueError(f"no failure: {error}") from None
-        kinds = {"rank": int, "from_peer": bool, "may_pass": bool, "seconds": float}
-        for name, value in asdict(failure).items():
-            if type(value) is not kinds.get(name, str):
-                raise ValueError(f"no failure: {name} has type {type(value).__name__}")
-        return failure
+        return record(cls, parse_object(text))
 
     @property
     def sentence(self) -> str:

@@ -7,7 +7,6 @@ and only then does a gang start. Whatever fails, the folders of the fit are remo
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import warnings
@@ -43,13 +42,14 @@ from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParam
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.session import is_remote, spark_conf
 from ringspark.estimators.stages.storage_root import active_session, storage_root
-from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.stages.summary import Finished, TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.console import ProgressWatcher
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import check_frame
@@ -224,7 +224,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         )
         with ProgressWatcher(run.uri, self.getShowProgress()):
             outcome = supervisor.run()
-        return json.dumps({"result": json.loads(outcome.texts[0]), "restarts": outcome.restarts})
+        result = TrainResult.from_json(outcome.texts[0])
+        return Finished(result=result, restarts=outcome.restarts).to_json()
 
     def _label_columns(self) -> list[str]:
         """One label for each output of the network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from ringspark.estimators.stages.model_params import (
     check_distinct,
     check_thresholds,
 )
-from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, StageReader, StageWriter
+from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.models import ModelSpec
@@ -52,6 +53,15 @@ Shape = tuple[int, ...]
 _RESULT = "__ringspark_result"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription(Description):
+    """What is written down of a model beside its weights; the attributes are the model's own."""
+
+    inputs: tuple[ModelInput, ...]
+    output_shapes: tuple[Shape, ...]
+    summary: TrainingSummary | None
+
+
 class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     """A trained network. `transform` adds `predictionCol`; all other columns pass through.
 
@@ -59,6 +69,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     network with several outputs has one column for each, `predictionCols`.
     Made by an estimator's `fit`, or by `load`.
     """
+
+    _description = ModelDescription
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
@@ -225,20 +237,16 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._summary = summary
         return self
 
-    def _restore(self, uri: str, description: dict[str, Any]) -> None:
+    def _restore(self, uri: str, description: ModelDescription) -> None:
         """Called by the reader with the folder that the stage was saved in."""
         weights = HeldWeights(storage.join(uri, WEIGHTS_FOLDER))
         # Now rather than in the first task: the folder may be damaged. And a pipeline that is saved
         # over the folder it was loaded from removes the folder before it asks for the weights.
         weights.hold()
-        summary = description["summary"]
-        if description["format_version"] == 1:
-            width = description["output_width"]
-            description = description | {"inputs": [], "output_shapes": [[] if width is None else [width]]}
         self._weights = weights
-        self._inputs = tuple(ModelInput.from_json(item) for item in description["inputs"])
-        self._output_shapes = tuple(tuple(shape) for shape in description["output_shapes"])
-        self._summary = TrainingSummary.from_json(summary) if summary else None
+        self._inputs = description.inputs
+        self._output_shapes = description.output_shapes
+        self._summary = description.summary
 
 
 class TorchRegressionModel(TorchModel):

@@ -18,6 +18,7 @@ from ringspark.pipelines.kinds import Array, Kind, Scalar, Vector, kind_from_jso
 from ringspark.pipelines.kinds.array import element_dtype
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.kinds.vector import is_vector
+from ringspark.pipelines.typed_json import record
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -62,13 +63,11 @@ class Column:
         return {"name": self.name, "source": self.source, **self.kind.to_json()}
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Column:
+    def from_values(data: Mapping[str, Any]) -> Column:
         """Reads what `to_json` returned."""
-        fields = dict(data)
-        name, source = fields.pop("name"), fields.pop("source")
-        if not isinstance(name, str) or not isinstance(source, str):
-            raise ValueError(f"a column's name and source are texts, got {name!r} and {source!r}")
-        return Column(name=name, source=source, kind=kind_from_json(fields))
+        own = {key: data[key] for key in ("name", "source") if key in data}
+        kind = kind_from_json({key: value for key, value in data.items() if key not in own})
+        return record(Column, own | {"kind": kind})
 
 
 def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = None) -> tuple[Column, ...]:

@@ -178,7 +178,7 @@ class OrderedDeal(Deal):
     def counts(self, lane: int, rows: Int64Array) -> Int64Array:
         batch = rows // self._batch_size
         rest = rows - batch * self._batch_size
-        in_batch = np.clip(rest - self._start, 0, self._width)
+        in_batch: Int64Array = np.clip(rest - self._start, 0, self._width)
         # Only the last batch, which comes last, may be short, and then its slices are others.
         in_last = batch >= self._full_batches
         in_batch[in_last] = np.clip(rest[in_last] - self._last_start, 0, self._last_stop - self._last_start)

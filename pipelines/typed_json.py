@@ -1,11 +1,16 @@
-"""Records from JSON that may be damaged or anybody's: a dataclass of the declared types, or a ValueError."""
+"""Records from JSON that may be damaged or anybody's: a dataclass of the declared types, or a ValueError.
+
+A dataclass inside another one is read by its `from_values`, where it has one, and else like the outer one.
+"""
 
 from __future__ import annotations
 
 import json
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -34,6 +39,30 @@ def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any
     return value
 
 
+class NewerFormatError(ValueError):
+    """A later version of ringspark wrote the file."""
+
+
+def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
+    """Like `parse_object`, of an object whose `format_version` is `known`.
+
+    Raises:
+        NewerFormatError: It is a later one.
+        ValueError: It is an earlier one, or this is no such object.
+    """
+    values = parse_object(text, allow_nan=allow_nan)
+    if "format_version" not in values:
+        raise ValueError("'format_version' is missing")
+    version = values["format_version"]
+    if type(version) is not int:
+        raise ValueError(f"format_version must be a whole number, got {_kind(version)}")
+    if version > known:
+        raise NewerFormatError(f"its format is {version}, this ringspark reads {known}; upgrade ringspark")
+    if version < known:
+        raise ValueError(f"its format is {version}, of before the first release")
+    return values
+
+
 def record(cls: type[T], values: object) -> T:
     """An instance of the dataclass `cls` from a JSON object; lists become tuples where it has tuples.
 
@@ -42,7 +71,7 @@ def record(cls: type[T], values: object) -> T:
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
     unknown = sorted(str(name) for name in values.keys() - known.keys())
     if unknown:
@@ -50,36 +79,47 @@ def record(cls: type[T], values: object) -> T:
     found = {}
     for name, field in known.items():
         if name in values:
-            found[name] = _fit(hints[name], values[name], name)
+            found[name] = fit(hints[name], values[name], name)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{name!r} is missing")
     return cls(**found)
 
 
-def _fit(hint: Any, value: Any, name: str) -> Any:
-    """The value as the type asks for it."""
+def fit(hint: Any, value: Any, name: str) -> Any:
+    """The value called `name` as the type `hint` asks for it.
+
+    Raises:
+        ValueError: It is of another type.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
     if origin in (Union, types.UnionType):
+        options = [option for option in args if option is not types.NoneType]
+        if value is not None and len(options) == 1:
+            return fit(options[0], value, name)
         for option in args:
-            try:
-                return _fit(option, value, name)
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                return fit(option, value, name)
     elif origin is Literal:
         if isinstance(value, str | int | None) and value in args:
             return value
     elif origin in (tuple, list) and isinstance(value, list | tuple):
         return _fit_items(hint, list(value), name)
     elif origin is dict and isinstance(value, Mapping):
-        return {_fit(args[0], key, name): _fit(args[1], item, name) for key, item in value.items()}
+        return {fit(args[0], key, name): fit(args[1], item, name) for key, item in value.items()}
     elif isinstance(hint, type) and origin is None:
-        if is_dataclass(hint):
-            return record(hint, value)
         if _is(hint, value):
             return value
+        if is_dataclass(hint) and isinstance(value, Mapping):
+            read = getattr(hint, "from_values", None)
+            return record(hint, value) if read is None else read(value)
     raise ValueError(f"{name!r} must be {_name(hint)}, got {_kind(value)}")
+
+
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
@@ -87,8 +127,8 @@ def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
     if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
         if len(args) != len(value):
             raise ValueError(f"{name!r} must have {len(args)} entries, got {len(value)}")
-        return tuple(_fit(arg, item, name) for arg, item in zip(args, value, strict=True))
-    return origin(_fit(args[0], item, name) for item in value)
+        return tuple(fit(arg, item, name) for arg, item in zip(args, value, strict=True))
+    return origin(fit(args[0], item, name) for item in value)
 
 
 def _is(hint: type, value: Any) -> bool:

@@ -1,13 +1,12 @@
-"""Builds a development environment, `.venv` or one of its siblings; a second run is a no-op.
+"""Builds the development environment `.venv`; with --floor also `.venv-floor`. A second run is a no-op.
 
-`.venv` holds Petastorm and the newest Spark and Arrow that it still runs with; `.venv-modern` leaves
-it out and takes the newest of all, built by the same phases. `.venv-spark35` holds the oldest Spark that
-ringspark supports, and nothing else: it sees the packages of `.venv` behind its own.
+`.venv` holds the newest of everything. `.venv-floor` holds the oldest Spark, Arrow, NumPy, pandas and
+Petastorm that ringspark supports, and nothing else: it sees the packages of `.venv` behind its own.
 
 Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
 machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
 Horovod, whose wheel is built from two edited source files once per (horovod, torch, python) and
-kept in the user's cache, for all environments and all checkouts.
+kept in the user's cache, for all checkouts.
 
 Invariant: the stamp is written last, so it exists only after every phase has passed with the inputs
 whose hash it holds; an interrupted run has no current stamp and is simply run again.
@@ -36,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pipelines", "models", "estimators", "jobs")
 
-# The pins of `.venv` (pyarrow 14, numpy 1.26) have wheels for this Python, and not for every later one.
+# The pins of `.venv-floor` have wheels for this Python, and not for every later one.
 PYTHON = (3, 11)
 # Spark 4 runs on Java 17 and 21; from 24 on Hadoop's use of the security manager fails.
 JAVA = (17, 21)
@@ -59,14 +58,12 @@ HOROVOD_BUILD = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Environment:
-    """One virtual environment of this checkout, and the files of `requirements/` that fill it."""
+    """One virtual environment of this checkout."""
 
     name: str
-    lock: str
-    without_dependencies: tuple[str, ...] = ()  # installed as they are: no resolver takes their metadata
-    base: Environment | None = None  # whose packages it sees where it has none of that name
+    files: tuple[str, ...]  # of `requirements/`, that decide what it holds
 
     @property
     def folder(self) -> Path:
@@ -81,30 +78,18 @@ class Environment:
         return self.folder / ".ringspark-setup"
 
     @property
-    def build_log(self) -> Path:
-        return self.folder / "horovod-build.log"
-
-    @property
     def packages(self) -> Path:
         return self.folder / "lib" / f"python{PYTHON[0]}.{PYTHON[1]}" / "site-packages"
 
     @property
     def requirements(self) -> list[Path]:
-        names = (self.lock, *self.without_dependencies, "horovod.txt", "cmake.txt")
-        own = [ROOT / "requirements" / name for name in (names if self.base is None else (self.lock,))]
-        return own if self.base is None else [*own, *self.base.requirements]
-
-    def pip(self, *arguments: str) -> list[str]:
-        """Returns the command line of this environment's pip, or of its base's, which works on it."""
-        quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
-        if self.base is not None:
-            return [str(self.base.python), "-m", "pip", "--python", str(self.python), *quiet, *arguments]
-        return [str(self.python), "-m", "pip", *quiet, *arguments]
+        return [ROOT / "requirements" / file for file in self.files]
 
 
-MAIN = Environment(name=".venv", lock="lock.txt", without_dependencies=("petastorm.txt",))
-MODERN = Environment(name=".venv-modern", lock="modern.txt")
-SPARK35 = Environment(name=".venv-spark35", lock="spark35.txt", base=MAIN)
+MAIN = Environment(".venv", ("lock.txt", "petastorm.txt", "horovod.txt", "cmake.txt"))
+FLOOR = Environment(".venv-floor", ("floor.txt", *MAIN.files))
+LOCK, PETASTORM, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
+BUILD_LOG = MAIN.folder / "horovod-build.log"
 
 
 class SetupError(Exception):
@@ -199,13 +184,18 @@ def check_machine() -> None:
 # ------------------------------------------------------------------------------ what is there
 
 
-def pin(environment: Environment, name: str) -> str:
-    """Returns the version of a package that the environment's requirements pin."""
-    for file in environment.requirements:
+def pip(*arguments: str) -> list[str]:
+    """Returns the command line of `.venv`'s pip."""
+    return [str(MAIN.python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+
+
+def pin(name: str) -> str:
+    """Returns the version of a package that the requirements of `.venv` pin."""
+    for file in MAIN.requirements:
         found = re.search(rf"^{re.escape(name)}==(\S+)", file.read_text(), flags=re.MULTILINE)
         if found:
             return found[1]
-    raise SetupError(f"requirements/ holds no pin for {name} in {environment.name}")
+    raise SetupError(f"requirements/ holds no pin for {name}")
 
 
 def inputs_hash(environment: Environment) -> str:
@@ -291,8 +281,8 @@ def make_venv(environment: Environment) -> None:
                 shutil.rmtree(metadata)
         return
     with phase(f"virtual environment {environment.name}"):
-        # Of its own pip and setuptools it would see those, and not the base's.
-        without = ["--without-pip"] if environment.base is not None else []
+        # Of its own pip and setuptools the floor would see those, and not the ones of `.venv`.
+        without = ["--without-pip"] if environment is FLOOR else []
         run([sys.executable, "-m", "venv", "--clear", *without, str(environment.folder)])
 
 
@@ -320,14 +310,14 @@ def edit_horovod_sources(sources: Path) -> None:
         file.write_text(edited)
 
 
-def build_horovod(environment: Environment, version: str, folder: Path) -> None:
+def build_horovod(version: str, folder: Path) -> None:
     """Builds the wheel of Horovod into its cache folder, which appears only when it is whole.
 
     Raises:
         HorovodError: a step of the build failed; the log holds what it printed.
     """
     scratch = tempfile.TemporaryDirectory(prefix="ringspark-horovod-")
-    with environment.build_log.open("w") as log, scratch as name:
+    with BUILD_LOG.open("w") as log, scratch as name:
 
         def step(command: Sequence[str], env: dict[str, str] | None = None) -> None:
             log.write(f"$ {' '.join(command)}\n")
@@ -341,24 +331,23 @@ def build_horovod(environment: Environment, version: str, folder: Path) -> None:
         # make hands its own flags on to what it starts; Horovod's are to be one job a core.
         env = {key: value for key, value in os.environ.items() if key not in ("MFLAGS", "MAKELEVEL")}
         env.update(HOROVOD_BUILD, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
-        env["PATH"] = f"{environment.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+        env["PATH"] = f"{MAIN.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         if cmake_on_path() is None:
-            cmake = str(ROOT / "requirements" / "cmake.txt")
-            step(environment.pip("install", "--target", f"{name}/cmake", "-r", cmake))
+            step(pip("install", "--target", f"{name}/cmake", "-r", CMAKE_PIN))
             # The package's own script needs it importable; this is the binary behind the script.
             env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
 
         # Without build isolation: only Horovod is to come as source, not what builds it, and the
         # build asks the installed torch for its headers and flags.
         source = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
-        step(environment.pip("download", *source, "--dest", name, f"horovod=={version}"))
+        step(pip("download", *source, "--dest", name, f"horovod=={version}"))
         (archive,) = Path(name).glob("horovod-*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(name)
         sources = Path(name, f"horovod-{version}")
         edit_horovod_sources(sources)
         options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
-        step(environment.pip("wheel", *options, str(sources)), env)
+        step(pip("wheel", *options, str(sources)), env)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
@@ -372,7 +361,7 @@ def build_horovod(environment: Environment, version: str, folder: Path) -> None:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def install_horovod(environment: Environment, installed: str | None) -> str:
+def install_horovod(installed: str | None) -> str:
     """Installs Horovod from the cache, after building it into the cache where it is not there.
 
     Args:
@@ -384,14 +373,14 @@ def install_horovod(environment: Environment, installed: str | None) -> str:
     Raises:
         HorovodError: it could not be built, or cannot be imported.
     """
-    python = str(environment.python)
+    python = str(MAIN.python)
     torch = output_of([python, "-c", "import importlib.metadata as m; print(m.version('torch'), end='')"])
-    version = pin(environment, "horovod")
-    folder = wheel_folder(version, torch or pin(environment, "torch"))
+    version = pin("horovod")
+    folder = wheel_folder(version, torch or pin("torch"))
     if not list(folder.glob("*.whl")):
         say("building Horovod once for this torch, a few minutes ...")
         with phase("Horovod wheel built"):
-            build_horovod(environment, version, folder)
+            build_horovod(version, folder)
     wheels = [str(wheel) for wheel in folder.glob("*.whl")]
     if not wheels:
         raise HorovodError(f"the build left no wheel in {folder}")
@@ -400,7 +389,7 @@ def install_horovod(environment: Environment, installed: str | None) -> str:
         stale = installed is not None and installed != folder.name
         for force in [True] if stale else [False, True]:
             options = ["--no-deps", *(["--force-reinstall"] if force else [])]
-            run(environment.pip("install", *options, *wheels))
+            run(pip("install", *options, *wheels))
             imported = subprocess.run(
                 [python, "-c", "import horovod.torch"],
                 stdin=subprocess.DEVNULL,
@@ -410,18 +399,18 @@ def install_horovod(environment: Environment, installed: str | None) -> str:
             )
             if imported.returncode == 0:
                 return folder.name
-    with environment.build_log.open("a") as log:
+    with BUILD_LOG.open("a") as log:
         log.write(imported.stdout)
     raise HorovodError(f"its wheel cannot be imported, delete {folder} to build it anew")
 
 
-def report_horovod(environment: Environment, reason: str) -> int:
+def report_horovod(reason: str) -> int:
     """Says in one line that Horovod is not there and what serves instead.
 
     Returns:
         The exit status: an error only where the environment demands Horovod.
     """
-    where = f"({reason}; log: {environment.build_log})"
+    where = f"({reason}; log: {BUILD_LOG})"
     say(f"Horovod could not be installed {where}; collective='torch' serves instead")
     return 1 if horovod_required() else 0
 
@@ -431,84 +420,74 @@ def horovod_required() -> bool:
     return os.environ.get("RINGSPARK_REQUIRE_HOROVOD", "0") not in ("", "0")
 
 
-def install_pinned(environment: Environment) -> None:
+def install_pinned() -> None:
     """Installs what the requirements pin, and ringspark itself; all but Horovod."""
-    pip, lock = environment.pip, str(ROOT / "requirements" / environment.lock)
-    torch = pin(environment, "torch")
+    torch = pin("torch")
     with phase(f"torch {torch}"):
-        run(pip("install", f"torch=={torch}", "--constraint", lock))
+        run(pip("install", f"torch=={torch}", "--constraint", LOCK))
     with phase("pinned requirements"):
-        run(pip("install", "--requirement", lock))
-    for file in environment.without_dependencies:
-        with phase(file.removesuffix(".txt")):
-            run(pip("install", "--no-deps", "-r", str(ROOT / "requirements" / file)))
+        run(pip("install", "--requirement", LOCK))
+    with phase("petastorm"):
+        run(pip("install", "--no-deps", "-r", PETASTORM))
     with phase("ringspark itself, editable"):
         run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
 
 
-def install_over(environment: Environment, base: Environment) -> None:
-    """Installs what the environment has of its own, and lets it see the packages of its base."""
-    link = environment.packages / "base.pth"
-    link.unlink(missing_ok=True)  # pip is to see its own packages only
-    with phase(f"what differs from {base.name}"):
-        run(environment.pip("install", "--no-deps", "--requirement", str(environment.requirements[0])))
-    # With the .pth files in there, one of which is ringspark's own; a plain line would leave them out.
-    link.write_text(f"import site; site.addsitedir({str(base.packages)!r})\n")
+def is_current(environment: Environment, inputs: str) -> bool:
+    """Says whether the last run that came to its end had these inputs."""
+    return read_stamp(environment).get("inputs") == inputs and os.access(environment.python, os.X_OK)
 
 
-def set_up(environment: Environment) -> int:
-    """Brings the environment to what the inputs ask for; returns the exit status."""
-    if environment.base is not None:
-        return set_up_over(environment, environment.base)
+def set_up() -> int:
+    """Brings `.venv` to what its inputs ask for; returns the exit status."""
     link_packages()
-    inputs, stamp = inputs_hash(environment), read_stamp(environment)
-    current = stamp.get("inputs") == inputs and os.access(environment.python, os.X_OK)
+    inputs, stamp = inputs_hash(MAIN), read_stamp(MAIN)
+    current = is_current(MAIN, inputs)
     failure = stamp.get("horovod_failure")
     if current and not failure:
-        say(f"{environment.name} is up to date")
+        say(f"{MAIN.name} is up to date")
         return 0
     if current and failure and not horovod_required():
-        return report_horovod(environment, failure)
+        return report_horovod(failure)
 
     check_machine()
-    make_venv(environment)
-    environment.stamp.unlink(missing_ok=True)
+    make_venv(MAIN)
+    MAIN.stamp.unlink(missing_ok=True)
     if not current:
-        install_pinned(environment)
+        install_pinned()
 
     status, stamp = 0, {"inputs": inputs, "horovod": stamp.get("horovod", "")}
     try:
-        stamp["horovod"] = install_horovod(environment, stamp["horovod"] or None)
+        stamp["horovod"] = install_horovod(stamp["horovod"] or None)
     except HorovodError as error:
         stamp["horovod_failure"] = str(error)
-        status = report_horovod(environment, str(error))
-    write_stamp(environment, stamp)
+        status = report_horovod(str(error))
+    write_stamp(MAIN, stamp)
     return status
 
 
-def set_up_over(environment: Environment, base: Environment) -> int:
-    """As `set_up`, for an environment that has a base: this is brought up to date first."""
-    status = set_up(base)
-    inputs = inputs_hash(environment)
-    if status != 0:
-        return status
-    if read_stamp(environment).get("inputs") == inputs and os.access(environment.python, os.X_OK):
-        say(f"{environment.name} is up to date")
-        return 0
-    make_venv(environment)
-    environment.stamp.unlink(missing_ok=True)
-    install_over(environment, base)
-    write_stamp(environment, {"inputs": inputs})
-    return 0
+def set_up_floor() -> None:
+    """Brings `.venv-floor` to what its inputs ask for; `.venv` stands."""
+    inputs = inputs_hash(FLOOR)
+    if is_current(FLOOR, inputs):
+        say(f"{FLOOR.name} is up to date")
+        return
+    make_venv(FLOOR)
+    FLOOR.stamp.unlink(missing_ok=True)
+    link = FLOOR.packages / "base.pth"
+    link.unlink(missing_ok=True)  # pip is to see the floor's own packages only
+    with phase(f"what differs from {MAIN.name}"):
+        own = str(FLOOR.requirements[0])
+        run(pip("--python", str(FLOOR.python), "install", "--no-deps", "--requirement", own))
+    # With the .pth files in there, one of which is ringspark's own; a plain line would leave them out.
+    link.write_text(f"import site; site.addsitedir({str(MAIN.packages)!r})\n")
+    write_stamp(FLOOR, {"inputs": inputs})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Build a development environment.")
-    which = parser.add_mutually_exclusive_group()
-    for option, other in (("--modern", MODERN), ("--spark35", SPARK35)):
-        text = f"build {other.name} instead of .venv"
-        which.add_argument(option, dest="environment", action="store_const", const=other, help=text)
+    parser = argparse.ArgumentParser(description="Build the development environment.")
+    parser.add_argument("--floor", action="store_true", help=f"build {FLOOR.name} too")
     parser.add_argument("--check", action="store_true", help="check the machine's tools, install nothing")
     options = parser.parse_args(arguments)
     try:
@@ -519,7 +498,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lock.parent.mkdir(exist_ok=True)
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # two `make`s in one checkout: the second finds it done
-            return set_up(options.environment or MAIN)
+            status = set_up()
+            if options.floor and status == 0:
+                set_up_floor()
+            return status
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

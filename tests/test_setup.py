@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
 LOCK = "requirements/lock.txt"
-OLDEST = "requirements/spark35.txt"
+FLOOR = "requirements/floor.txt"
 
 # Stands in for `.venv/bin/python`: writes down what pip was asked for, and answers as pip would.
 FAKE_PYTHON = """#!{python}
@@ -381,78 +382,46 @@ def test_failed_install_is_no_traceback_and_leaves_no_stamp(checkout: Checkout) 
     assert not (checkout.root / ".venv" / ".ringspark-setup").exists()
 
 
-# ------------------------------------------------------------------------------ the other environments
+# ------------------------------------------------------------------------------ the floor
 
 
 @pytest.fixture
-def modern(checkout: Checkout) -> Checkout:
-    """The same checkout, as `--modern` sees it."""
-    return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-modern"))
+def floor(checkout: Checkout) -> Checkout:
+    """The same checkout, as `--floor` sees it."""
+    return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-floor"))
 
 
-@pytest.fixture
-def spark35(checkout: Checkout) -> Checkout:
-    """The same checkout, as `--spark35` sees it."""
-    return with_stand_in(Checkout(checkout.root, checkout.cache, ".venv-spark35"))
-
-
-def test_modern_set_up_leaves_petastorm_out(modern: Checkout) -> None:
-    assert modern.set_up().returncode == 0
-    calls = modern.calls()
-    assert calls[0].startswith("install torch==2.13.0 ")
-    assert calls[1].startswith("install --requirement ")
-    assert calls[1].endswith("modern.txt")
-    assert calls[2] == f"install --no-deps --no-build-isolation --editable {modern.root}"
-    assert [call.split()[0] for call in calls[3:]] == ["download", "wheel", "install"]
-    assert not any("petastorm" in call or "lock.txt" in call for call in calls)
-    assert modern.set_up().stdout == "set-up: .venv-modern is up to date\n"
-
-
-def test_spark35_is_the_other_environment_behind_a_spark_of_its_own(
-    checkout: Checkout, spark35: Checkout
+def test_floor_is_the_environment_behind_older_packages_of_its_own(
+    checkout: Checkout, floor: Checkout
 ) -> None:
-    done = spark35.set_up()
+    done = floor.set_up()
     assert done.returncode == 0, done.stderr
-    assert spark35.calls() == [f"install --no-deps --requirement {spark35.root / OLDEST}"]
+    assert floor.calls() == [f"install --no-deps --requirement {floor.root / FLOOR}"]
     assert checkout.calls()[0].startswith("install torch==2.13.0 "), "the one that it sees comes first"
-    link = spark35.packages / "base.pth"
+    link = floor.packages / "base.pth"
     (checkout.packages / "of_the_base.py").touch()
     code = f"import site; site.addsitedir({str(link.parent)!r}); import of_the_base"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert spark35.set_up().stdout.splitlines() == [
+    assert floor.set_up().stdout.splitlines() == [
         "set-up: .venv is up to date",
-        "set-up: .venv-spark35 is up to date",
+        "set-up: .venv-floor is up to date",
     ]
-
-
-def test_environments_share_the_wheel_and_no_stamp(
-    checkout: Checkout, modern: Checkout, spark35: Checkout
-) -> None:
-    checkout.set_up()
-    before = checkout.stamp()
-    for other, installs in ((modern, 4), (spark35, 1)):
-        assert other.set_up().returncode == 0
-        assert [call.split()[0] for call in other.calls()] == ["install"] * installs
-        assert checkout.stamp() == before
-        assert other.stamp()["inputs"] != before["inputs"]
-    assert modern.stamp()["horovod"] == before["horovod"]
 
 
 @pytest.mark.parametrize(
     ("changed", "concerned"),
     [
-        (LOCK, {".venv", ".venv-spark35"}),
-        ("requirements/petastorm.txt", {".venv", ".venv-spark35"}),
-        (OLDEST, {".venv-spark35"}),
-        ("requirements/modern.txt", {".venv-modern"}),
-        ("requirements/horovod.txt", {".venv", ".venv-modern", ".venv-spark35"}),
-        ("pyproject.toml", {".venv", ".venv-modern", ".venv-spark35"}),
+        (LOCK, {".venv", ".venv-floor"}),
+        ("requirements/petastorm.txt", {".venv", ".venv-floor"}),
+        ("requirements/horovod.txt", {".venv", ".venv-floor"}),
+        ("pyproject.toml", {".venv", ".venv-floor"}),
+        (FLOOR, {".venv-floor"}),
     ],
 )
 def test_changed_input_runs_its_own_environments(
-    changed: str, concerned: set[str], checkout: Checkout, modern: Checkout, spark35: Checkout
+    changed: str, concerned: set[str], checkout: Checkout, floor: Checkout
 ) -> None:
-    environments = (checkout, modern, spark35)
+    environments = (checkout, floor)
     for each in environments:
         each.set_up()
         each.calls()
@@ -463,30 +432,18 @@ def test_changed_input_runs_its_own_environments(
     assert {each.name for each in environments if each.calls()} == concerned
 
 
-def test_one_run_builds_one_environment(checkout: Checkout) -> None:
-    done = run_script(checkout.root, "--modern", "--spark35", env=environment())
-    assert done.returncode == 2
-    assert "not allowed with argument" in done.stderr
-
-
 def pins(file: Path) -> dict[str, str]:
     """The versions that a requirements file pins, by the package's name."""
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", file.read_text(), flags=re.M))
 
 
-def test_modern_pins_differ_only_where_petastorm_holds_the_lock_back() -> None:
-    lock, modern = pins(ROOT / LOCK), pins(ROOT / "requirements" / "modern.txt")
-    assert set(modern) <= set(lock)
-    assert {name for name in modern if modern[name] != lock[name]} == {
-        "numpy",
-        "pandas",
-        "pyarrow",
-        "pyspark",
-    }
-
-
-def test_spark35_differs_only_by_spark_and_what_spark_pins() -> None:
-    lock, oldest = pins(ROOT / LOCK), pins(ROOT / OLDEST)
-    assert set(oldest) == {"py4j", "pyspark"}
-    assert oldest["pyspark"].startswith("3.5.")
-    assert all(oldest[name] != lock[name] for name in oldest)
+def test_the_floor_runs_the_lower_bounds() -> None:
+    """Each package that the floor has of its own is the oldest release line that pyproject.toml admits."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    admitted = [*project["dependencies"], *project["optional-dependencies"]["petastorm"]]
+    bounds = dict(requirement.split(">=") for requirement in admitted)
+    floor = pins(ROOT / FLOOR)
+    # These two are asked for by the oldest Spark and the oldest pandas.
+    assert set(floor) - set(bounds) == {"py4j", "pytz"}
+    for name in set(floor) & set(bounds):
+        assert f"{floor[name]}.".startswith(f"{bounds[name]}."), name

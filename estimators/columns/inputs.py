@@ -42,7 +42,7 @@ class ModelInput:
     """One argument of `forward`, as the shards held it.
 
     Attributes:
-        column: The column of the shards; None in models of format 1, which did not keep it.
+        column: The column of the shards; None where the shards are not known.
         part: What follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether nulls were kept in the shards, as zeros; they are no invalid rows then.
     """
@@ -55,12 +55,6 @@ class ModelInput:
         """Returns the input as JSON values."""
         column = self.column.to_json() if self.column is not None else None
         return {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ModelInput:
-        """Reads what `to_json` returned."""
-        column = ShardColumn.from_json(data["column"]) if data["column"] is not None else None
-        return ModelInput(column=column, part=data["part"], fills_nulls=data["fills_nulls"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _REMEDY = (
     "set spark.executor.resource.gpu.amount to the GPUs of an executor and spark.task.resource.gpu.amount=1, "
@@ -34,10 +33,6 @@ class Claim:
     host: str
     addresses: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Claim:
-        return cls(host=value["host"], addresses=tuple(value["addresses"]), visible=tuple(value["visible"]))
 
 
 def visible_devices() -> tuple[str, ...]:

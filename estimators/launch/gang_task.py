@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.training.phase import Status
+from ringspark.pipelines.typed_json import record
 
 # Gets the connected collective, this rank's device and the status to keep; returns a short text.
 Work = Callable[[Collective, str, Status], str]
@@ -86,7 +87,7 @@ class GangTask:
     pulse: Pulse | None = None
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in batches:
             pass
         from pyspark import BarrierTaskContext
@@ -149,7 +150,7 @@ class GangTask:
             if any(entry["problem"] for entry in told):
                 raise CollectiveError("another rank could not start")
             status.phase = "choosing the devices"
-            device = self._device([Claim.from_json(entry["claim"]) for entry in told], context)
+            device = self._device([record(Claim, entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
             collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)

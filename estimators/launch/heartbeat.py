@@ -25,6 +25,7 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.run.owner import read_owner
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object, record
 
 LONGEST_INTERVAL_SECONDS = 5.0
 # Often enough to leave quickly where the parent died or the work is done.
@@ -69,16 +70,11 @@ class Beat:
     def from_json(cls, data: bytes) -> Beat | None:
         """The beat, None where the text is none."""
         try:
-            values = json.loads(data)
-            beat = cls(**values)
             # Checked here, since whoever may write into the folder may write nonsense.
-            numbers = (beat.rank, beat.task, beat.pid, beat.launch, beat.ticks, beat.beats)
-            texts = (beat.token, beat.host, beat.phase, beat.failure or "")
-            if not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
-                return None
+            beat = record(cls, parse_object(data))
             if beat.failure is not None:
                 Failure.from_json(beat.failure)
-        except (ValueError, TypeError, RecursionError):
+        except ValueError:
             return None
         return beat
 
@@ -200,10 +196,10 @@ class Heartbeat:
             owner = read_owner(self._pulse.run_uri)
             if owner is None:
                 return
-            if owner["token"] != self._pulse.token:
+            if owner.token != self._pulse.token:
                 self._status.stop(
                     f"another driver has taken over the run in {self._pulse.run_uri!r}; "
                     "let one driver alone work on a run"
                 )
-            elif int(owner["launch"]) > self._pulse.launch:
+            elif owner.launch > self._pulse.launch:
                 self._status.stop("the driver has started the workers again without this one")

@@ -26,7 +26,7 @@ _PRELOADED = (
     "torch._dynamo",
     "torch.distributed",
     "horovod.torch",
-    "petastorm",
+    "ringspark.pipelines.readers.petastorm_reader",
     "ringspark.estimators.launch.gang_task",
     "ringspark.estimators.training.worker",
 )
@@ -41,7 +41,7 @@ def main() -> None:
 
     # The collector would write into every object, and so copy the memory that the forks share.
     gc.freeze()
-    manager()  # type: ignore[no-untyped-call]
+    manager()
 
 
 def _preload() -> None:

@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringspark.estimators import run_layout
@@ -21,7 +22,7 @@ from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, steps_in
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import parse_object
+from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
 
 _logger = logging.getLogger(__name__)
 
@@ -74,6 +75,20 @@ def make_way(uri: str, resume: bool | None) -> None:
     storage.remove(uri, recursive=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The content of `run.json`.
+
+    Attributes:
+        identity: See `run_identity`.
+        rows_key: What tells the rows of its DataFrame from others, within one Spark application.
+    """
+
+    identity: dict[str, Any]
+    rows_key: str | None = None
+    format_version: int = FORMAT_VERSION
+
+
 class RunFolder:
     """One fit's hold on a run directory.
 
@@ -108,7 +123,7 @@ class RunFolder:
             write_owner(folder.uri, folder.token, 0)
         return folder
 
-    def identity(self) -> dict[str, Any] | None:
+    def identity(self) -> Begun | None:
         """What the run was begun with, None where none was.
 
         Raises:
@@ -116,17 +131,18 @@ class RunFolder:
         """
         uri = storage.join(self.uri, run_layout.IDENTITY)
         try:
-            values = parse_object(storage.read_bytes(uri))
-            if values["format_version"] > FORMAT_VERSION or not isinstance(values["identity"], dict):
-                raise ValueError(f"its format is {values['format_version']}, of a later ringspark")
+            return record(Begun, versioned(storage.read_bytes(uri), FORMAT_VERSION))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except NewerFormatError as error:
+            raise ValueError(
+                f"the run in {self.uri!r} cannot be resumed: {error}, or give another folder"
+            ) from None
+        except ValueError as error:
             raise ValueError(
                 f"the run in {self.uri!r} cannot be resumed: {run_layout.IDENTITY} is damaged ({error}); "
                 "give another folder"
             ) from None
-        return dict(values)
 
     def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
         """Writes what the run is, or checks that it is still that. From now on it is this driver's.
@@ -136,7 +152,7 @@ class RunFolder:
         """
         known = self.identity()
         if known is not None:
-            changed = differences(known["identity"], identity)
+            changed = differences(known.identity, identity)
             if changed:
                 raise self.refusal(changed)
         if self.result() is not None:
@@ -145,8 +161,7 @@ class RunFolder:
         write_owner(self.uri, self.token, 0)
         storage.write_atomic(storage.join(self.uri, run_layout.CONFIG), config.to_json().encode())
         if known is None:
-            values = {"format_version": FORMAT_VERSION, "identity": identity, "rows_key": rows_key}
-            data = json.dumps(values, indent=1).encode()
+            data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
 
     def refusal(self, changed: list[str]) -> ValueError:
@@ -202,7 +217,7 @@ class RunFolder:
             return ""
         with suppress(OSError):
             owner = read_owner(self.uri)
-            if owner is not None and owner["token"] != self.token:
+            if owner is not None and owner.token != self.token:
                 return ""  # another driver's by now
             if self.is_given and self.has_checkpoint():
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"

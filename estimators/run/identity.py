@@ -98,9 +98,9 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
         return found
     for split in sorted(old.stats.keys() & new.stats.keys()):
         for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
-            before, now = (m.stats[split][name].without_sketch().to_json() for m in (old, new))
+            before, now = (m.stats[split][name].without_overflows().to_json() for m in (old, new))
             for key in sorted(before.keys() | now.keys()):
-                if key not in ("sketch", "distinct") and not _equal(before.get(key), now.get(key)):
+                if not _equal(before.get(key), now.get(key)):
                     found.append(
                         f"{key} of column {name!r}: {_short(before.get(key))} -> {_short(now.get(key))}"
                     )

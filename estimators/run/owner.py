@@ -7,24 +7,35 @@ another token, or a later launch, and ends (`heartbeat`).
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object, record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The content of the file.
+
+    Attributes:
+        token: The driver's.
+        launch: How often that driver had started the workers before.
+    """
+
+    token: str
+    launch: int
 
 
 def write_owner(run_uri: str, token: str, launch: int) -> None:
     """Takes the run: ranks of other drivers, and of earlier launches, end. Runs on the driver."""
-    data = json.dumps({"token": token, "launch": launch}).encode()
+    data = json.dumps(asdict(Owner(token=token, launch=launch))).encode()
     storage.write_atomic(storage.join(run_uri, run_layout.OWNER), data)
 
 
-def read_owner(run_uri: str) -> dict[str, Any] | None:
-    """Token and launch of the driver that runs it now, None where there is none."""
+def read_owner(run_uri: str) -> Owner | None:
+    """The driver that runs it now, None where there is none."""
     try:
-        owner = json.loads(storage.read_bytes(storage.join(run_uri, run_layout.OWNER)))
-    except (FileNotFoundError, NotADirectoryError):
+        return record(Owner, parse_object(storage.read_bytes(storage.join(run_uri, run_layout.OWNER))))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    except ValueError:
-        return None
-    return owner if isinstance(owner, dict) and {"token", "launch"} <= owner.keys() else None

@@ -15,6 +15,7 @@ from ringspark.estimators import run_layout
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.reuse.source_files import path_states
+from ringspark.pipelines.typed_json import fit, parse
 
 
 class ShardStates:
@@ -57,9 +58,10 @@ class ShardStates:
     def _known(self) -> dict[str, str]:
         """The states written down; what cannot be read as such is none, and its file is read whole."""
         with suppress(FileNotFoundError, ValueError):
-            values = json.loads(storage.read_bytes(self._uri))
-            if isinstance(values, dict):
-                return {str(path): str(state) for path, state in values.items()}
+            states: dict[str, str] = fit(
+                dict[str, str], parse(storage.read_bytes(self._uri)), run_layout.SHARD_STATES
+            )
+            return states
         return {}
 
     def _states(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A resumed training reads the very files that it began with: another write of the same DataFrame may put
 its rows in another order. That the DataFrame still has those rows is known by its plan and source files
-where Spark tells enough of them (`pipelines.reuse`); otherwise it is written once more and compared.
+within one Spark application (`pipelines.reuse`); otherwise it is written once more and compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
     if not storage.exists(storage.join(uri, "manifest.json")):
         raise run.refusal(["data: shards given to fitOnShards -> a DataFrame"])
     manifest = ShardManifest.load(uri)
-    if key is None or key != known.get("rows_key"):
+    if key is None or key != known.rows_key:
         again = storage.join(run.uri, f"{run_layout.SHARDS}-{uuid.uuid4().hex[:12]}")
         try:
             changed = data_differences(manifest, data.write(dataset, again))

@@ -6,9 +6,9 @@
     weights/              models only: a checkpoint (safetensors + JSON)
     objects.pkl           only where a Param holds Python code: an nn.Module, a callable
 
-`ringspark.json` is written last: its presence says that all of the stage is here. Version 1, which had
-one `output_width` and no inputs, is read too. A saved model's `objects.pkl` holds its nn.Module without
-weights, they are in `weights/`; an estimator's holds the module as it was given.
+`ringspark.json` is written last: its presence says that all of the stage is here. A saved model's
+`objects.pkl` holds its nn.Module without weights, they are in `weights/`; an estimator's holds the module
+as it was given.
 
 Without `objects.pkl` nothing is unpickled on load. With it, loading runs code of whoever wrote the
 file, so it needs an explicit yes: the environment variable RINGSPARK_ALLOW_PICKLE=1.
@@ -22,6 +22,8 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import pyspark
@@ -34,7 +36,7 @@ from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import parse_object
+from ringspark.pipelines.typed_json import NewerFormatError, parse_object, record, versioned
 
 FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
@@ -47,6 +49,20 @@ ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 _METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
 
 Stage = TypeVar("Stage", bound=Any)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """The content of `ringspark.json`; that of a model has more.
+
+    Attributes:
+        model: The model's spec as JSON; None where the model is no ModelSpec.
+        objects: Names of the Params in `objects.pkl`.
+    """
+
+    model: str | None
+    objects: tuple[str, ...]
+    format_version: int = FORMAT_VERSION
 
 
 class StageWriter(MLWriter):
@@ -146,40 +162,30 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         cast(Any, stage)._resetUid(metadata["uid"])
         try:
             DefaultParamsReader.getAndSetParams(stage, metadata)
-            if description["model"] is not None:
-                stage._set(model=ModelSpec.from_json(description["model"]))
-            if description["objects"]:
-                stage._set(**_load_objects(path, uri, description["objects"]))
+            if description.model is not None:
+                stage._set(model=ModelSpec.from_json(description.model))
+            if description.objects:
+                stage._set(**_load_objects(path, uri, description.objects))
             if hasattr(stage, "_restore"):
                 stage._restore(uri, description)
         except (LookupError, TypeError, AttributeError, OverflowError, AssertionError) as error:
             raise _damaged(path, error) from error
         return stage
 
-    def _describe(self, path: str, uri: str) -> dict[str, Any]:
+    def _describe(self, path: str, uri: str) -> Description:
         file = storage.join(uri, DESCRIPTION)
         if not storage.exists(file):
             raise ValueError(
                 f"{path} holds no saved {self._cls.__name__} ({DESCRIPTION} is missing); "
                 "give the folder that save() wrote"
             )
+        known: type[Description] = getattr(self._cls, "_description", Description)
         try:
-            description = parse_object(storage.read_bytes(file), allow_nan=True)
-            version = description["format_version"]
-            if type(version) is not int or version < 1:
-                raise ValueError(f"format_version must be a whole number from 1, got {version!r}")
-            if not isinstance(description["model"], str | None):
-                raise ValueError("model must be a text")
-            if not all(isinstance(name, str) for name in description["objects"]):
-                raise ValueError("objects must be a list of names")
-        except (ValueError, KeyError, TypeError) as error:
+            return record(known, versioned(storage.read_bytes(file), FORMAT_VERSION, allow_nan=True))
+        except NewerFormatError as error:
+            raise ValueError(f"{path} cannot be loaded: {error}") from None
+        except ValueError as error:
             raise _damaged(path, error) from error
-        if version > FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has stage format {version}, this ringspark reads up to "
-                f"{FORMAT_VERSION}; upgrade ringspark"
-            )
-        return description
 
 
 def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
@@ -258,10 +264,10 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _load_objects(path: str, uri: str, names: list[str]) -> dict[str, Any]:
+def _load_objects(path: str, uri: str, names: Sequence[str]) -> dict[str, Any]:
     if os.environ.get(ALLOW_PICKLE) != "1":
         raise ValueError(
-            f"{path} holds pickled Python code for {names}, which runs when it is loaded; if you trust "
+            f"{path} holds pickled Python code for {list(names)}, which runs when it is loaded; if you trust "
             f"whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
         )
     file = storage.join(uri, OBJECTS)

@@ -10,6 +10,18 @@ import pandas as pd
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
+from ringspark.pipelines.typed_json import parse_object, record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a finished run has written down: the result of rank 0, and why the workers were started again."""
+
+    result: TrainResult
+    restarts: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +87,16 @@ class TrainingSummary:
             stop_reason=result.stop_reason,
             run_uri=result.run_uri,
             restart_reasons=restarts,
-            resumed_steps=tuple(getattr(result, "resumed_steps", ())),
-            checkpoint_errors=tuple(getattr(result, "checkpoint_errors", ())),
-            non_finite=tuple(str(step) for step in getattr(result, "non_finite", ())),
+            resumed_steps=result.resumed_steps,
+            checkpoint_errors=result.checkpoint_errors,
+            non_finite=tuple(map(str, result.non_finite)),
         )
 
     @classmethod
     def of_run(cls, finished: str) -> tuple[TrainingSummary, TrainResult]:
         """From what a finished run has written down: its result, and why it was started again."""
-        values = json.loads(finished)
-        result = TrainResult.from_json(json.dumps(values["result"]))
-        return cls.of(result, tuple(values["restarts"])), result
+        found = record(Finished, parse_object(finished, allow_nan=True))
+        return cls.of(found.result, found.restarts), found.result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainingSummary:
-        values = {**values, "epochs": tuple(EpochRecord(**record) for record in values["epochs"])}
-        # Models saved before these were known lack them; JSON has lists where the summary has tuples.
-        for name in ("restart_reasons", "resumed_steps", "checkpoint_errors", "non_finite"):
-            values[name] = tuple(values.get(name, ()))
-        return cls(**values)

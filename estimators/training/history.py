@@ -19,7 +19,7 @@ from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import parse, parse_object, record
+from ringspark.pipelines.typed_json import fit, parse, parse_object, record
 
 _log = logging.getLogger(__name__)
 
@@ -145,10 +145,8 @@ def read_history(run_uri: str) -> list[EpochRecord]:
 def parse_history(text: bytes) -> list[EpochRecord]:
     """The epochs from the bytes of their file; ValueError where it is damaged."""
     # A loss that overflowed is NaN there.
-    entries = parse(text, allow_nan=True)
-    if not isinstance(entries, list):
-        raise ValueError(f"{run_layout.HISTORY} is damaged: it holds no list; give another run folder")
-    return [record(EpochRecord, entry) for entry in entries]
+    records: list[EpochRecord] = fit(list[EpochRecord], parse(text, allow_nan=True), run_layout.HISTORY)
+    return records
 
 
 def read_progress(run_uri: str) -> Progress | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -43,10 +43,6 @@ class NonFiniteStep:
             return f"{where}: the summed gradients are not finite, {self.action}"
         ranks = ", ".join(str(rank) for rank in self.ranks)
         return f"{where}: the loss of rank {ranks} is not finite, {self.action}"
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> NonFiniteStep:
-        return cls(**{**values, "ranks": tuple(int(rank) for rank in values["ranks"])})
 
 
 class RollBackError(Exception):

@@ -41,6 +41,7 @@ from ringspark.models.generators import shared_generators_kept
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.readers import ShardReader
+from ringspark.pipelines.typed_json import parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +74,7 @@ class TrainResult:
 
     @classmethod
     def from_json(cls, text: str) -> TrainResult:
-        values = json.loads(text)
-        values["lost_state"] = tuple(values["lost_state"])
-        values["history"] = tuple(EpochRecord(**entry) for entry in values["history"])
-        for name in ("resumed_steps", "checkpoint_errors"):
-            values[name] = tuple(values.get(name, ()))
-        values["non_finite"] = tuple(
-            NonFiniteStep.from_values(entry) for entry in values.get("non_finite", ())
-        )
-        return cls(**values)
+        return record(cls, parse_object(text, allow_nan=True))
 
 
 def train_worker(

@@ -115,7 +115,7 @@ def _numpy_state() -> tuple[Any, ...]:
     always copied. Without one, the memory must change before one waits again.
     """
     global _latest_numpy_bytes
-    generator = np.random.get_bit_generator()
+    generator = np.random.mtrand.get_bit_generator()
     memory = b""
     if isinstance(generator, np.random.MT19937):
         memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)

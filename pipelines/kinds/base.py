@@ -62,11 +62,9 @@ class Kind(ABC):
 
     Attributes:
         tag: The kind's name in the manifest.
-        counts_distinct: Whether an estimate of distinct values is worth its time.
     """
 
     tag: ClassVar[str]
-    counts_distinct: ClassVar[bool] = False
 
     # ------------------------------------------------------------- on the driver, before the write
 

@@ -48,7 +48,6 @@ class Scalar(Kind):
     """
 
     tag: ClassVar[str] = "scalar"
-    counts_distinct: ClassVar[bool] = True
     dtype: str = ""
 
     def adopt(self, name: str, data_type: DataType) -> Self:

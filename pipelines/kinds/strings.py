@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 class _Ids(Kind):
     """Strings as int64 ids; a batch holds (rows,)."""
 
-    counts_distinct: ClassVar[bool] = True
-
     @property
     def dtype(self) -> str:
         """The dtype of ids."""

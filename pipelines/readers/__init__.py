@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import cast
 
@@ -23,9 +22,6 @@ READERS: dict[str, str] = {
 """Engine name -> "module:class". By name, so that Petastorm is imported only where it is used."""
 
 DEFAULT_CACHE_BYTES = 2 << 30
-
-# Petastorm reads through pyarrow's legacy dataset and uses np.unicode_: both are gone since.
-_PETASTORM_LIMITS = {"pyarrow": 15, "numpy": 2}
 
 __all__ = ["READERS", "Batch", "ShardReader", "check_engine", "default_engine", "open_reader"]
 
@@ -51,7 +47,7 @@ def open_reader(
         num_shards: How many readers share every batch.
         batch_size: Rows per step over all shards.
         seed: Any whole number; the same on all shards.
-        engine: A key of `READERS`; by default "petastorm" where it can run, otherwise "arrow". All
+        engine: A key of `READERS`; by default "petastorm" where it is installed, otherwise "arrow". All
             engines give the same bytes.
         shuffle: False keeps the order of the files.
         cache: "memory" or "disk" keeps decoded row groups for the epochs that follow; None reads the
@@ -83,26 +79,17 @@ def open_reader(
 
 
 def check_engine(engine: str) -> None:
-    """Raises ValueError if the engine is unknown or cannot run here. Does not import it."""
+    """Raises ValueError if the engine is unknown or not installed. Does not import it."""
     if engine not in READERS:
         raise ValueError(f"reader must be one of {', '.join(sorted(READERS))}, got {engine!r}")
-    if engine != "petastorm":
-        return
-    if find_spec("petastorm") is None:
+    if engine == "petastorm" and find_spec("petastorm") is None:
         raise ValueError(
             "reader 'petastorm' is not installed; pip install 'ringspark[petastorm]' or set reader='arrow'"
         )
-    for package, limit in _PETASTORM_LIMITS.items():
-        installed = version(package)
-        if int(installed.split(".")[0]) >= limit:
-            raise ValueError(
-                f"reader 'petastorm' needs {package} before version {limit}, got {installed}; "
-                "pip install 'ringspark[petastorm]' or set reader='arrow'"
-            )
 
 
 def default_engine() -> str:
-    """Returns "petastorm" where it can run, otherwise "arrow"."""
+    """Returns "petastorm" where it is installed, otherwise "arrow"."""
     try:
         check_engine("petastorm")
     except ValueError:

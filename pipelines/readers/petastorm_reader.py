@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import re
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from petastorm.arrow_reader_worker import ArrowReaderWorker
-from petastorm.reader import Reader
-from petastorm.workers_pool import EmptyResultError
-from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
-from pyarrow.filesystem import DaskFileSystem, LocalFileSystem
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.readers.base import ShardReader
+from ringspark.pipelines.readers.petastorm_compat import Files, petastorm_importable
 from ringspark.pipelines.readers.prefetch import Closed, closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.readers.retry import may_pass
+
+with petastorm_importable():
+    from petastorm.arrow_reader_worker import ArrowReaderWorker
+    from petastorm.reader import Reader
+    from petastorm.workers_pool import EmptyResultError
+    from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
 
 # Row groups that Petastorm holds in advance.
 _READ_AHEAD = 4
@@ -45,12 +46,6 @@ class PetastormReader(ShardReader):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tails = Tails()
-        # Petastorm uses pyarrow's legacy dataset, which warns at every call, in several threads:
-        # catch_warnings is not safe there. Only warnings about Petastorm's own lines are dropped.
-        for category in (FutureWarning, DeprecationWarning):
-            warnings.filterwarnings(
-                "ignore", category=category, module=rf"petastorm\.|{re.escape(__name__)}$"
-            )
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups in order, read ahead by one Petastorm worker thread."""
@@ -76,8 +71,8 @@ class PetastormReader(ShardReader):
         """Returns how many row groups the manifest says that the file of a row group has."""
         return len(self._located[index][0].row_groups)
 
-    def legacy_filesystem(self) -> Any:
-        """Returns the file system in the only form in which pyarrow still opens a legacy dataset."""
+    def opened_files(self) -> Files:
+        """Returns the manifest's files in the form in which Petastorm opens them."""
         uri = self.manifest.uri
         if storage.is_local(uri):
             return _LocalFiles()
@@ -87,10 +82,8 @@ class PetastormReader(ShardReader):
             name = storage.join(uri, file.path)
             return lambda: RangeFile(name, file.num_bytes, self._tails, is_closed)
 
-        fs, folder = storage.filesystem(uri)
-        return _RemoteFiles(
-            fs, {storage.join(folder, file.path): opener(file) for file in self.manifest.files}
-        )
+        folder = storage.filesystem(uri)[1]
+        return _RemoteFiles({storage.join(folder, file.path): opener(file) for file in self.manifest.files})
 
     def _footer_error(self, error: Exception) -> Exception:
         """Petastorm reads all footers first and does not say over which file it stumbled."""
@@ -112,7 +105,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         named = {reader.locate(index)[0]: reader.row_groups_of(index) for index in indexes}
         self._row_groups = {storage.filesystem(uri)[1]: count for uri, count in named.items()}
         super().__init__(
-            reader.legacy_filesystem(),
+            reader.opened_files(),
             files,
             # Petastorm takes names as regular expressions.
             schema_fields=[f"^{re.escape(name)}$" for name in reader.stored_names],
@@ -138,30 +131,20 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         return storage.filesystem(uri)[1], row_group
 
 
-class _LocalFiles(LocalFileSystem):  # type: ignore[misc]
+class _LocalFiles(Files):
     """Opens Arrow's own files: Petastorm never closes them, these close without a warning."""
 
-    def open(self, path: str, mode: str = "rb") -> Any:
+    def open(self, path: str) -> Any:
         return pa.memory_map(path)
 
 
-class _RemoteFiles(DaskFileSystem):  # type: ignore[misc]
-    """The manifest's files in any fsspec file system; what they are is not asked for."""
+class _RemoteFiles(Files):
+    """The manifest's files in any fsspec file system."""
 
-    def __init__(self, fs: Any, openers: Mapping[str, Callable[[], RangeFile]]) -> None:
-        super().__init__(fs)
+    def __init__(self, openers: Mapping[str, Callable[[], RangeFile]]) -> None:
         self._openers = openers
 
-    def isfile(self, path: str) -> bool:
-        return path in self._openers
-
-    def isdir(self, path: str) -> bool:
-        return False
-
-    def exists(self, path: str) -> bool:
-        return path in self._openers
-
-    def open(self, path: str, mode: str = "rb") -> Any:
+    def open(self, path: str) -> RangeFile:
         return self._openers[path]()
 
 

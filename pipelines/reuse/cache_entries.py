@@ -17,10 +17,10 @@ import re
 import uuid
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import ShardManifest
+from ringspark.pipelines.typed_json import parse_object, record
 
 ENTRY_NAME = "entry.json"
 MARKER_NAME = ".ringspark-entry"
@@ -38,8 +38,6 @@ class Entry:
         key: SHA-256 of all that determines the rows.
         run: Folder of the valid shards, inside the entry's folder.
         refusal: Why these shards must not be reused; None if they may be.
-        application: Id of the Spark application that wrote them.
-        semantic_hash: The plan's `semanticHash()`; means something within `application` only.
         created: When, in UTC, ISO 8601.
         rows: Rows of all splits.
         num_bytes: Bytes of all shards.
@@ -53,8 +51,6 @@ class Entry:
     key: str
     run: str
     refusal: str | None
-    application: str | None
-    semantic_hash: int | None
     created: str = ""
     rows: int = 0
     num_bytes: int = 0
@@ -162,9 +158,8 @@ def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
 def load_entry(folder: str) -> Entry | None:
     """Returns the entry in a folder; None if there is none that can be read."""
     try:
-        data: dict[str, Any] = json.loads(storage.read_bytes(storage.join(folder, ENTRY_NAME)))
-        entry = Entry(**{**data, "columns": tuple(data["columns"])})
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        entry = record(Entry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     names_match = entry.key.startswith(folder.rpartition("/")[2]) and _RUN.fullmatch(entry.run)
     return entry if names_match else None

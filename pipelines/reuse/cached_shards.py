@@ -1,14 +1,13 @@
 """`cached_shards`: write the shards of a DataFrame, or return those that hold the same rows already.
 
-What makes the rows is hashed: the analysed plan, the schema, the settings, the session's
-configuration, and the state of every source file. Never who the DataFrame is: `id(df)` of a new
-DataFrame may be that of an old one. Where Spark does not tell enough to exclude other rows, nothing is
+What makes the rows is hashed: the plan as Spark knows it within one application, the schema, the settings,
+the session's configuration, and the state of every source file. Never who the DataFrame is: `id(df)` of a
+new DataFrame may be that of an old one. Where Spark does not tell enough to exclude other rows, nothing is
 reused. The risk is one-sided: a write too many costs time, a reuse too many trains on the wrong data.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
+from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.reuse import cache_entries
 from ringspark.pipelines.reuse.cache_entries import Entry
 from ringspark.pipelines.reuse.plan_fingerprint import PlanFingerprint, fingerprint
@@ -29,9 +28,6 @@ from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-# Raise it when the same key would mean other shards.
-KEY_VERSION = 1
 
 # Settings of the session that change how fast rows come, not which. All others count.
 _ONLY_SPEED = re.compile(
@@ -45,19 +41,28 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where the rows come from, at one moment."""
+    """Where the rows come from, at one moment.
+
+    Attributes:
+        plan: What Spark tells of the plan.
+        files: The states of its source files.
+        key: A digest of all that makes the rows; None where they must not be reused.
+        refusal: Why not.
+    """
 
     plan: PlanFingerprint
-    files: tuple[FileState, ...]
-    refusal: str | None
+    files: tuple[FileState, ...] = ()
+    key: str | None = None
+    refusal: str | None = None
 
 
 def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) -> ShardManifest:
     """Returns shards of `df` from the cache in `root`; writes them where there are none. Runs on the driver.
 
-    The same plan over unchanged files, with the same settings, is written once. Rows that could come
-    out differently the next time (data in memory, random numbers, the clock, Python functions, tables
-    without files) are written on every call, and one logged line says why.
+    The same plan over unchanged files, with the same settings, is written once in a Spark application:
+    another one cannot tell that the plan is the same. Rows that could come out differently the next time
+    (data in memory, random numbers, the clock, Python functions, tables without files) are written on
+    every call, and one logged line says why.
 
     Args:
         df: As for `write_shards`.
@@ -77,26 +82,20 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
     if df.isStreaming:
         raise ValueError("cached_shards takes a batch DataFrame; call write_shards in foreachBatch")
     root = storage.normalize(root)
-    described = _canonical(settings)
-    source = _source(df)
-    refusal = source.refusal
-    if " at 0x" in described:
-        refusal = "a setting has no text that tells its value"
-    entry = _entry(df, source, described, refusal)
-    if entry.refusal is None:
-        entry, found = _find(root, entry)
-        if found is not None:
-            _logger.info("the shards in %r are used again", found.uri)
-            return found
-    else:
-        _logger.warning("the shards are written anew and not reused: %s", entry.refusal)
-    return _write(df, root, entry, source, settings)
+    source = _source(df, settings)
+    if source.key is None:
+        _logger.warning("the shards are written anew and not reused: %s", source.refusal)
+    elif (found := _find(root, source.key)) is not None:
+        _logger.info("the shards in %r are used again", found.uri)
+        return found
+    return _write(df, root, source, settings)
 
 
 def rows_key(df: DataFrame, **settings: Any) -> str | None:
     """A digest of all that makes the rows of `df`, for comparison with an earlier one.
 
-    Equal digests mean equal rows; different ones need not mean different rows. Runs on the driver.
+    Equal digests mean equal rows; different ones need not mean different rows, and in two applications
+    they always differ. Runs on the driver.
 
     Args:
         settings: What else decides which rows are meant.
@@ -104,129 +103,98 @@ def rows_key(df: DataFrame, **settings: Any) -> str | None:
     Returns:
         None where Spark does not tell enough: see `cached_shards`.
     """
-    source = _source(df)
-    described = _canonical(settings)
-    if source.refusal is not None or " at 0x" in described:
+    return _source(df, settings).key
+
+
+def _find(root: str, key: str) -> ShardManifest | None:
+    """Returns the shards of this key if they are there and whole."""
+    folder = cache_entries.folder_of(root, key)
+    stored = cache_entries.load_entry(folder)
+    if stored is None or stored.key != key or stored.refusal is not None:
         return None
-    entry = _entry(df, source, described, None)
-    return entry.key if entry.refusal is None else None
-
-
-def _find(root: str, entry: Entry) -> tuple[Entry, ShardManifest | None]:
-    """Returns the entry, with its final key, and its shards if they are there and whole."""
-    stored = cache_entries.load_entry(cache_entries.folder_of(root, entry.key))
-    if (
-        stored is not None
-        and stored.application == entry.application is not None
-        and stored.semantic_hash != entry.semantic_hash
-    ):
-        # Equal texts, yet Spark knows a difference, such as another option of the reader.
-        entry = _scoped(entry)
-        stored = cache_entries.load_entry(cache_entries.folder_of(root, entry.key))
-    if stored is None or stored.key != entry.key or stored.refusal is not None:
-        return entry, None
-    uri = storage.join(cache_entries.folder_of(root, entry.key), stored.run)
+    uri = storage.join(folder, stored.run)
     try:
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
     except ValueError as error:
         # Not removed: the fault may be this machine's, and another process may be reading them.
         _logger.warning("the cached shards in %r are damaged and written anew: %s", uri, error)
-        return entry, None
-    return entry, manifest
+        return None
+    return manifest
 
 
-def _write(
-    df: DataFrame, root: str, entry: Entry, source: _Source, settings: Mapping[str, Any]
-) -> ShardManifest:
+def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any]) -> ShardManifest:
     storage.check_writable(root)
-    run = cache_entries.begin(root, entry.key)
-    uri = storage.join(cache_entries.folder_of(root, entry.key), run)
+    key, refusal = source.key or _digest(uuid.uuid4().hex), source.refusal
+    run = cache_entries.begin(root, key)
+    uri = storage.join(cache_entries.folder_of(root, key), run)
     try:
         manifest = write_shards(df, uri, **settings)
-        entry = dataclasses.replace(entry, run=run)
-        if entry.refusal is None:
-            after = _source(df)
-            if after != source:
-                entry = dataclasses.replace(entry, refusal="its source files changed during the write")
-                _logger.warning("source files changed while the shards in %r were written; not reused", uri)
-            else:
-                _, theirs = _find(root, entry)
-                if theirs is not None:
-                    # Another writer of the same rows was faster: one copy is enough.
-                    cache_entries.abandon(root, entry.key, run)
-                    return theirs
+        if refusal is None:
+            if _source(df, settings) != source:
+                refusal = "its source changed during the write"
+                _logger.warning("the source changed while the shards in %r were written; not reused", uri)
+            elif (theirs := _find(root, key)) is not None:
+                # Another writer of the same rows was faster: one copy is enough.
+                cache_entries.abandon(root, key, run)
+                return theirs
+        entry = Entry(
+            key=key,
+            run=run,
+            refusal=refusal,
+            plan=source.plan.text,
+            plan_summary=source.plan.summary,
+            settings=_canonical(settings),
+            sources=_summary(source.files),
+        )
         cache_entries.publish(root, entry, manifest)
     except BaseException:
-        cache_entries.abandon(root, entry.key, run)
+        cache_entries.abandon(root, key, run)
         raise
     return manifest
 
 
-def _source(df: DataFrame) -> _Source:
+def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
     """Asks Spark for the plan and its files, and the storage for the files' state."""
     plan = fingerprint(df)
     if plan.refusal is not None:
-        return _Source(plan=plan, files=(), refusal=plan.refusal)
+        return _Source(plan=plan, refusal=plan.refusal)
     try:
         files = file_states(df.inputFiles())
     except (OSError, ValueError, ImportError) as error:
-        return _Source(plan=plan, files=(), refusal=f"its source files cannot be checked ({error})")
+        return _Source(plan=plan, refusal=f"its source files cannot be checked ({error})")
     least, most = plan.size_range
+    application = df.sparkSession.conf.get("spark.app.id", None)
+    described = _canonical(settings)
     refusal = None
     if not least <= total_bytes(files) <= most:
         # Spark would read the files by the old listing: a file that grew, only up to its old size.
         refusal = "its files are not those it was made from; build the DataFrame again"
-    return _Source(plan=plan, files=files, refusal=refusal)
-
-
-def _entry(df: DataFrame, source: _Source, settings: str, refusal: str | None) -> Entry:
-    """The entry of these rows, before it is written."""
-    application = df.sparkSession.conf.get("spark.app.id", None)
-    plan = source.plan
+    elif application is None:
+        refusal = "the session has no application id, and its plan means nothing in another application"
+    elif " at 0x" in described:
+        refusal = "a setting has no text that tells its value"
+    if refusal is not None:
+        return _Source(plan=plan, files=files, refusal=refusal)
     parts = {
-        "version": [KEY_VERSION, FORMAT_VERSION],
-        "plan": plan.text,
-        "read_schemas": plan.read_schemas,
+        "application": application,
+        "plan": [plan.semantic_hash, plan.text],
         "schema": df.schema.json(),
-        "settings": settings,
+        "settings": described,
         "session": _session(df.sparkSession),
-        "files": source.files,
+        "files": files,
     }
-    if refusal is None and not plan.is_portable and application is None:
-        refusal = "its plan's text is ambiguous and the session has no application id"
-    entry = Entry(
-        key=_digest(parts) if refusal is None else _digest(uuid.uuid4().hex),
-        run="",
-        refusal=refusal,
-        application=application,
-        semantic_hash=df.semanticHash() if refusal is None else None,
-        plan=plan.text,
-        plan_summary=plan.summary,
-        settings=settings,
-        sources=_summary(source.files),
-    )
-    return entry if plan.is_portable or refusal is not None else _scoped(entry)
+    return _Source(plan=plan, files=files, key=_digest(parts))
 
 
-def _scoped(entry: Entry) -> Entry:
-    """The same entry, recognised within its Spark application only: the hash means nothing outside."""
-    return dataclasses.replace(entry, key=_digest([entry.key, entry.application, entry.semantic_hash]))
-
-
-def _session(spark: SparkSession) -> dict[str, str | None]:
-    """What the session is set to, as far as it may change the rows."""
+def _session(spark: SparkSession) -> dict[str, str]:
+    """What the session is set to, as far as it may change the rows; defaults are the application's."""
     settings = {str(row[0]): str(row[1]) for row in spark.sql("SET").collect()}
-    kept: dict[str, str | None] = {
+    return {
         name: value
         for name, value in settings.items()
         if name.startswith("spark.sql.") and not _ONLY_SPEED.match(name)
     }
-    # Their defaults come from the machine and the release, so they count also where nobody set them.
-    for name in ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive"):
-        kept[name] = spark.conf.get(name)
-    kept["spark.version"] = spark.version
-    return kept
 
 
 def _canonical(value: Any) -> str:

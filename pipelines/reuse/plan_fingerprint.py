@@ -1,10 +1,8 @@
-"""What rows a DataFrame's plan yields, told by the text that Spark prints of it.
+"""What Spark tells of a DataFrame's plan: which rows it yields, and whether they may be used again.
 
-Text is all that Spark Classic and Spark Connect have in common, and all that stays the same in
-another process: `df.semanticHash()` differs in every JVM, for Parquet too. What the text leaves out
-is found elsewhere (types in the physical plan, sizes in the statistics) or makes the plan less
-trusted: `is_portable` is False where two plans of one text could differ, and `refusal` says why rows
-of this plan must never be used twice. `judge` is pure; only `explain` needs Spark.
+`df.semanticHash()` sees types and readers' options, which no text prints; it means something within one Spark
+application only. It is 32 bits wide, and `id > 3` and `id > -4` have the same one: so the plan's text counts
+beside it. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ringspark.pipelines.plan_grammar import KNOWN_FUNCTIONS, is_unambiguous
+from ringspark.pipelines.reuse.repeatable_functions import REPEATABLE_FUNCTIONS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -31,9 +29,7 @@ _NAMES = """
     RepartitionByExpression ResolvedHint Sort SubqueryAlias Union View Window WithCTE
 """
 _OPERATORS = frozenset(_NAMES.split())
-# These print their name without the reader's options, which change the rows of all but the first two.
-_PORTABLE_FORMATS = frozenset({"parquet", "orc"})
-_FORMATS = _PORTABLE_FORMATS | {"csv", "json"}
+_FORMATS = frozenset({"parquet", "orc", "csv", "json"})
 
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[.*\] (\w+)$")
 # A nested column, `NOT (...)` or `IN (...)` has a space before its parenthesis, a call has none.
@@ -44,7 +40,6 @@ _PYTHON = re.compile(
 )
 _SPECIAL_DATE = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b(?!#)", re.IGNORECASE)
 _LOCATION = re.compile(r"Location: (\w+)")
-_READ_SCHEMA = re.compile(r"Format: \w+,.*?ReadSchema: (.*)$", re.MULTILINE)
 _STATISTICS = re.compile(r"Relation .*Statistics\(sizeInBytes=([\d.]+) ([KMGTPE]i)?B\b")
 _VIEW_OF_OURS = re.compile(r"_pyspark_(?:connect_temp_view_)?[0-9a-f]{32}")
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
@@ -59,18 +54,15 @@ class PlanFingerprint:
 
     Attributes:
         text: The analysed plan; expression ids are numbered by first appearance.
-        read_schemas: Types that the file scans read, which the plan itself does not print.
+        semantic_hash: Spark's own, within the application; None where the rows must not be reused.
         size_range: Least and most bytes that Spark believes the source files to have: from the
             listing the DataFrame was made with, rounded as Spark prints it.
-        is_portable: Whether equal texts mean equal plans. Otherwise only the same Spark
-            application can tell, by `df.semanticHash()`.
         refusal: Why rows of this plan must not be reused; None if they may be.
     """
 
     text: str
-    read_schemas: tuple[str, ...] = ()
+    semantic_hash: int | None = None
     size_range: tuple[float, float] = (0.0, 0.0)
-    is_portable: bool = False
     refusal: str | None = None
 
     @property
@@ -82,7 +74,8 @@ class PlanFingerprint:
 
 def fingerprint(df: DataFrame) -> PlanFingerprint:
     """Returns what the plan of `df` tells. Runs no job."""
-    return judge(*explain(df))
+    found = judge(*explain(df))
+    return found if found.refusal is not None else replace(found, semantic_hash=df.semanticHash())
 
 
 def explain(df: DataFrame) -> tuple[str, str]:
@@ -118,13 +111,7 @@ def judge(extended: str, cost: str) -> PlanFingerprint:
         refusal = "Spark answers a part of it without reading its files"
     if refusal is not None:
         return PlanFingerprint(text=text, refusal=refusal)
-    formats = {match[1] for match in map(_RELATION.match, operators) if match}
-    return PlanFingerprint(
-        text=text,
-        read_schemas=tuple(sorted(set(_READ_SCHEMA.findall(physical)))),
-        size_range=_size_range(cost),
-        is_portable=formats <= _PORTABLE_FORMATS and is_unambiguous([_plain(line) for line in operators]),
-    )
+    return PlanFingerprint(text=text, size_range=_size_range(cost))
 
 
 def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | None:
@@ -148,7 +135,7 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
     for operator in operators:
         if _SUBQUERY.search(operator):
             return "it has a subquery, whose files Spark does not list"
-        if unknown := [name for name in _CALL.findall(operator) if name.lower() not in KNOWN_FUNCTIONS]:
+        if unknown := [name for name in _CALL.findall(operator) if name.lower() not in REPEATABLE_FUNCTIONS]:
             return f"it calls {unknown[0]!r}, which is not known to give the same result again"
         if _SPECIAL_DATE.search(operator) and re.search(r"date|time", operator, re.IGNORECASE):
             return "it may depend on today's date"

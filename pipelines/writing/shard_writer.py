@@ -106,14 +106,11 @@ class _Task:
         self._writers = {split: plan.new_file(number, split) for split in SPLITS}
         self._stats = {
             split: [
-                StatsCollector(
-                    is_scalar=isinstance(column.kind, Scalar), counts_distinct=column.kind.counts_distinct
-                )
-                for column in plan.stored_columns
+                StatsCollector(is_scalar=isinstance(column.kind, Scalar)) for column in plan.stored_columns
             ]
             for split in SPLITS
         }
-        self._indicator = StatsCollector(is_scalar=True, counts_distinct=False)
+        self._indicator = StatsCollector(is_scalar=True)
         self._indicator_nulls = 0
         self._rows = 0
         self._skipped = 0

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, check_frame, check_names, columns_from_spark, quote
 from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import Shape
@@ -38,7 +39,6 @@ from ringspark.pipelines.writing.shard_writer import (
     write_partition,
 )
 from ringspark.pipelines.writing.split import check_indicator, split_expression
-from ringspark.pipelines.writing.stats import ColumnStats
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

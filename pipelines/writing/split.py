@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.kinds.strings import check_seed
 from ringspark.pipelines.kinds.vector import canonical_vector, is_vector
-from ringspark.pipelines.writing.stats import ColumnStats
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

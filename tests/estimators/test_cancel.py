@@ -77,7 +77,7 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
             wait_for("a checkpoint", folder.has_checkpoint)
             owner = read_owner(str(run))
             assert owner is not None
-            beats = read_beats(str(run), NUM_WORKERS, owner["token"], owner["launch"])
+            beats = read_beats(str(run), NUM_WORKERS, owner.token, owner.launch)
             pids.extend(beat.pid for beat in beats)
         finally:
             cancel(spark)

@@ -18,7 +18,7 @@ from torch import nn
 from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchRegressionModel
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import changed_state, skeleton
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
     """The record is read, then another checkpoint takes the folder, then the tensors are mapped."""
     uri, module = str(tmp_path / "c"), nn.Linear(2, 1)
     info = save_checkpoint(uri, module)
-    read = safetensors_file.read
+    read = tensor_file.read
 
     def replace_first(path: str, device: str) -> Any:
         save_checkpoint(uri, nn.Linear(2, 1))
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
 
     before = module.weight.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "read", replace_first)
+        patch.setattr(tensor_file, "read", replace_first)
         with pytest.raises(ValueError, match="holds the weights of another model by now"):
             map_checkpoint(uri, module, expected_id=info.checkpoint_id)
     assert module.weight.equal(before)
@@ -247,7 +247,11 @@ def _describe(folder: Path, **changes: Any) -> None:
 DAMAGES = {
     "a newer version": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION + 1),
-        rf"has stage format {FORMAT_VERSION + 1}, this ringspark reads up to {FORMAT_VERSION}; upgrade",
+        r"cannot be loaded: its format is 3, this ringspark reads 2; upgrade ringspark",
+    ),
+    "a version before the first release": (
+        lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
+        r"model is damaged \(.* its format is 1, of before the first release\)",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),
@@ -290,18 +294,6 @@ def test_another_class_is_named(saved: Path) -> None:
         TorchClassificationModel.load(str(saved))
 
 
-def test_a_model_of_format_1_is_read(pairs: Any, saved: Path, tmp_path: Path) -> None:
-    """As the first version wrote it: `output_width` in place of shapes, no inputs."""
-    shutil.copytree(saved, tmp_path / "model")
-    old = {"format_version": 1, "model": LINE.to_json(), "objects": [], "output_width": 1, "summary": None}
-    (tmp_path / "model" / DESCRIPTION).write_text(json.dumps(old))
-    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
-    expected = predictions(TorchRegressionModel.load(str(saved)), pairs)
-    assert predictions(loaded, pairs) == expected
-    loaded.save(str(tmp_path / "new"))
-    assert predictions(TorchRegressionModel.load(str(tmp_path / "new")), pairs) == expected
-
-
 def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) -> None:
     """Saved there, over itself too, loaded from there, and from there saved to a disk."""
     store, uri = storage.filesystem("memory://")[0], "memory://ringspark-test/model"
@@ -340,9 +332,9 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
         "complex": torch.randn(2, dtype=torch.complex64),
     }
     with open(tmp_path / "x.safetensors", "wb") as file:
-        num_bytes = safetensors_file.write(state, file)
+        num_bytes = tensor_file.write(state, file)
     assert (tmp_path / "x.safetensors").stat().st_size == num_bytes
-    for found in (load_file(tmp_path / "x.safetensors"), safetensors_file.read(tmp_path / "x.safetensors")):
+    for found in (load_file(tmp_path / "x.safetensors"), tensor_file.read(tmp_path / "x.safetensors")):
         assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in state.items()}
         assert all(found[name].equal(state[name]) for name in state)
 
@@ -350,15 +342,15 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     with open(tmp_path / "x", "wb") as file:
         with pytest.raises(ValueError, match="'sparse' is no dense tensor"):
-            safetensors_file.write({"sparse": torch.eye(2).to_sparse()}, file)
+            tensor_file.write({"sparse": torch.eye(2).to_sparse()}, file)
         with pytest.raises(ValueError, match=r"'z' has dtype torch\.complex128"):
-            safetensors_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
+            tensor_file.write({"z": torch.zeros(1, dtype=torch.complex128)}, file)
     with pytest.raises(
         ValueError, match=r"'_extra_state' is of type dict, .* rather than in get_extra_state"
     ):
-        safetensors_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
+        tensor_file.check_state({"weight": torch.zeros(1), "_extra_state": {"k": 1}})
     with pytest.raises(ValueError, match="no readable safetensors file"):
-        safetensors_file.read(tmp_path / "x")
+        tensor_file.read(tmp_path / "x")
 
 
 class Norm(nn.Module):

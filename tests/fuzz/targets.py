@@ -15,17 +15,18 @@ import torch
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.training import history, safetensors_file
+from ringspark.estimators.training import history
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
 from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, parse_info, save_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import etl, score, train
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Padded, Scalar, Vocabulary
 from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.writing.stats import ColumnStats
 
 SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [4], "out_features": 1})
 EPOCH = history.EpochRecord(
@@ -118,7 +119,7 @@ def _manifest() -> bytes:
 
 def _tensors() -> bytes:
     file = io.BytesIO()
-    safetensors_file.write({"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.int64)}, file)
+    tensor_file.write({"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.int64)}, file)
     return file.getvalue()
 
 
@@ -128,7 +129,7 @@ def _tensor_file(folder: Path) -> Callable[[bytes], object]:
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
             file.write(data)
             file.flush()
-            return {name: tensor.sum() for name, tensor in safetensors_file.read(file.name).items()}
+            return {name: tensor.sum() for name, tensor in tensor_file.read(file.name).items()}
 
     return parse
 

@@ -31,8 +31,8 @@ def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
     folder = Path(folder_of(root, KEY)) / name
     Path(made.uri).rename(folder)
     entry = Entry(
-        key=KEY, run=name, refusal=None, application="a", semantic_hash=1, plan="Range (0, 64, step=1)",
-        plan_summary="Range", settings="{}", sources="0 files",
+        key=KEY, run=name, refusal=None, plan="Range (0, 64, step=1)", plan_summary="Range",
+        settings="{}", sources="0 files",
     )  # fmt: skip
     manifest = ShardManifest.load(folder)
     publish(root, entry, manifest)

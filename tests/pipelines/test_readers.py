@@ -235,13 +235,6 @@ def test_petastorm_missing_is_one_sentence(shards: ShardManifest, monkeypatch: p
     assert default_engine() == "arrow"
 
 
-def test_petastorm_with_a_new_pyarrow_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "find_spec", lambda name: object())
-    monkeypatch.setattr(readers, "version", lambda name: "26.0.0")
-    with pytest.raises(ValueError, match="reader 'petastorm' needs pyarrow before version 15, got 26"):
-        check_engine("petastorm")
-
-
 def test_arguments_out_of_range_are_refused_at_once(shards: ShardManifest) -> None:
     with pytest.raises(ValueError, match="have no column 'nope'; known: id, flag"):
         open_reader(shards, ["nope"], engine="arrow")

@@ -588,7 +588,7 @@ MODELS = [
       "not a TorchModel", "load it with that class"),
     R("load: description cut", lambda p: p.load(cut("ringspark.json")), "is damaged", "save the stage again"),
     R("load: newer format", lambda p: p.load(edited("ringspark.json", lambda d: d | {"format_version": 9})),
-      "stage format 9", "upgrade ringspark"),
+      "its format is 9", "upgrade ringspark"),
     R("load: weights missing", lambda p: p.load(gone("weights/model.safetensors")),
       "model.safetensors", "; "),
     R("load: weights cut", lambda p: p.load(cut("weights/model.safetensors")),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
+from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
 
 FORMAT_VERSION = 1
 
@@ -58,6 +59,11 @@ class Position:
     non_finite: tuple[NonFiniteStep, ...] = ()
     history: tuple[EpochRecord, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number from 0, got {value}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -94,63 +100,9 @@ class Record:
             ValueError: It is damaged, or a newer version of the format wrote it.
         """
         try:
-            values = json.loads(text)
-            version = values["format_version"]
-            if isinstance(version, int) and version > FORMAT_VERSION:
-                raise ValueError(f"format {version}, this ringspark reads up to {FORMAT_VERSION}")
-            record = cls(
-                **{
-                    **values,
-                    "position": _position(values["position"]),
-                    "files": {key: FileSum(**entry) for key, entry in values["files"].items()},
-                }
-            )
-            _check(record)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            # A loss that overflowed is NaN in the history.
+            return record(cls, versioned(text, FORMAT_VERSION, allow_nan=True))
+        except NewerFormatError as error:
+            raise ValueError(f"{name} cannot be read: {error}") from None
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"{name} is damaged ({error}); take another training state") from error
-        return record
-
-
-def _position(values: dict[str, Any]) -> Position:
-    known = {f.name for f in fields(Position)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"unknown entry {unknown[0]!r}")
-    position = Position(
-        **{
-            **values,
-            "rate_scales": tuple(float(scale) for scale in values["rate_scales"]),
-            "resumed_steps": tuple(int(step) for step in values["resumed_steps"]),
-            "non_finite": tuple(NonFiniteStep.from_values(entry) for entry in values["non_finite"]),
-            "history": tuple(EpochRecord(**entry) for entry in values["history"]),
-        }
-    )
-    counts = ("epoch", "step", "finished_epochs", "step_in_epoch", "steps_per_epoch", "skipped_before")
-    for name in counts:
-        value = getattr(position, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} must be a whole number from 0, got {value!r}")
-    for name in ("seconds", "epoch_seconds"):
-        value = getattr(position, name)
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a number from 0, got {value!r}")
-    if not isinstance(position.scaler, dict):
-        raise ValueError("scaler must be an object")
-    return position
-
-
-def _check(record: Record) -> None:
-    if not isinstance(record.optimizer, str):
-        raise ValueError("optimizer must be a text")
-    for name in ("optimizer_values", "files"):
-        if not isinstance(getattr(record, name), dict):
-            raise ValueError(f"{name} must be an object")
-    if not all(isinstance(own, dict) for own in record.optimizer_values.values()):
-        raise ValueError("optimizer_values must hold objects")
-    for name in ("optimizer_groups", "ranks"):
-        entries = getattr(record, name)
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise ValueError(f"{name} must be a list of objects")
-    for key, entry in record.files.items():
-        if not isinstance(entry.bytes, int) or not isinstance(entry.sha256, str):
-            raise ValueError(f"files has no size and sum of {key!r}")

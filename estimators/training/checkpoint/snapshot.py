@@ -26,7 +26,7 @@ import torch
 
 from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
 from ringspark.estimators.training.checkpoint.weights import (
@@ -77,10 +77,10 @@ def take_snapshot(
     weights = sync.network.state_dict()
     if rank:
         # In the order in which `write` and `assist` ask for parts of tensors: one for all ranks.
-        safetensors_file.assist(weights)
+        tensor_file.assist(weights)
         return None
     copies: dict[str, torch.Tensor] = {}
-    for name in safetensors_file.ordered(weights):
+    for name in tensor_file.ordered(weights):
         copies[name] = _copy(weights[name])
         progress()
     trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
@@ -131,7 +131,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     for name, tensors in zip(FILES, (snapshot.weights, snapshot.optimizer, snapshot.ranks), strict=True):
         with replacing(uri, name) as target:
             summed = _Summing(target, check)
-            safetensors_file.write(tensors, summed)  # type: ignore[arg-type]
+            tensor_file.write(tensors, summed)  # type: ignore[arg-type]
         files[name] = FileSum(bytes=summed.num_bytes, sha256=summed.digest.hexdigest())
     text = snapshot.record.with_files(files).to_json().encode()
     check()
@@ -203,7 +203,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
         expected = _check_size(uri, name, record)
         digest = hashlib.sha256()
         with storage.open_file(storage.join(uri, name), "rb") as file:
-            while block := file.read(safetensors_file.BLOCK_BYTES):
+            while block := file.read(tensor_file.BLOCK_BYTES):
                 digest.update(block)
                 progress()
         if digest.hexdigest() != expected.sha256:
@@ -247,7 +247,7 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
     with local_file(uri, OPTIMIZER) as path:
         state: OptimizerState = {name: dict(own) for name, own in record.optimizer_values.items()}
         # Mapped, not read: a rank looks at its own part only.
-        for name, tensor in safetensors_file.read(path).items():
+        for name, tensor in tensor_file.read(path).items():
             parameter, key = name.rsplit("/", 1)
             state.setdefault(parameter, {})[key] = tensor
         sync.load_optimizer_state(state)
@@ -255,7 +255,7 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
         set_group_values(group, values)
     load_checkpoint(uri, sync.network)
     with local_file(uri, RANKS) as path:
-        tensors = {key: tensor.clone() for key, tensor in safetensors_file.read(path).items()}
+        tensors = {key: tensor.clone() for key, tensor in tensor_file.read(path).items()}
     states = [RankState(tensors={}, values=values) for values in record.ranks]
     for key, tensor in tensors.items():
         rank, name = key.split("/", 1)

@@ -4,7 +4,7 @@
       model.safetensors   the state dict; nothing in it can run code
       checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
 
-Weights are streamed out and mapped in (see `safetensors_file`): the size is bounded by the disk only.
+Weights are streamed out and mapped in (see `tensor_file`): the size is bounded by the disk only.
 A file that is there is never written into, a new one takes its place: whoever has mapped the old one
 keeps it.
 """
@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from ringspark.estimators.parallel.optimizer_state import part_of
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -64,7 +64,7 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
     """
     state = module.state_dict()
     with replacing(uri, WEIGHTS) as target:
-        num_bytes = safetensors_file.write(state, target)
+        num_bytes = tensor_file.write(state, target)
     info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes, num_tensors=len(state))
     commit_checkpoint(uri, info)
     return info
@@ -72,14 +72,12 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
 
 def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
     """Makes the files in folder `uri` a checkpoint, atomically."""
-    # What is None stays out: older versions know no such entry.
-    values = {key: value for key, value in asdict(info).items() if value is not None}
-    storage.write_atomic(storage.join(uri, COMMIT), json.dumps(values).encode())
+    storage.write_atomic(storage.join(uri, COMMIT), json.dumps(asdict(info)).encode())
 
 
 def assist_checkpoint(module: nn.Module) -> None:
     """What the other ranks do while rank 0 runs `save_checkpoint` on its copy or part of the module."""
-    safetensors_file.assist(module.state_dict())
+    tensor_file.assist(module.state_dict())
 
 
 @contextmanager
@@ -121,16 +119,11 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         ValueError: They are damaged, or a newer version of the format wrote them.
     """
     try:
-        values = parse_object(text)
-        version = values["format_version"]
-        if version <= FORMAT_VERSION:
-            return record(CheckpointInfo, values)
-    except (ValueError, TypeError, KeyError) as error:
+        return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
+    except NewerFormatError as error:
+        raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
+    except ValueError as error:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
-    raise ValueError(
-        f"{uri} has checkpoint format {version}, this ringspark reads up to {FORMAT_VERSION}; "
-        "upgrade ringspark"
-    )
 
 
 def load_checkpoint(uri: str, module: nn.Module, device: str = "cpu") -> CheckpointInfo:
@@ -238,7 +231,7 @@ def _replaced(uri: str) -> ValueError:
 
 def _download(uri: str, path: str) -> None:
     with storage.open_file(uri, "rb") as source, open(path, "wb") as target:
-        shutil.copyfileobj(source, target, safetensors_file.BLOCK_BYTES)
+        shutil.copyfileobj(source, target, tensor_file.BLOCK_BYTES)
 
 
 def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, torch.Tensor]:
@@ -250,7 +243,7 @@ def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, t
             f"{uri}/{WEIGHTS} has {size} bytes, {info.num_bytes} were written; "
             "the file is damaged, take another checkpoint"
         )
-    return safetensors_file.read(path, device)
+    return tensor_file.read(path, device)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspark.estimators.launch.devices import Claim, assign_devices
+from ringspark.pipelines.typed_json import record
 
 # Cards as PyTorch names them.
 A, B, C, D = (f"{letter * 8}-0000-1111-2222-333333333333" for letter in "abcd")
@@ -151,4 +152,4 @@ def test_a_task_with_several_gpus_computes_on_its_first() -> None:
 
 def test_a_claim_survives_its_way_through_the_exchange() -> None:
     claim = Claim(host="h", addresses=("0",), visible=(A, B))
-    assert Claim.from_json(json.loads(json.dumps(asdict(claim)))) == claim
+    assert record(Claim, json.loads(json.dumps(asdict(claim)))) == claim

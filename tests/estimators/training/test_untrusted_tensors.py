@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringspark.estimators.training.checkpoint import tensor_file as safetensors_file
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint, save_checkpoint
 
 GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -47,7 +47,7 @@ def test_a_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
     path.write_bytes(HOSTILE[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="is no readable safetensors file"):
-        safetensors_file.read(path)
+        tensor_file.read(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,17 +25,15 @@ from ringspark.pipelines import (
     list_cached,
     open_reader,
     remove_cached,
-    reuse,
     write_shards,
 )
-from ringspark.pipelines.plan_grammar import is_unambiguous
+from ringspark.pipelines.reuse import cached_shards as module
 from ringspark.pipelines.reuse.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
+from ringspark.pipelines.reuse.cached_shards import rows_key
 from ringspark.pipelines.reuse.plan_fingerprint import judge
 from ringspark.pipelines.reuse.source_files import file_states
 
 spark_test = pytest.mark.spark
-
-RELATION = "Relation [id#1L,b#2L,s#3] parquet"
 
 
 def write_source(path: Path, first: int = 0, rows: int = 40) -> None:
@@ -201,28 +197,31 @@ def test_a_wide_plan_is_told_apart_to_its_last_column(spark: Any, source: Path, 
 
 
 @spark_test
-@pytest.mark.slow
-def test_a_new_session_in_another_process_finds_the_shards(spark: Any, source: Path, root: str) -> None:
-    # As the session of these tests may be of any master, both sides are processes of their own.
-    code = (
-        "import sys\n"
-        "from pyspark.sql import SparkSession\n"
-        "from ringspark.pipelines import cached_shards\n"
-        "spark = SparkSession.builder.master(sys.argv[3]).config('spark.ui.enabled', False)"
-        ".config('spark.sql.shuffle.partitions', sys.argv[4]).getOrCreate()\n"
-        "spark.range(int(sys.argv[4])).count()\n"
-        "rows = spark.read.parquet(sys.argv[1]).where(\"s = 't1'\").groupBy('id').count()\n"
-        "print(cached_shards(rows, sys.argv[2]).uri)\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}
-    uris = [
-        subprocess.run(
-            [sys.executable, "-c", code, str(source), root, master, partitions],
-            capture_output=True, text=True, check=True, env=environment,
-        ).stdout.strip()
-        for master, partitions in (("local[1]", "2"), ("local[2]", "3"))
-    ]  # fmt: skip
-    assert uris[0] == uris[1] != ""
+@pytest.mark.modes
+def test_plans_of_one_semantic_hash_are_told_apart(spark: Any, source: Path, root: str) -> None:
+    # Scala hashes 3 and -4 alike, and a column by another name.
+    rows = spark.read.parquet(str(source))
+    pairs = [
+        [rows.where(f"id > {least}L").select("id") for least in (3, -4)],
+        [rows.selectExpr(f"id as {name}") for name in ("a", "b")],
+    ]
+    for first, second in pairs:
+        assert first.semanticHash() == second.semanticHash()
+        assert cached_shards(first, root) != cached_shards(second, root)
+
+
+@spark_test
+def test_another_application_writes_anew(spark: Any, source: Path, root: str, tmp_path: Path) -> None:
+    rows = spark.read.parquet(str(source)).select("id")
+    known = rows_key(rows, seed=1)
+    assert known == rows_key(spark.read.parquet(str(source)).select("id"), seed=1)
+    assert known != rows_key(rows, seed=2)
+    application = spark.conf.get("spark.app.id")
+    try:
+        spark.conf.set("spark.app.id", "app-2")
+        assert rows_key(rows, seed=1) != known
+    finally:
+        spark.conf.set("spark.app.id", application)
 
 
 # ------------------------------------------------------------------------------ no reuse
@@ -326,12 +325,10 @@ def test_a_source_that_changes_during_the_write_is_not_served(
         return manifest
 
     rows = spark.read.parquet(str(source)).select("id")
-    monkeypatch.setattr(reuse, "write_shards", write_and_touch)
+    monkeypatch.setattr(module, "write_shards", write_and_touch)
     first = cached_shards(rows, root)
     monkeypatch.undo()
-    assert [entry.plan for entry in list_cached(root)] == [
-        "not reused: its source files changed during the write"
-    ]
+    assert [entry.plan for entry in list_cached(root)] == ["not reused: its source changed during the write"]
     second = cached_shards(rows, root)
     assert second.uri != first.uri
     assert cached_shards(rows, root) == second
@@ -351,12 +348,12 @@ def test_an_interrupted_write_is_never_served(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(reuse, "write_shards", die)
+        patch.setattr(module, "write_shards", die)
         with pytest.raises(KeyboardInterrupt):
             cached_shards(rows, root)
         assert list_cached(root) == []
         # A process that is killed cleans up nothing.
-        patch.setattr(reuse.cache_entries, "abandon", lambda *args: None)
+        patch.setattr(module.cache_entries, "abandon", lambda *args: None)
         with pytest.raises(KeyboardInterrupt):
             cached_shards(rows, root)
     (left,) = list_cached(root)
@@ -467,41 +464,6 @@ def test_a_prefix_of_several_keys_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ without Spark
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        "Filter (id#1L > cast(3 as bigint))",
-        "Filter (s#3 = AA)",
-        "Project [round((cast(id#1L as decimal(20,0)) * 0.5), 1) AS r#9]",
-        "Project [CASE WHEN (id#1L > cast(3 as bigint)) THEN 1 ELSE 2 END AS c#9, -id#1L AS n#10L]",
-        "Project [year(to_date(s#3, None, Some(Etc/UTC), true)) AS y#9, hash(id#1L, 42) AS h#10]",
-        "Project [transform(array(id#1L), lambdafunction((lambda v#7L + b#2L), lambda v#7L, false)) AS t#8]",
-        "Aggregate [b#2L], [b#2L, count(1) AS count#6L]",
-        "Join LeftOuter, (id#1L = b#2L)",
-        "Sort [b#2L ASC NULLS FIRST], true",
-    ],
-)
-def test_a_plan_that_can_be_read_in_one_way_is_portable(operator: str) -> None:
-    assert is_unambiguous([RELATION, operator])
-
-
-@pytest.mark.parametrize(
-    "operator",
-    [
-        "Filter s#3 IN (AA,UA)",  # 'AA', 'UA' or 'AA,UA'
-        "Filter (s#3 = null)",  # null or 'null'
-        "Filter (s#3 = x, y)",
-        "Filter (s#3 = a) AND (b#2L = c)",
-        "Project [concat(s#3, a, b) AS c#4]",
-        "Project [concat(s#3, a#9) AS c#4]",  # no column has the id 9
-        "Project [concat(s#3, z#1) AS c#4]",  # column 1 is called id
-        "Project [unheard_of(id#1L) AS c#4]",
-    ],
-)
-def test_a_plan_that_two_queries_may_print_is_not_portable(operator: str) -> None:
-    assert not is_unambiguous([RELATION, operator])
-
-
 def explained(*plan: str, physical: str = "FileScan Location: InMemoryFileIndex(1 paths)[file:/x]") -> str:
     name = "_pyspark_" + "0" * 32
     view = ["Project [id#1L]", f"+- SubqueryAlias {name}", f"   +- View (`{name}`, [id#1L])"]
@@ -576,7 +538,7 @@ def test_files_of_other_storage_are_told_apart_by_their_marks(memory_file: str) 
 
 
 def test_settings_are_compared_by_value_not_by_order() -> None:
-    assert reuse._canonical({"b": {"y": 1, "x": (2,)}, "a": {3, 1}}) == reuse._canonical(
+    assert module._canonical({"b": {"y": 1, "x": (2,)}, "a": {3, 1}}) == module._canonical(
         {"a": {1, 3}, "b": {"x": (2,), "y": 1}}
     )
-    assert reuse._canonical({"a": 1}) != reuse._canonical({"a": "1"})
+    assert module._canonical({"a": 1}) != module._canonical({"a": "1"})

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines.writing.stats import ColumnStats, StatsCollector
+from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.writing.stats import StatsCollector
 
 lists = st.lists(st.floats(width=32), max_size=30)
 
 
 def _stats(*parts: Any, scalar: bool = True) -> ColumnStats:
-    collector = StatsCollector(is_scalar=scalar, counts_distinct=scalar)
+    collector = StatsCollector(is_scalar=scalar)
     for part in parts:
         collector.add(len(part), np.asarray(part))
     return collector.result()
@@ -33,7 +34,6 @@ def test_merged_parts_equal_the_whole(parts: list[list[float]]) -> None:
     assert merged.infs == sum(map(math.isinf, whole))
     assert merged.minimum == (min(finite) if finite else None)
     assert merged.maximum == (max(finite) if finite else None)
-    assert (merged.distinct or 0) == len(set(finite))
     if finite:
         assert merged.mean == pytest.approx(np.mean(finite), rel=1e-6, abs=1e26)
     else:
@@ -54,12 +54,11 @@ def test_large_integers_stay_exact() -> None:
     assert (stats.minimum, stats.maximum) == (-(2**62) - 1, 2**62 + 1)
     again = ColumnStats.from_json(json.loads(json.dumps(stats.to_json())))
     assert again == stats
-    assert again.merge(stats).distinct == 2
 
 
 def test_booleans_count_as_zero_and_one() -> None:
     stats = _stats(np.array([True, False, True, True]))
-    assert (stats.minimum, stats.maximum, stats.mean, stats.distinct) == (0, 1, 0.75, 2)
+    assert (stats.minimum, stats.maximum, stats.mean) == (0, 1, 0.75)
 
 
 def test_fractions_are_counted_for_scalars_only() -> None:
@@ -69,14 +68,14 @@ def test_fractions_are_counted_for_scalars_only() -> None:
 
 
 def test_no_rows_have_no_range() -> None:
-    assert _stats(np.zeros(0)).without_sketch() == ColumnStats(distinct=0)
+    assert _stats(np.zeros(0)) == ColumnStats()
 
 
 def test_rows_of_arrays_are_counted_apart_from_their_elements() -> None:
-    collector = StatsCollector(is_scalar=False, counts_distinct=False)
+    collector = StatsCollector(is_scalar=False)
     collector.add(2, np.arange(6))
     stats = collector.result()
-    assert (stats.rows, stats.values, stats.mean, stats.distinct) == (2, 6, 2.5, None)
+    assert (stats.rows, stats.values, stats.mean) == (2, 6, 2.5)
 
 
 def test_squares_that_overflow_do_not_warn() -> None:

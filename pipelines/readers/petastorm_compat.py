@@ -1,0 +1,115 @@
+"""Stand-ins that let Petastorm run on the pyarrow and NumPy of today.
+
+Petastorm 0.12 and 0.13 are written against parts of pyarrow that versions 15 and 16 removed (the modules
+`pyarrow.filesystem` and `pyarrow.hdfs`, the legacy Parquet dataset and its pieces) and against two names that
+NumPy 2 removed. This file replaces as much of them as engine "petastorm" uses.
+
+Nobody else sees the stand-ins. The two modules are in `sys.modules` only while Petastorm is imported. All
+else is put into Petastorm's own modules and never into pyarrow or NumPy. There a dataset over `Files` is ours
+and every other is pyarrow's own, so that users of Petastorm itself keep what their pyarrow has.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+# What Petastorm imports from the removed modules. It needs the names only for what the engine does not use.
+_REMOVED = {"pyarrow.filesystem": "LocalFileSystem", "pyarrow.hdfs": "HadoopFileSystem"}
+_USE_PARQUET = ("petastorm.reader", "petastorm.arrow_reader_worker", "petastorm.etl.dataset_metadata")
+
+_import_lock = threading.Lock()
+
+
+@contextmanager
+def petastorm_importable() -> Iterator[None]:
+    """Inside, Petastorm can be imported; afterwards, what was imported runs here."""
+    with _import_lock:
+        missing = [name for name in _REMOVED if name not in sys.modules and find_spec(name) is None]
+        try:
+            for name in missing:
+                sys.modules[name] = ModuleType(name)
+                setattr(sys.modules[name], _REMOVED[name], object)
+            yield
+        finally:
+            for name in missing:
+                del sys.modules[name]
+        for name in _USE_PARQUET:
+            sys.modules[name].pq = _Parquet("pyarrow.parquet")  # type: ignore[attr-defined]
+        if not hasattr(np, "unicode_"):
+            sys.modules["petastorm.unischema"].np = _NumPy("numpy")  # type: ignore[attr-defined]
+
+
+class Files(ABC):
+    """What the engine gives Petastorm as its file system."""
+
+    @abstractmethod
+    def open(self, path: str) -> Any:
+        """Opens a file for `pq.ParquetFile`."""
+
+
+class Piece:
+    """The part of `pq.ParquetDatasetPiece` that Petastorm uses: a file, or one row group of it."""
+
+    def __init__(
+        self, path: str, open_file_func: Any, row_group: int | None = None, partition_keys: Sequence[Any] = ()
+    ) -> None:
+        self.path = path
+        self.row_group = row_group
+        self.partition_keys = partition_keys
+        self._open = open_file_func
+
+    def get_metadata(self) -> Any:
+        """Reads the footer of the file."""
+        return pq.ParquetFile(self._open(self.path)).metadata
+
+
+class Dataset:
+    """The part of the legacy `pq.ParquetDataset` that Petastorm uses, over given files and nothing else."""
+
+    # There is no summary file, so Petastorm takes schema and row groups from the footers.
+    metadata = common_metadata = None
+    partitions = ()
+
+    def __init__(self, paths: Sequence[str], files: Files) -> None:
+        self.paths = paths
+        self.fs = files
+        self.pieces = [Piece(path, files.open) for path in paths]
+
+
+class _Parquet(ModuleType):
+    """`pyarrow.parquet`, as Petastorm's modules see it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pq, name)
+
+    @staticmethod
+    def ParquetDataset(paths: Any, filesystem: Any = None, **options: Any) -> Any:  # noqa: N802
+        if isinstance(filesystem, Files):
+            return Dataset(paths, filesystem)
+        return pq.ParquetDataset(paths, filesystem=filesystem, **options)
+
+    @staticmethod
+    def ParquetDatasetPiece(path: str, open_file_func: Any = None, **place: Any) -> Any:  # noqa: N802
+        if isinstance(getattr(open_file_func, "__self__", None), Files):
+            return Piece(path, open_file_func, **place)
+        return pq.ParquetDatasetPiece(path, open_file_func=open_file_func, **place)
+
+
+class _NumPy(ModuleType):
+    """NumPy 2 with the two names of before, as Petastorm's schema sees it."""
+
+    unicode_ = np.str_
+    string_ = np.bytes_
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)

@@ -1,0 +1,114 @@
+"""A resumed run has its rows: by their plan within one Spark application, in another by a second write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.estimators.run.folder import IDENTITY, SHARDS, RunFolder
+from ringspark.estimators.run.identity import FORMAT_VERSION
+from ringspark.estimators.run.shards import run_shards
+from ringspark.estimators.stages.fit_data import FitData
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> FitData:
+    return FitData(
+        columns=("x",),
+        validation_col=None,
+        validation_fraction=None,
+        seed=0,
+        drops_invalid=False,
+        root=str(tmp_path),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(str(tmp_path / "run"), is_given=True)
+
+
+@pytest.fixture
+def other_application(spark: Any) -> Iterator[None]:
+    """From here on, Spark tells another id than when the run began."""
+    before = spark.conf.get("spark.app.id")
+    spark.conf.set("spark.app.id", f"{before}-2")
+    yield
+    spark.conf.set("spark.app.id", before)
+
+
+@pytest.fixture
+def begun(spark: Any, data: FitData, run: RunFolder) -> dict[Path, int]:
+    """A run of ten rows; its shards and when each was written."""
+    _, key = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    assert key is not None
+    identity = {"format_version": FORMAT_VERSION, "identity": {}, "rows_key": key}
+    Path(run.uri, IDENTITY).write_text(json.dumps(identity))
+    return files_of(run)
+
+
+def files_of(run: RunFolder) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path(run.uri).rglob("*") if path.is_file()}
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    written: list[str] = []
+    write = FitData.write
+
+    def counted(self: FitData, dataset: Any, uri: str) -> Any:
+        written.append(uri)
+        return write(self, dataset, uri)
+
+    monkeypatch.setattr(FitData, "write", counted)
+    return written
+
+
+def test_the_same_application_writes_nothing_again(
+    spark: Any, data: FitData, run: RunFolder, begun: dict[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = count_writes(monkeypatch)
+    manifest, _ = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    assert (written, manifest.num_rows, files_of(run)) == ([], 10, begun)
+
+
+def test_another_application_writes_once_more_and_trains_on_the_first(
+    spark: Any,
+    data: FitData,
+    run: RunFolder,
+    begun: dict[Path, int],
+    other_application: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = count_writes(monkeypatch)
+    manifest, _ = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    assert len(written) == 1
+    assert manifest.uri == f"{run.uri}/{SHARDS}"
+    assert files_of(run) == begun, "the second write is removed, the first untouched"
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("id * 0.25D as x", "maximum of column 'x': 4.5 -> 2.25"),
+        ("cast(id as float) as x", "columns: "),
+        ("if(id < 9, id * 0.5D, 4.6D) as x", "maximum of column 'x': 4.5 -> 4.6"),
+    ],
+)
+def test_another_application_with_other_rows_is_refused(
+    spark: Any,
+    data: FitData,
+    run: RunFolder,
+    begun: dict[Path, int],
+    other_application: None,
+    rows: str,
+    told: str,
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        run_shards(spark.range(10).selectExpr(rows), data, run)
+    assert files_of(run) == begun
