@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from ringspark.estimators.run.folder import IDENTITY, SHARDS, RunFolder
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import FORMAT_VERSION
 from ringspark.estimators.run.shards import run_shards
+from ringspark.estimators.run_layout import IDENTITY, SHARDS
 from ringspark.estimators.stages.fit_data import FitData
 
 pytestmark = pytest.mark.spark
