@@ -17,8 +17,8 @@ counts for all of its hits. A cell of the matrix says
     python tests/benchmarks/fault_matrix.py --repeats 3 --hits 1 --only "rank 0" "executor JVM"
 
 All takes hours; `--cells` takes the first ones only. With `--output`, moments that the folder's faults.json
-holds already are not run again, good or bad, so a run may be stopped and gone on with; each tells the commit it
-ran on.
+holds already are not run again, good or bad, so a run may be stopped and gone on with; each tells the commit
+it ran on.
 
 Ends with 1 if anything was wrong.
 """
