@@ -9,8 +9,8 @@ import pytest
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import functions as F
 
-# With 0.002 between collectives and numbers of cores; one epoch of three is 0.0 below.
-RECORDED_AUC = 0.67
+# Measured with either collective. Trained for one epoch of the three it is 0.669, not trained at all 0.524.
+RECORDED_AUC = 0.688
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.py"))
 
 
@@ -31,7 +31,7 @@ def test_a_notebook_runs(path: Path, spark: Any, capsys: Any) -> None:
         exec(compile(cell, f"{path.name}, cell {number + 1}", "exec"), names)
     assert names["auc"] == pytest.approx(RECORDED_AUC, abs=0.01)
     learned, constant = log_losses(names["predictions"], names["train"])
-    assert learned < 0.97 * constant, (learned, constant)
+    assert learned < 0.94 * constant, (learned, constant)
     assert f"ROC AUC on the months after training: {names['auc']:.3f}" in capsys.readouterr().out
 
 
