@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
 
@@ -125,11 +126,10 @@ class MetricSet:
             return {}
         # Every rank reaches this call, also one that saw no rows: it gives its empty state.
         mine = save({f"{i}/{key}": t for i, own in enumerate(self.states()) for key, t in own.items()})
-        gathered = collective.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
-        for piece in gathered:
-            for states in _pieces(load(piece.numpy().tobytes())):
+        for theirs in gather_bytes(collective, mine):
+            for states in _pieces(load(theirs)):
                 num_rows += int(states["rows"])
                 for name, metric in merged.items():
                     own = _of_prefix(states, f"{name}/")
