@@ -221,20 +221,19 @@ def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
 
 
 def make_metrics(
-    names: Sequence[str], task: str, output_width: int, device: torch.device, ignored: int | None = None
+    names: Sequence[str], output_width: int, device: torch.device, ignored: int | None = None
 ) -> MetricSet:
     """The metrics of one output. Runs on every rank.
 
     Args:
         names: Of `METRICS`; values come in this order.
-        task: See `check_metrics`.
         output_width: Size of the module's last output dimension: the number of classes, 1 for a single
             logit. Without meaning in a regression.
         device: Where rows are taken in.
-        ignored: Rows with this label are not counted; see `criterion.ignored_label`.
+        ignored: Rows with this label are not counted; see `Head.ignored`.
 
     Raises:
         ValueError: See `check_metrics`.
     """
-    check_metrics(names, task)
+    check_metrics(names, "any")
     return MetricSet(names, max(2, output_width), device, ignored)
