@@ -204,13 +204,13 @@ class Trainer:
             self._first_bad.note(micro_batch.losses, step)
         if self._first_bad.at_once and (bad := self._first_bad.step) is not None:
             # The other ranks notice that this one is gone.
-            noted = [*[None] * self._mesh.world.rank, bad]
+            noted = [0] * self._mesh.world.rank + [bad]
             raise_first_bad(self._state.epoch, noted, self._scaler.advice)
 
     def _raise_not_finite(self, epoch: int, loss: float) -> None:
         # Collective calls carry numbers: no step is 0.
         noted = self._mesh.world.all_gather(torch.tensor([self._first_bad.step or 0]))
-        raise_first_bad(epoch + 1, [int(step) or None for step in noted], self._scaler.advice)
+        raise_first_bad(epoch + 1, [int(step) for step in noted], self._scaler.advice)
         raise FloatingPointError(
             f"the training loss is {loss} after epoch {epoch + 1}; "
             f"lower learningRate, set maxGradNorm, or scale the features{self._scaler.advice}"

@@ -138,16 +138,15 @@ class Recovery:
         is_free = True
         if self._writer is not None:
             is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
-        mine = RankState.of(running)
-        mine.values.update(is_free=is_free, first_bad=running.first_bad.step)
-        ranks = gather_ranks(mine, self._mesh.world)
-        first_bad = [own.values.pop("first_bad") for own in ranks]
-        is_free = [own.values.pop("is_free") for own in ranks][0]  # noqa: RUF015
+        # Collective calls carry numbers: no step is 0.
+        mine = torch.tensor([running.first_bad.step or 0, int(is_free)])
+        first_bad, free = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
         raise_first_bad(state.epoch, first_bad, running.scaler.advice)
         self._due.written(state.step)
-        if not is_free:
+        if not free[0]:
             self._note(state.step, "the one before is still being written")
             return
+        ranks = gather_ranks(RankState.of(running), self._mesh.world)
         position = self._position(running)
         try:
             snapshot = take_snapshot(running.sync, position, ranks, self._mesh.writes, self._status.tick)
@@ -272,16 +271,16 @@ class Recovery:
         )
 
 
-def raise_first_bad(epoch: int, first_bad: Sequence[int | None], advice: str) -> None:
+def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
     """Ends a training some of whose ranks noted a loss that is not finite.
 
     Args:
-        first_bad: For each rank the step in the epoch.
+        first_bad: For each rank the step in the epoch, from 1; 0 where there was none.
 
     Raises:
         FloatingPointError: With epoch, step and rank.
     """
-    noted = [(step, rank) for rank, step in enumerate(first_bad) if step is not None]
+    noted = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if noted:
         step, rank = min(noted)
         raise FloatingPointError(
