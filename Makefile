@@ -5,14 +5,13 @@ FLOOR_PYTHON := .venv-floor/bin/python
 PACKAGES := pipelines models estimators jobs
 # What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
 FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
-	tests/pipelines/test_readers.py tests/pipelines/test_petastorm_compat.py
+	tests/pipelines/test_readers.py tests/pipelines/readers/test_petastorm_compat.py
 ARGS ?=
 
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor demo test test-floor lint bench \
-	faults package clean
+.PHONY: help python setup setup-floor demo test test-all test-floor lint bench faults package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,10 +30,14 @@ demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
-test test-floor: export OMP_NUM_THREADS = 1
+test test-all test-floor: export OMP_NUM_THREADS = 1
 
-test: setup ## Run the tests; pytest's options in ARGS="..."
-	@$(VENV_PYTHON) -m pytest $(ARGS)
+# Two processes, each with one Spark session; a file stays in one of them, with what its tests share.
+test: setup ## Run all tests that are not slow, under 10 minutes; pytest's options in ARGS="..."
+	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+test-all: test-floor ## Run every test, in both environments; options in ARGS="..."
+	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
 test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; options in ARGS="..."

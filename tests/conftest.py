@@ -8,6 +8,7 @@ stages over all three.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import sys
@@ -42,6 +43,8 @@ MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
 # Workers that a test has ended need not import torch again.
 DAEMON = ("spark.python.daemon.module", "ringspark.estimators.launch.python_daemon")
+
+SLOW_SECONDS = 10.0
 
 MakeShards = Callable[..., ShardManifest]
 
@@ -145,6 +148,17 @@ def make_shards(tmp_path: Path) -> MakeShards:
         return manifest
 
     return make
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names every test above 10 s that is not marked slow: `make test` has no room for it."""
+    seconds: dict[str, float] = {}
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:
+            seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
+    for name, taken in sorted(seconds.items(), key=lambda entry: -entry[1]):
+        if taken > SLOW_SECONDS:
+            terminalreporter.write_line(f"{taken:.1f} s, and not marked slow: {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,9 @@ ROOT = Path(__file__).parent.parent
 # The only reasons to skip: facts about Spark, as tests/estimators/conftest.py puts them.
 SPARK_LACKS = re.compile(r"pyspark 3\S+ has no pyspark\.ml\.\S+ on Spark Connect")
 OWN_SERVER = not pyspark.__version__.startswith("3.")
+# The oldest Spark is there for the stages.
+STAGES = ["tests/estimators/test_conformance.py", "tests/estimators/test_stages.py"]
+WHERE = ["tests"] if OWN_SERVER else STAGES
 MAIN = ROOT / ".venv" / "bin"
 
 
@@ -83,7 +86,7 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
 def run_the_marked(master: str) -> None:
     """Runs every test with the mark in one process."""
     environment = os.environ | {"RINGSPARK_TEST_MASTER": master}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "modes", "-p", "no:cacheprovider", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "modes", "-p", "no:cacheprovider", *WHERE]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -47,8 +47,11 @@ def main() -> int:
                 misses.append((row.name, problem, said))
     harness.print_table(
         f"bad_inputs: {len(lines)} inputs, {len(misses)} misses",
-        ["", "seconds", "what is said"],
-        [[name, f"{seconds:.2f}", textwrap.shorten(said, SHOWN)] for seconds, name, said in lines],
+        ["", "seconds", "what is said".ljust(SHOWN)],
+        [
+            [name, f"{seconds:.2f}", textwrap.shorten(said, SHOWN).ljust(SHOWN)]
+            for seconds, name, said in lines
+        ],
     )
     slowest = ", ".join(f"{name} {seconds:.2f} s" for seconds, name, _ in sorted(lines)[:-6:-1])
     print(f"slowest: {slowest}")

@@ -48,7 +48,7 @@ def main() -> int:
     # The driver that runs then ends too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = harness.parse(
-        __doc__, repeats=(100, 2), whole_every=(5, 2), batch_size=(4096, 256), epochs=(8, 1)
+        __doc__, repeats=(100, 2), whole_every=(5, 2), batch_size=(4096, 128), epochs=(8, 4)
     )
     shards = str(harness.flights_root(options) / "shards")
     job = (shards, str(options.batch_size), str(options.epochs))

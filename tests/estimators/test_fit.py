@@ -25,8 +25,8 @@ from ringspark.estimators import (
     TorchRegressor,
     TrainingState,
     WorkerError,
-    fit_data,
 )
+from ringspark.estimators.stages import fit_data
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ringspark.estimators.run.folder import IDENTITY, SHARDS, RunFolder
+from ringspark.estimators import run_layout
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import FORMAT_VERSION
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.fit_data import FitData
@@ -49,7 +50,7 @@ def begun(spark: Any, data: FitData, run: RunFolder) -> dict[Path, int]:
     _, key = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     assert key is not None
     identity = {"format_version": FORMAT_VERSION, "identity": {}, "rows_key": key}
-    Path(run.uri, IDENTITY).write_text(json.dumps(identity))
+    Path(run.uri, run_layout.IDENTITY).write_text(json.dumps(identity))
     return files_of(run)
 
 
@@ -88,7 +89,7 @@ def test_another_application_writes_once_more_and_trains_on_the_first(
     written = count_writes(monkeypatch)
     manifest, _ = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     assert len(written) == 1
-    assert manifest.uri == f"{run.uri}/{SHARDS}"
+    assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
     assert files_of(run) == begun, "the second write is removed, the first untouched"
 
 

@@ -17,14 +17,15 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import (
+    Callback,
     TorchClassificationModel,
     TorchClassifier,
     TorchEstimator,
     TorchModel,
     TorchRegressionModel,
     TorchRegressor,
+    TrainingState,
 )
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 

@@ -58,7 +58,7 @@ def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, 
 
 @pytest.mark.spark
 @pytest.mark.distributed
-@pytest.mark.long
+@pytest.mark.slow
 def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
     # Two machines with two slots each; nobody replaces the one that is lost.
     with ExitStack() as stack:

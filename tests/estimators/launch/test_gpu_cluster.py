@@ -95,7 +95,7 @@ spark.stop()
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.slow)])
 def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     kind: str, tmp_path: Path, connect_port: None
 ) -> None:
