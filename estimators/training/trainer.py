@@ -16,10 +16,10 @@ import torch
 
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.training.checkpoint.resume import Recovery, raise_first_bad
+from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress
-from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError
+from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig

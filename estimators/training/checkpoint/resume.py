@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -20,7 +19,7 @@ from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import load_training_state, read_record, take_snapshot
 from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
-from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep
+from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -268,22 +267,4 @@ class Recovery:
             resumed_steps=self.resumed_steps,
             non_finite=tuple(self.non_finite),
             history=tuple(state.history),
-        )
-
-
-def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Ends a training some of whose ranks noted a loss that is not finite.
-
-    Args:
-        first_bad: For each rank the step in the epoch, from 1; 0 where there was none.
-
-    Raises:
-        FloatingPointError: With epoch, step and rank.
-    """
-    noted = [(step, rank) for rank, step in enumerate(first_bad) if step]
-    if noted:
-        step, rank = min(noted)
-        raise FloatingPointError(
-            f"the training loss is not finite in epoch {epoch}, step {step} on rank {rank}; lower "
-            f"learningRate, set maxGradNorm, scale the features, or set onNonFinite='skip'{advice}"
         )
