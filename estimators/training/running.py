@@ -33,7 +33,7 @@ class Running:
         sums: Of the present epoch's rows.
         validation: The same of the held-out rows, empty but during a validation.
         state: What callbacks see: epoch, step, history.
-        steps_per_epoch: Of these data and this batch size.
+        steps_per_epoch: Optimizer steps that this data and batch size make.
         finished_epochs: Those with a record in the history.
         step_in_epoch: Steps done in the epoch after those.
         skipped_before: Steps skipped before that epoch.
