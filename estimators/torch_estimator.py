@@ -35,7 +35,7 @@ from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.advice import settings_without_effect
-from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.fit_data import FitData, SharedShards
 from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams

@@ -28,7 +28,7 @@ from ringspark.estimators.columns.inputs import (
 from ringspark.estimators.inference.export import ExportFormat, export_module
 from ringspark.estimators.inference.predict import Predictor, prediction_expression
 from ringspark.estimators.inference.results import Classes, Results, Values
-from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,

@@ -11,8 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+from ringspark.estimators.training.settings.optimization import EPOCHS, SEED
+from ringspark.estimators.training.settings.workers import NUM_WORKERS
 from ringspark.jobs import cli
+from ringspark.jobs.train import OWN_DEFAULTS
 
+# The options of train that are options of the demo.
+SETTINGS = (NUM_WORKERS, EPOCHS, SEED)
 HERE = Path(__file__).resolve().parent
 
 
@@ -20,9 +25,8 @@ def build_parser() -> cli.JobParser:
     """The job's options."""
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
-    parser.add_argument("--num-workers", type=cli.positive_int, default=2, help="workers that train together")
-    parser.add_argument("--epochs", type=cli.positive_int, help="without it the default of train")
-    parser.add_argument("--seed", type=int, default=0, help="of the training")
+    for setting in SETTINGS:
+        cli.add_setting(parser, setting, OWN_DEFAULTS.get(setting.name))
     parser.add_master()
     return parser
 
@@ -31,11 +35,10 @@ def run(args: argparse.Namespace) -> None:
     """Runs the three jobs; the first that fails ends the demo with its exit code."""
     started = time.perf_counter()
     master = ["--master", args.master] if args.master else []
-    epochs = ["--epochs", str(args.epochs)] if args.epochs else []
-    workers = ["--num-workers", str(args.num_workers), "--seed", str(args.seed)]
+    given = [text for s in SETTINGS for text in (cli.option(s), str(getattr(args, s.name)))]
     for command in (
         ["etl.py", "--output", args.root],
-        ["train.py", "--data", args.root, *workers, *epochs],
+        ["train.py", "--data", args.root, *given],
         ["score.py", "--data", args.root],
     ):
         done = subprocess.run([sys.executable, str(HERE / command[0]), *command[1:], *master], check=False)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ringspark.estimators.names import check_name
+from ringspark.estimators.training.settings.optimization import WARMUP_STEPS
 
 Schedule = Callable[[int, int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -85,8 +86,7 @@ def check_warmup(warmup_steps: int, num_steps: int) -> None:
     Raises:
         ValueError: `warmup_steps` is negative or not below `num_steps`.
     """
-    if warmup_steps < 0:
-        raise ValueError(f"warmupSteps must be 0 or above, got {warmup_steps}")
+    WARMUP_STEPS.check(warmup_steps)
     if warmup_steps and warmup_steps >= num_steps:
         raise ValueError(
             f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "
