@@ -360,9 +360,10 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierPara
 
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super()._check_outputs(shapes)
-        if self.isDefined(self.thresholds):
+        thresholds = self.getThresholds()
+        if thresholds is not None:
             (shape,) = shapes
-            check_thresholds(self.getThresholds(), max(2, shape[-1] if shape else 1))
+            check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
 class TorchRegressor(_TorchEstimator[TorchRegressionModel]):

@@ -187,8 +187,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
         model, weights = self.getModel(), self._trained()
-        if self.getInferenceBatchSize() < 1:
-            raise ValueError(f"inferenceBatchSize must be at least 1, got {self.getInferenceBatchSize()}")
         return Predictor(
             model=model.to_json() if isinstance(model, ModelSpec) else user_code.dumps(skeleton(model)),
             weights_uri=weights.uri,
@@ -270,7 +268,7 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
                 f"a classification model has one output of logits, the network has {len(self._output_shapes)}"
             )
         (width,) = Values(shapes=self._output_shapes).widths
-        thresholds = self.getThresholds() if self.isDefined(self.thresholds) else None
+        thresholds = self.getThresholds()
         return Classes(width=width, thresholds=tuple(thresholds) if thresholds is not None else None)
 
     def _outputs(self) -> tuple[list[str], Results]:

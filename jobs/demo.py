@@ -11,13 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from ringspark.estimators.training.settings.optimization import EPOCHS, SEED
-from ringspark.estimators.training.settings.workers import NUM_WORKERS
 from ringspark.jobs import cli
-from ringspark.jobs.train import OWN_DEFAULTS
+from ringspark.jobs.train import FOR_DEMO
 
-# The options of train that are options of the demo.
-SETTINGS = (NUM_WORKERS, EPOCHS, SEED)
 HERE = Path(__file__).resolve().parent
 
 
@@ -25,8 +21,8 @@ def build_parser() -> cli.JobParser:
     """The job's options."""
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
-    for setting in SETTINGS:
-        cli.add_setting(parser, setting, OWN_DEFAULTS.get(setting.name))
+    for setting, default in FOR_DEMO:
+        cli.add_setting(parser, setting, default)
     parser.add_master()
     return parser
 
@@ -35,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs the three jobs; the first that fails ends the demo with its exit code."""
     started = time.perf_counter()
     master = ["--master", args.master] if args.master else []
-    given = [text for s in SETTINGS for text in (cli.option(s), str(getattr(args, s.name)))]
+    given = [text for s, _ in FOR_DEMO for text in (cli.option(s), str(getattr(args, s.name)))]
     for command in (
         ["etl.py", "--output", args.root],
         ["train.py", "--data", args.root, *given],

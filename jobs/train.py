@@ -17,34 +17,38 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from typing import Any
 
 from ringspark.estimators.training.settings import memory, optimization, places, recovery, workers
+from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, storage
 
-# The estimator's settings that are options of the job, and the defaults that this data asks for.
-TRAINING = (
-    workers.NUM_WORKERS,
-    optimization.EPOCHS,
-    optimization.BATCH_SIZE,
-    optimization.LEARNING_RATE,
-    optimization.WEIGHT_DECAY,
-    memory.PRECISION,
-    memory.GRADIENT_CHECKPOINTING,
-    optimization.GRADIENT_ACCUMULATION,
-    workers.COLLECTIVE,
-    places.READER,
-    workers.USE_GPU,
-    optimization.SEED,
+# The estimator's settings that are options of the job, each with the default that this data asks for, if any.
+FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
+    (workers.NUM_WORKERS, 2),
+    (optimization.EPOCHS, 5),
+    (optimization.SEED, None),
 )
-RECOVERY = (
-    recovery.CHECKPOINT_EVERY_STEPS,
-    recovery.CHECKPOINT_EVERY_SECONDS,
-    recovery.MAX_RESTARTS,
-    recovery.MIN_WORKERS,
-    recovery.TIMEOUT_SECONDS,
+TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
+    *FOR_DEMO,
+    (optimization.BATCH_SIZE, None),
+    (optimization.LEARNING_RATE, 3e-3),
+    (optimization.WEIGHT_DECAY, 1e-2),
+    (memory.PRECISION, None),
+    (memory.GRADIENT_CHECKPOINTING, None),
+    (optimization.GRADIENT_ACCUMULATION, None),
+    (workers.COLLECTIVE, None),
+    (places.READER, None),
+    (workers.USE_GPU, None),
 )
-OWN_DEFAULTS = {"numWorkers": 2, "epochs": 5, "learningRate": 3e-3, "weightDecay": 1e-2}
+RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
+    (recovery.CHECKPOINT_EVERY_STEPS, None),
+    (recovery.CHECKPOINT_EVERY_SECONDS, None),
+    (recovery.MAX_RESTARTS, None),
+    (recovery.MIN_WORKERS, None),
+    (recovery.TIMEOUT_SECONDS, None),
+)
 
 
 def build_parser() -> cli.JobParser:
@@ -55,8 +59,8 @@ def build_parser() -> cli.JobParser:
     parser.add_argument(
         "--members", type=cli.positive_int, default=3, help="networks of the ensemble; time grows with it"
     )
-    for setting in TRAINING:
-        cli.add_setting(parser, setting, OWN_DEFAULTS.get(setting.name))
+    for setting, default in TRAINING:
+        cli.add_setting(parser, setting, default)
     recovery_group = parser.add_argument_group("when something fails")
     recovery_group.add_argument(
         "--run", metavar="URI", help="folder of this one training; without it DATA/runs/current"
@@ -67,8 +71,8 @@ def build_parser() -> cli.JobParser:
         help="go on with the run of that folder, or start anew; without either an unfinished run is kept and "
         "the job refuses to start",
     )
-    for setting in RECOVERY:
-        cli.add_setting(recovery_group, setting)
+    for setting, default in RECOVERY:
+        cli.add_setting(recovery_group, setting, default)
     parser.add_master()
     return parser
 
@@ -93,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.jobs import flights
     from ringspark.models import ModelSpec
 
+    given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
     with cli.spark("ringspark train", args.master):
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
@@ -115,13 +120,9 @@ def run(args: argparse.Namespace) -> None:
             lrSchedule="one_cycle",
             runUri=run_uri,
             resume=bool(args.resume),
-            **{setting.name: getattr(args, setting.name) for setting in (*TRAINING, *RECOVERY)},
+            **given,
         )
-        print(
-            f"train: {estimator.getNumWorkers()} workers, {estimator.getCollective()} over shards read by "
-            f"{estimator.getReader()}, {estimator.getPrecision()}",
-            flush=True,
-        )
+        print("train: " + ", ".join(f"{name}={value}" for name, value in given.items()), flush=True)
         try:
             model = estimator.fitOnShards(shards)
         except WorkerError as error:

@@ -123,7 +123,7 @@ class DeclaredParams(Params):
         for name in [name for name, value in values.items() if value is None]:
             self.clear(self.getParam(name))
             del values[name]
-        super()._set(**values)  # type: ignore[misc]
+        super()._set(**values)
         return self
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ringspark.estimators.names import check_name
-from ringspark.estimators.training.settings.optimization import WARMUP_STEPS
 
 Schedule = Callable[[int, int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -84,9 +83,8 @@ def check_warmup(warmup_steps: int, num_steps: int) -> None:
     """Refuses a warm-up that the training would never leave.
 
     Raises:
-        ValueError: `warmup_steps` is negative or not below `num_steps`.
+        ValueError: `warmup_steps` is not below `num_steps`.
     """
-    WARMUP_STEPS.check(warmup_steps)
     if warmup_steps and warmup_steps >= num_steps:
         raise ValueError(
             f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "

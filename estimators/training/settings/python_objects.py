@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def _losses(value: Any) -> Any:
     raise TypeError(f"loss must be a name, a callable or a list of them, got {type(value).__name__}")
 
 
-def _name_or_callable(setting: str, known: Sequence[str]) -> Callable[[Any], Any]:
+def _name_or_callable(setting: str, known: Iterable[str]) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if isinstance(value, str):
             check_name(setting, value, known)
@@ -103,7 +103,7 @@ OPTIMIZER = Setting[Any](
     words="optimizer by name, or a callable parameters -> torch.optim.Optimizer",
     kind="object",
     default="adamw",
-    convert=_name_or_callable("optimizer", list(OPTIMIZERS)),
+    convert=_name_or_callable("optimizer", OPTIMIZERS),
 )
 PARAMETER_GROUPS = Setting[list[dict[str, Any]]](
     name="parameterGroups",
@@ -121,7 +121,7 @@ LR_SCHEDULE = Setting[Any](
     "optimizer -> torch LRScheduler that is stepped after every optimizer step",
     kind="object",
     default="constant",
-    convert=_name_or_callable("lrSchedule", list(SCHEDULES)),
+    convert=_name_or_callable("lrSchedule", SCHEDULES),
 )
 CALLBACKS = Setting[list[Callback]](
     name="callbacks",
