@@ -1,7 +1,7 @@
-"""What makes a run that run and no other: the settings, the data and the model that decide its result.
+"""Which settings, data and model a resumed run must share with its start.
 
-A run is resumed only where all of this is what it was. What only decides where and how fast it is
-trained (workers, devices, reader, time limits, checkpoints) may change. Everything here is JSON and small.
+What only decides where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may
+change; each setting's declaration says so. Everything here is JSON and small.
 """
 
 from __future__ import annotations
@@ -16,39 +16,17 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import ShardManifest
 
 FORMAT_VERSION = 1
 
-# Fields of the config that may differ between the starts of one run.
-_FREE = frozenset(
-    {
-        "shards_uri",
-        "run_uri",
-        "num_workers",
-        "min_workers",
-        "use_gpu",
-        "collective",
-        "reader",
-        "timeout_seconds",
-        "max_restarts",
-        "checkpoint_every_steps",
-        "checkpoint_every_seconds",
-        "checkpoint_every_epochs",
-        "keep_checkpoints",
-        # How activations are kept changes memory and time, no numbers.
-        "gradient_checkpointing",
-        "activation_offload",
-    }
-)
-# Config fields that users know under another name than theirs in camelCase.
-_SETTING = {
-    "input_columns": "inputCols",
-    "label_columns": "labelCol",
-    "weight_column": "weightCol",
-    "losses": "loss",
-    "output_widths": "the model's outputs",
+# Fields of the config that may differ between the starts of one run: folders, and what declares so.
+_FREE = {"shards_uri", "run_uri"} | {s.field for s in SETTINGS.values() if s.may_differ_on_resume}
+_NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
+    "output_widths": "the model's outputs"
 }
 # Sums of floats come out differently in another order of the rows.
 _TOLERANCE = 1e-6
@@ -57,12 +35,13 @@ _TOLERANCE = 1e-6
 def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
     """The identity of a run, as JSON values: settings, data and model by the names that a user knows."""
     settings = {
-        _SETTING.get(f.name, _camel(f.name)): getattr(config, f.name)
+        _NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)
         if f.name not in _FREE and f.name != "model"
     }
+    losses = [head.loss for head in make_heads(config, objects)]
     settings |= {
-        "loss functions": [_name(loss) for loss in objects.losses],
+        "loss": [loss if isinstance(loss, str) else _name(loss) for loss in losses],
         "optimizer function": _name(objects.optimizer),
         "lrSchedule function": _name(objects.lr_schedule),
         "callbacks": [_name(callback) for callback in objects.callbacks],
@@ -149,11 +128,6 @@ def _name(value: Any) -> str | None:
         return f"partial of {_name(value.func)}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _camel(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(part.capitalize() for part in others)
 
 
 def _equal(left: Any, right: Any) -> bool:
