@@ -1,7 +1,7 @@
 """Inputs of a model in the Python worker: pandas columns as Spark hands them over become NumPy arrays.
 
-The same dtypes as in training (`training.feed`): fp32 for floating values and booleans, int64 for
-integers. What cannot be an input is refused in one sentence that names the column.
+The same dtypes as in training (`training.feed`). What cannot be an input is refused in one sentence that
+names the column.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.feed import Array, as_input
 from ringspark.pipelines.kinds import Kind, Padded, Vocabulary
 from ringspark.pipelines.kinds.base import make_lists
 from ringspark.pipelines.nulls import fill_nulls
@@ -93,13 +93,6 @@ class Feed:
     def _refuse_null(self, *, is_nan: bool = False) -> None:
         if is_nan or not self.fills_nulls:
             raise null_error(self.name)
-
-
-def as_input(values: Array) -> Array:
-    """The array in the dtype that a network gets: fp32 for floating values and booleans, else int64."""
-    dtype = np.float32 if values.dtype.kind in "fb" else np.int64
-    result: Array = np.require(values, dtype, ["C", "W"])
-    return result
 
 
 def null_error(name: str) -> ValueError:
