@@ -43,7 +43,7 @@ _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 
 @dataclass(frozen=True)
-class Piece:
+class LanePiece:
     """Rows of one row group that go to one lane.
 
     Attributes:
@@ -71,7 +71,7 @@ class RowGroupRead:
     row_group: int
     sequence_start: int
     first_step: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LanePiece, ...]
 
 
 # Compared and hashed by identity: comparing arrays of a million sizes is nothing to do by accident.
@@ -257,7 +257,7 @@ class RowGroupReads:
             first_step=int(self._first_steps[number]),
             pieces=tuple(
                 map(
-                    Piece,
+                    LanePiece,
                     self._lanes[pieces].tolist(),
                     self._starts[pieces].tolist(),
                     self._stops[pieces].tolist(),

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+NumpyArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RaggedRows:
     """
 
     offsets: npt.NDArray[np.int64]
-    parts: tuple[Array, ...]
+    parts: tuple[NumpyArray, ...]
 
     def cut(self, start: int, stop: int) -> RaggedRows:
         """Returns rows `start` to `stop` as a view."""
@@ -41,7 +41,7 @@ class RaggedRows:
         return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
 
 
-Rows = Array | RaggedRows
+Rows = NumpyArray | RaggedRows
 
 
 def num_rows(rows: Rows) -> int:
@@ -52,7 +52,7 @@ def num_rows(rows: Rows) -> int:
 def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
     """Returns a copy of the rows at `indexes`, in their order."""
     if not isinstance(rows, RaggedRows):
-        taken: Array = rows.take(indexes, axis=0)
+        taken: NumpyArray = rows.take(indexes, axis=0)
         return taken
     starts = rows.offsets[indexes]
     lengths = rows.offsets[indexes + 1] - starts
@@ -75,7 +75,7 @@ def join(pieces: Sequence[Rows]) -> Rows:
     if len(pieces) == 1:
         return pieces[0]
     if not isinstance(pieces[0], RaggedRows):
-        joined: Array = np.concatenate(cast("Sequence[Array]", pieces))
+        joined: NumpyArray = np.concatenate(cast("Sequence[NumpyArray]", pieces))
         return joined
     ragged = [piece.compact() for piece in pieces if isinstance(piece, RaggedRows)]
     lengths = np.concatenate([np.diff(piece.offsets) for piece in ragged])

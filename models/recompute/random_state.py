@@ -74,7 +74,7 @@ _latest: RandomState | None = None
 _latest_numpy_bytes = b""
 
 
-def random_state(tensors: Iterable[torch.Tensor]) -> RandomState:
+def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
     """The present state of all generators; of CUDA's, those of the tensors' devices."""
     global _latest
     python = random.getstate()
@@ -96,7 +96,7 @@ def random_state(tensors: Iterable[torch.Tensor]) -> RandomState:
 @contextlib.contextmanager
 def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Leaves all generators as they were before the block."""
-    before = random_state(tensors)
+    before = current_state(tensors)
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ringspark.models.recompute.moving_buffers import MovingBuffers, Values, replaced
-from ringspark.models.recompute.random_state import RandomState, keep_random_state, random_state
+from ringspark.models.recompute.random_state import RandomState, current_state, keep_random_state
 
 Forward = Callable[..., Any]
 
@@ -95,7 +95,7 @@ class Segment:
         """Runs `forward`, the module's own, and keeps how to run it again instead of what it saves."""
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        random = random_state(tensors)
+        random = current_state(tensors)
         call = _Call(
             module=module,
             forward=forward,

@@ -26,7 +26,7 @@ from ringspark.pipelines.kinds.base import (
     matching_dtype,
 )
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
-from ringspark.pipelines.rows import Array as NumpyArray
+from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.rows import Rows
 
 if TYPE_CHECKING:

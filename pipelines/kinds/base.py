@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -98,7 +98,7 @@ class Kind(ABC):
             ValueError: A value cannot be stored; the text completes "column 'x' ...".
         """
 
-    def measured(self, arrays: Sequence[Any]) -> Array:
+    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
         """Returns the numbers of the stored arrays that statistics are over."""
         return numbers(arrays[-1])
 
@@ -122,7 +122,7 @@ class Kind(ABC):
             ValueError: They do not hold what the kind says; the text completes "column 'x' ...".
         """
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         """Returns the arrays of a batch from rows of varying length; dense rows are their own."""
         raise NotImplementedError(f"kind {self.tag!r} decodes to dense rows")
 
@@ -160,10 +160,10 @@ def matching_dtype(name: str, asked: str, found: str) -> str:
     return found
 
 
-def numbers(values: Any) -> Array:
+def numbers(values: Any) -> NumpyArray:
     """Returns the numbers of an Arrow array, or of all its lists, as NumPy; a view where it can be."""
     leaf = values.flatten() if is_list(values.type) else values
-    array: Array = leaf.to_numpy(zero_copy_only=False)
+    array: NumpyArray = leaf.to_numpy(zero_copy_only=False)
     return array
 
 
@@ -172,9 +172,9 @@ def is_list(data_type: Any) -> bool:
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type))
 
 
-def list_offsets(values: Any) -> Array:
+def list_offsets(values: Any) -> NumpyArray:
     """Returns (rows + 1,) int64 offsets from 0 of an Arrow list array without nulls."""
-    offsets: Array = values.offsets.to_numpy().astype(np.int64)
+    offsets: NumpyArray = values.offsets.to_numpy().astype(np.int64)
     return offsets if not len(offsets) or offsets[0] == 0 else offsets - offsets[0]
 
 
@@ -191,7 +191,7 @@ def list_type(dtype: str) -> Any:
     return pa.list_(pa.field("element", number_type(dtype), nullable=False))
 
 
-def make_lists(offsets: Array, leaf: Any, dtype: str) -> Any:
+def make_lists(offsets: NumpyArray, leaf: Any, dtype: str) -> Any:
     """Returns an Arrow list array from offsets that start at 0 and its elements."""
     leaf = pa.array(leaf, number_type(dtype)) if isinstance(leaf, np.ndarray) else leaf
     if len(offsets) and offsets[-1] > np.iinfo(np.int32).max:
@@ -218,6 +218,6 @@ def decode_lists(column: Any, dtype: str) -> RaggedRows:
     return RaggedRows(list_offsets(column), (leaf.to_numpy(zero_copy_only=False),))
 
 
-def range_of(values: Array) -> tuple[Shape, Shape] | None:
+def range_of(values: NumpyArray) -> tuple[Shape, Shape] | None:
     """Returns the smallest and the largest of some lengths as shapes of one dimension."""
     return None if not len(values) else ((int(values.min()),), (int(values.max()),))

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -33,7 +33,7 @@ class Decoder(ABC):
         """Returns shape and dtype of what `data` holds, from its header alone."""
 
     @abstractmethod
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         """Returns the array."""
 
 
@@ -44,7 +44,7 @@ class RawDecoder(Decoder):
         size = np.dtype(dtype).itemsize * prod(shape)
         return (shape, dtype) if len(data) == size else ((len(data),), "uint8")
 
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
@@ -55,9 +55,9 @@ class NpyDecoder(Decoder):
         array = self.decode(data, shape, dtype)
         return array.shape, array.dtype.name
 
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         read: Any = np.lib.format.read_array  # NumPy has no types for it
-        array: Array = read(io.BytesIO(data), allow_pickle=False)
+        array: NumpyArray = read(io.BytesIO(data), allow_pickle=False)
         return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -87,7 +87,7 @@ class ImageDecoder(Decoder):
                 raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
             return (image.height, image.width, *shape[2:]), "uint8"
 
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         with _pillow().open(io.BytesIO(data)) as image:
             mode = self._MODES[shape[2] if len(shape) == 3 else 1]
             return np.asarray(image if image.mode == mode else image.convert(mode)).reshape(
@@ -161,7 +161,7 @@ class Binary(Kind):
                 )
         return Encoded([values.cast(pa.binary())])
 
-    def measured(self, arrays: Sequence[Any]) -> Array:
+    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
         # Of bytes, the sizes say more than the values.
         offsets = _offsets(arrays[0])
         return np.diff(offsets)
@@ -177,7 +177,7 @@ class Binary(Kind):
         data = np.frombuffer(buffer, np.uint8) if buffer is not None else np.zeros(0, np.uint8)
         return RaggedRows(_offsets(column), (data,))
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         decoder, (data,) = DECODERS[self.decoder](), rows.parts
         offsets = rows.offsets.tolist()
         decoded = np.zeros((len(offsets) - 1, *self.shape), dtype=self.dtype)
@@ -214,7 +214,7 @@ class Binary(Kind):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}] from {self.decoder}"
 
 
-def _offsets(values: Any) -> Array:
+def _offsets(values: Any) -> NumpyArray:
     """Returns the (rows + 1,) offsets of a binary array into its buffer."""
     buffer = values.buffers()[1]
     if buffer is None:

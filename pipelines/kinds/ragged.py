@@ -24,7 +24,7 @@ from ringspark.pipelines.kinds.base import (
     matching_dtype,
     range_of,
 )
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -58,7 +58,7 @@ class Ragged(Kind):
         (column,) = columns
         return decode_lists(column, self.dtype)
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         compact = rows.compact()
         return {f"{name}.values": compact.parts[0], f"{name}.offsets": compact.offsets}
 
@@ -131,7 +131,7 @@ class Padded(Kind):
         (column,) = columns
         return decode_lists(column, self.dtype)
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         assert self.length is not None
         compact = rows.compact()
         lengths = np.diff(compact.offsets)

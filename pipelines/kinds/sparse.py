@@ -19,7 +19,7 @@ from ringspark.pipelines.kinds.base import (
     range_of,
 )
 from ringspark.pipelines.kinds.vector import Vectors, check_vector, vector_struct
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -85,7 +85,7 @@ class Sparse(Kind):
             raise ValueError("has other numbers of indices than of values")
         return RaggedRows(data.offsets, (*indices.parts, *data.parts))
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         compact = rows.compact()
         indices, data = compact.parts
         return {f"{name}.indptr": compact.offsets, f"{name}.indices": indices, f"{name}.data": data}

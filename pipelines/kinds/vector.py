@@ -15,7 +15,7 @@ import numpy as np
 
 from ringspark.pipelines.kinds.array import Array
 from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists, range_of
-from ringspark.pipelines.rows import Array as NumpyArray
+from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

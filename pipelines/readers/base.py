@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.epoch_plan import EpochPlan, Piece, RowGroupReads, ShardPlan, plan_epoch
+from ringspark.pipelines.epoch_plan import EpochPlan, LanePiece, RowGroupReads, ShardPlan, plan_epoch
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import LaneBuffer, RowGroup, assemble
 from ringspark.pipelines.readers.cache import RowGroupCache
@@ -253,7 +253,7 @@ class ShardReader(ABC):
                     for start, stop in pairwise(bounds)
                 ]
 
-    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[Piece, RowGroup]]]:
+    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[LanePiece, RowGroup]]]:
         """Yields what each row group gives to the lanes, in the lanes' order."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):

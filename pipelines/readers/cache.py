@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringspark.pipelines.rows import Array, RaggedRows, Rows, num_bytes
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, num_bytes
 
 RowGroup = dict[str, Rows]
 
@@ -96,15 +96,15 @@ class DiskCache(RowGroupCache):
                 arrays[name] = 0
         self._row_groups[index] = arrays
 
-    def _save(self, index: int, column: int, arrays: list[Array]) -> None:
+    def _save(self, index: int, column: int, arrays: list[NumpyArray]) -> None:
         for number, array in enumerate(arrays):
             np.save(self._path(index, column, number), array, allow_pickle=False)
 
     def _load(self, index: int, column: int, parts: int) -> Rows:
-        def mapped(number: int) -> Array:
+        def mapped(number: int) -> NumpyArray:
             path = self._path(index, column, number)
             try:
-                array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+                array: NumpyArray = np.load(path, mmap_mode="r", allow_pickle=False)
             except ValueError:  # nothing can be mapped of an empty array
                 array = np.load(path, allow_pickle=False)
             return array

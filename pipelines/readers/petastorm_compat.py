@@ -57,7 +57,7 @@ class Files(ABC):
         """Opens a file for `pq.ParquetFile`."""
 
 
-class Piece:
+class DatasetPiece:
     """The part of `pq.ParquetDatasetPiece` that Petastorm uses: a file, or one row group of it."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Dataset:
     def __init__(self, paths: Sequence[str], files: Files) -> None:
         self.paths = paths
         self.fs = files
-        self.pieces = [Piece(path, files.open) for path in paths]
+        self.pieces = [DatasetPiece(path, files.open) for path in paths]
 
 
 class _Parquet(ModuleType):
@@ -101,7 +101,7 @@ class _Parquet(ModuleType):
     @staticmethod
     def ParquetDatasetPiece(path: str, open_file_func: Any = None, **place: Any) -> Any:  # noqa: N802
         if isinstance(getattr(open_file_func, "__self__", None), Files):
-            return Piece(path, open_file_func, **place)
+            return DatasetPiece(path, open_file_func, **place)
         return pq.ParquetDatasetPiece(path, open_file_func=open_file_func, **place)
 
 

@@ -181,13 +181,13 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
         "plan": [plan.semantic_hash, plan.text],
         "schema": df.schema.json(),
         "settings": described,
-        "session": _session(df.sparkSession),
+        "session": _session_settings(df.sparkSession),
         "files": files,
     }
     return _Source(plan=plan, files=files, key=_digest(parts))
 
 
-def _session(spark: SparkSession) -> dict[str, str]:
+def _session_settings(spark: SparkSession) -> dict[str, str]:
     """What the session is set to, as far as it may change the rows; defaults are the application's."""
     settings = {str(row[0]): str(row[1]) for row in spark.sql("SET").collect()}
     return {

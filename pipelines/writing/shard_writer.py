@@ -77,20 +77,20 @@ class WritePlan:
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
-    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark task."""
-    task = _Task(plan)
+    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark writer."""
+    writer = _PartitionWriter(plan)
     try:
         for batch in batches:
             if batch.num_rows:
-                task.add(batch)
-        report = task.finish()
+                writer.add(batch)
+        report = writer.finish()
     except BaseException:
-        task.discard()
+        writer.discard()
         raise
     yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
 
 
-class _Task:
+class _PartitionWriter:
     """What one task has seen and written so far."""
 
     def __init__(self, plan: WritePlan) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringspark.pipelines.column_stats import ColumnStats
 
-Array = npt.NDArray[Any]
+NumpyArray = npt.NDArray[Any]
 
 # Elements summed at a time: they stay in the processor's cache, and rounding stays small.
 _BLOCK = 1 << 16
@@ -27,7 +27,7 @@ class StatsCollector:
         self._is_scalar = is_scalar
         self._stats = ColumnStats()
 
-    def add(self, rows: int, numbers: Array) -> None:
+    def add(self, rows: int, numbers: NumpyArray) -> None:
         """Takes the numbers of `rows` rows."""
         counts, finite = _measure(numbers)
         if self._is_scalar and finite.dtype.kind == "f":
@@ -39,7 +39,7 @@ class StatsCollector:
         return self._stats
 
 
-def _measure(numbers: Array) -> tuple[dict[str, Any], Array]:
+def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
     """Returns counts and moments, and the finite numbers among those given."""
     if len(numbers) == 0:
         return {}, numbers
@@ -63,7 +63,7 @@ def _measure(numbers: Array) -> tuple[dict[str, Any], Array]:
     }, numbers
 
 
-def _moments(numbers: Array) -> tuple[float, float]:
+def _moments(numbers: NumpyArray) -> tuple[float, float]:
     """Returns mean and sum of squared deviations, in float64."""
     count, mean, deviations = 0, 0.0, 0.0
     # Squares of doubles beyond 1e150 overflow; such columns get an infinite deviation, without a warning.
