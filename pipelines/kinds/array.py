@@ -26,8 +26,7 @@ from ringspark.pipelines.kinds.base import (
     matching_dtype,
 )
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
-from ringspark.pipelines.rows import NumpyArray
-from ringspark.pipelines.rows import Rows
+from ringspark.pipelines.rows import NumpyArray, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
