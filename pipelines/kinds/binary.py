@@ -1,7 +1,7 @@
-"""Kind "binary": bytes with a decoder, e.g. images. Stored as they are, decoded in the reader.
+"""Kind "binary": bytes with a decoder, e.g. images. They are stored unchanged and decoded in the reader.
 
-The compressed bytes are what is written, shuffled and held in memory; arrays
-are made when a batch is put together.
+Files, shuffle and memory hold the compressed bytes; the arrays are made only
+when a batch is put together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of what `data` holds, from its header alone."""
+        """Returns shape and dtype of the array in `data`; reads its header only."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
@@ -38,7 +38,7 @@ class Decoder(ABC):
 
 
 class RawDecoder(Decoder):
-    """The numbers themselves in row-major order, little-endian."""
+    """Decodes the bare numbers: little-endian, in row-major order."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         size = np.dtype(dtype).itemsize * prod(shape)
@@ -49,7 +49,7 @@ class RawDecoder(Decoder):
 
 
 class NpyDecoder(Decoder):
-    """What `numpy.save` writes; never a pickle."""
+    """Decodes the format that `numpy.save` writes; pickles are refused."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         array = self.decode(data, shape, dtype)
@@ -62,10 +62,10 @@ class NpyDecoder(Decoder):
 
 
 class ImageDecoder(Decoder):
-    """JPEG, PNG and what else Pillow reads: (height, width, channels), or (height, width) for grey."""
+    """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey."""
 
     _MODES: ClassVar[dict[int, str]] = {1: "L", 3: "RGB", 4: "RGBA"}
-    # Of eight bits a channel. Pillow clips deeper ones, e.g. PNGs of 16 bits, when it converts them.
+    # Pillow's modes of eight bits per channel. It clips deeper ones, e.g. 16-bit PNGs, when it converts them.
     _EIGHT_BITS: ClassVar[set[str]] = {
         "1",
         "L",
@@ -104,7 +104,7 @@ class Binary(Kind):
 
     Attributes:
         decoder: A key of `DECODERS`.
-        shape: Shape of every decoded row. For "image" (height, width) or (height, width, channels).
+        shape: Shape of every decoded row; for "image" it is (height, width) or (height, width, channels).
         dtype: NumPy dtype name of the decoded rows.
         nullable: Whether null rows were kept: they are stored empty and read as zeros.
     """
@@ -153,7 +153,7 @@ class Binary(Kind):
             data = value.as_py()
             try:
                 shape, dtype = decoder.describe(data, self.shape, self.dtype)
-            except Exception as error:  # decoders raise what they like
+            except Exception as error:  # a decoder may raise anything
                 raise ValueError(self._unreadable(data, error)) from None
             if (shape, dtype) != (self.shape, self.dtype):
                 raise ValueError(
@@ -162,7 +162,7 @@ class Binary(Kind):
         return Encoded([values.cast(pa.binary())])
 
     def measured(self, arrays: Sequence[Any]) -> NumpyArray:
-        # Of bytes, the sizes say more than the values.
+        # For bytes, statistics of the sizes say more than those of the values.
         offsets = _offsets(arrays[0])
         return np.diff(offsets)
 

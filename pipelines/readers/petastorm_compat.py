@@ -1,12 +1,12 @@
-"""Stand-ins that let Petastorm run on the pyarrow and NumPy of today.
+"""Stand-ins that let Petastorm run on today's pyarrow and NumPy.
 
 Petastorm 0.12 and 0.13 are written against parts of pyarrow that versions 15 and 16 removed (the modules
 `pyarrow.filesystem` and `pyarrow.hdfs`, the legacy Parquet dataset and its pieces) and against two names that
 NumPy 2 removed. This file replaces as much of them as engine "petastorm" uses.
 
 Nobody else sees the stand-ins. The two modules are in `sys.modules` only while Petastorm is imported. All
-else is put into Petastorm's own modules and never into pyarrow or NumPy. There a dataset over `Files` is ours
-and every other is pyarrow's own, so that users of Petastorm itself keep what their pyarrow has.
+other stand-ins go into Petastorm's own modules, never into pyarrow or NumPy. There a dataset over `Files` is
+ours and every other dataset is pyarrow's, so that users of Petastorm itself keep what their pyarrow has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-# What Petastorm imports from the removed modules. It needs the names only for what the engine does not use.
+# The names that Petastorm imports from the removed modules. The engine uses none of the code behind them.
 _REMOVED = {"pyarrow.filesystem": "LocalFileSystem", "pyarrow.hdfs": "HadoopFileSystem"}
 _USE_PARQUET = ("petastorm.reader", "petastorm.arrow_reader_worker", "petastorm.etl.dataset_metadata")
 
@@ -32,7 +32,7 @@ _import_lock = threading.Lock()
 
 @contextmanager
 def petastorm_importable() -> Iterator[None]:
-    """Inside, Petastorm can be imported; afterwards, what was imported runs here."""
+    """Makes Petastorm importable inside the block, and leaves the imported modules able to run."""
     with _import_lock:
         missing = [name for name in _REMOVED if name not in sys.modules and find_spec(name) is None]
         try:
@@ -50,7 +50,7 @@ def petastorm_importable() -> Iterator[None]:
 
 
 class Files(ABC):
-    """What the engine gives Petastorm as its file system."""
+    """The file system that the engine gives Petastorm."""
 
     @abstractmethod
     def open(self, path: str) -> Any:
@@ -74,7 +74,7 @@ class DatasetPiece:
 
 
 class Dataset:
-    """The part of the legacy `pq.ParquetDataset` that Petastorm uses, over given files and nothing else."""
+    """The part of the legacy `pq.ParquetDataset` that Petastorm uses, over exactly the given files."""
 
     # There is no summary file, so Petastorm takes schema and row groups from the footers.
     metadata = common_metadata = None
@@ -106,7 +106,7 @@ class _Parquet(ModuleType):
 
 
 class _NumPy(ModuleType):
-    """NumPy 2 with the two names of before, as Petastorm's schema sees it."""
+    """NumPy 2 with the two removed names, as Petastorm's schema sees it."""
 
     unicode_ = np.str_
     string_ = np.bytes_
