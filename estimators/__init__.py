@@ -1,6 +1,6 @@
 """Spark ML stages that train PyTorch networks: `fit` on a gang of workers, `transform` in batches.
 
-The stages are imported when they are asked for: a machine without Spark trains from shards, and plans
+The stages are imported on first use, so that a machine without Spark can train from shards, and plan
 memory, with the rest of the package.
 """
 
