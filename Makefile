@@ -41,7 +41,7 @@ test-all: test-floor ## Run every test, in both environments; options in ARGS=".
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
 test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; options in ARGS="..."
-	@$(FLOOR_PYTHON) -m pytest $(FLOOR_TESTS) $(ARGS)
+	@$(FLOOR_PYTHON) -m pytest -n 2 --dist loadfile $(FLOOR_TESTS) $(ARGS)
 
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .

@@ -234,6 +234,16 @@ def test_no_two_folders_import_each_other() -> None:
     assert circles == []
 
 
+def test_training_asks_the_mesh_for_rows_seeds_and_writes() -> None:
+    asked = re.compile(r"\bcollective\.(?:rank|size)\b")
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sources("estimators/training")
+        if asked.search(path.read_text())
+    ]
+    assert found == []
+
+
 def test_no_module_is_named_after_a_dependency() -> None:
     project = pyproject()["project"]
     assert isinstance(project, dict)

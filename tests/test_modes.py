@@ -103,5 +103,6 @@ def test_the_marked_on_executors_of_their_own() -> None:
 
 @pytest.mark.spark
 @pytest.mark.slow
+@pytest.mark.telling
 def test_the_marked_through_connect(connect: str) -> None:
     run_the_marked(connect)

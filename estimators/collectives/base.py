@@ -125,6 +125,13 @@ class ConnectedMember:
             self._on_leave.pop()()
 
 
+def gather_bytes(collective: Collective, data: bytes) -> list[bytes]:
+    """Every rank's bytes, in the order of ranks; a rank may give none. Runs on every rank."""
+    # torch makes no tensor of an empty buffer.
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    return [piece.numpy().tobytes() for piece in collective.all_gather(mine)]
+
+
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 

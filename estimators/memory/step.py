@@ -19,18 +19,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.meter import Meter, Peak
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
+from ringspark.estimators.parallel.gradient_sync import PlainSync
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
-from ringspark.estimators.training.objective.losses import resolve_loss
+from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.optimizers import build_optimizer
-from ringspark.estimators.training.precision import LossScaler, autocast, keep_norms_fp32
-from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
 from ringspark.models import apply_activation_checkpoint
-from ringspark.models.outputs import as_outputs
 
 MOST_MICRO_BATCHES = 2
 
@@ -135,17 +136,20 @@ class _Step:
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
-        self._optimizer = build_optimizer(
+        optimizer = build_optimizer(
             objects.optimizer or config.optimizer,
             self._module,
             config.parameter_groups,
             config.learning_rate,
             config.weight_decay,
         )
-        losses = [resolve_loss(objects.loss(config, i), device) for i in range(len(config.losses))]
-        self._criterion = Criterion(losses, config.loss_weights)
-        self._scaler = LossScaler(config.precision, device)
-        self._outputs: list[torch.Tensor] = []
+        self._sync = PlainSync(self._module, optimizer)
+        self._recipe = Recipe(
+            config=config,
+            criterion=Criterion(make_heads(config, objects), device),
+            scaler=LossScaler(config.precision, device),
+            device=device,
+        )
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -162,9 +166,15 @@ class _Step:
         self._meter.assign([*batch.inputs, *batch.labels], "batch")
         self._module.train()
         self._meter.restart()
-        for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]:
-            self._backward(micro_batch)
-        self._outputs.clear()
+        divisor = global_weights(self._recipe, batch, batch.num_rows, LocalCollective())
+        # Kept for metrics until the step is over, as the trainer does.
+        seen = [
+            forward_backward(
+                self._recipe, self._sync, micro_batch, divisor, keeps_outputs=bool(self._config.metrics)
+            )
+            for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]
+        ]
+        del seen
         backward = self._peaks()
         parts = dict(self._meter.highest)
         update = update or self._update()
@@ -182,7 +192,7 @@ class _Step:
         """The first optimizer step makes the state, the second is one like all that follow."""
         before = self._meter.snapshot()
         # Not the scaler's `step`: it would ask the gradients whether they are finite.
-        self._scaler.unscale(self._optimizer)
+        self._recipe.scaler.unscale(self._sync.optimizer)
         self._optimizer_step()
         self._meter.assign_new(before, "optimizer_state")
         self._meter.restart()
@@ -196,32 +206,12 @@ class _Step:
     def _peaks(self) -> dict[str, Peak]:
         return {name: self._meter.peak(name) for name in SHARDED_PARTS}
 
-    def _backward(self, batch: Batch) -> None:
-        loss = self._criterion.total(self._losses(batch) / batch.num_rows)
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-
-    def _losses(self, batch: Batch) -> torch.Tensor:
-        config = self._config
-        hooks = saved_tensor_hooks(
-            offload=config.activation_offload,
-            compression=config.activation_compression,
-            module=self._module,
-            device=self._device,
-        )
-        with autocast(config.precision, self._device), hooks:
-            outputs = as_outputs(self._module(*batch.inputs))
-        outputs = tuple(output.float() for output in outputs)
-        if config.metrics:
-            # The trainer counts them when the step is over.
-            self._outputs += [output.detach() for output in outputs]
-        return self._criterion.rows(outputs, batch.labels).sum(0)
-
     def _optimizer_step(self) -> None:
         self._meter.answers_scalars = True
         try:
             if self._config.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm)
-            self._optimizer.step()
+            self._sync.optimizer.step()
         finally:
             self._meter.answers_scalars = False
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest
 
@@ -61,8 +62,9 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         for f in fields(config)
         if f.name not in _FREE and f.name != "model"
     }
+    losses = [head.loss for head in make_heads(config, objects)]
     settings |= {
-        "loss functions": [_name(loss) for loss in objects.losses],
+        "loss": [loss if isinstance(loss, str) else _name(loss) for loss in losses],
         "optimizer function": _name(objects.optimizer),
         "lrSchedule function": _name(objects.lr_schedule),
         "callbacks": [_name(callback) for callback in objects.callbacks],

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,13 @@ from torch import nn
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
-from ringspark.estimators.training.objective.criterion import ignored_label
-from ringspark.estimators.training.objective.losses import check_loss_name, default_loss, resolve_loss
-from ringspark.estimators.training.objective.metrics import check_metrics, metric_info
+from ringspark.estimators.training.objective.heads import Head, ignored_label, make_heads, with_outputs
+from ringspark.estimators.training.objective.losses import check_loss_name, resolve_loss
+from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer, check_name
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
+from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.pipelines import ShardManifest, check_engine
@@ -38,7 +38,6 @@ NOT_FOR_CLASSES = {
     "MultiLabelMarginLoss": "takes several labels a row",
     "MultiLabelSoftMarginLoss": "takes several labels a row",
 }
-_CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "MultiMarginLoss")
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
@@ -108,19 +107,15 @@ def _check_training(
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     widths = [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
-    losses = tuple(
-        default_loss(config.task, width) if name == "auto" else name
-        for name, width in zip(config.losses, widths, strict=True)
-    )
-    config = replace(config, losses=losses, output_widths=tuple(widths))
-    config = replace(config, monitor=monitored(config, objects, manifest))
-    loss = objects.loss(config, 0)
+    config = with_outputs(config, widths)
+    heads = make_heads(config, objects, manifest)
+    config = replace(config, monitor=monitored(config.monitor, heads, manifest))
     name = type(module).__name__
     if config.task == "classification":
-        _check_classes(config, manifest, name, shapes[0], loss)
+        _check_classes(heads[0], manifest, name, shapes[0])
     elif config.task == "regression":
-        _check_regression(config, manifest, name, shapes[0])
-    _check_losses(config, objects, outputs, manifest)
+        _check_regression(heads[0], manifest, name, shapes[0])
+    _check_losses(config.task, heads, outputs, manifest)
     return config, [shape[1:] for shape in shapes]
 
 
@@ -140,71 +135,38 @@ def _check_optimizer(
 
 
 def _check_losses(
-    config: TrainConfig, objects: UserObjects, outputs: Sequence[torch.Tensor], manifest: ShardManifest
+    task: Task, heads: Sequence[Head], outputs: Sequence[torch.Tensor], manifest: ShardManifest
 ) -> None:
     """Applies each loss to what the module gave for two rows of zeros, and labels of 0."""
-    for index, (output, label) in enumerate(zip(outputs, config.label_columns, strict=True)):
-        loss = objects.loss(config, index)
-        name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-        if config.task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
+    for head, output in zip(heads, outputs, strict=True):
+        name = head.loss_name
+        if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
-        if name.endswith("_per_member"):
+        if head.is_per_member:
             # Of what the module gives in training mode.
             continue
-        array = manifest.array(label)
+        array = manifest.array(head.label)
         is_integer = np.dtype(array.dtype).kind in "iu"
         zeros = torch.zeros((PROBE_ROWS, *array.shape), dtype=torch.int64 if is_integer else torch.float32)
         try:
-            resolve_loss(loss)(output.float(), zeros)
+            resolve_loss(head.loss)(output.float(), zeros)
         except Exception as error:
-            given = f"output {tuple(output.shape)} and labelCol {label!r} {tuple(zeros.shape)}"
+            given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(zeros.shape)}"
             raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
 
 
-def label_metrics(config: TrainConfig, objects: UserObjects) -> list[tuple[str, ...]]:
-    """The metrics of each label: those of classes where its loss is one of classes, else those of values.
-
-    A loss of the user's own may be either: it gets all.
-
-    Raises:
-        ValueError: A metric suits no label.
-    """
-    result = []
-    for index in range(len(config.label_columns)):
-        loss, task = objects.loss(config, index), config.task
-        if task == "any" and (isinstance(loss, str | nn.Module)):
-            task = "classification" if _takes_classes(loss) else "regression"
-        result.append(tuple(n for n in config.metrics if task in ("any", metric_info(n).task)))
-    for name in config.metrics:
-        if not any(name in names for names in result):
-            raise ValueError(
-                f"metrics {name!r} is of a {metric_info(name).task} and suits none of the losses "
-                f"{list(config.losses)}; drop it or set loss"
-            )
-    return result
-
-
-def _takes_classes(loss: str | nn.Module) -> bool:
-    """Whether the loss is one of class numbers against logits."""
-    if isinstance(loss, str):
-        return loss.startswith(("cross_entropy", "bce_with_logits")) or loss in _CLASS_LOSSES
-    return type(loss).__name__ in _CLASS_LOSSES
-
-
-def monitored(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> str:
+def monitored(monitor: str, heads: Sequence[Head], manifest: ShardManifest) -> str:
     """The entry of the history that `monitor` means; a bare name means the held-out rows where there are any.
 
     Raises:
         ValueError: The history will have no such entry; names the nearest that it will have.
     """
     splits = [split for split in ("validation", "train") if manifest.select(split).num_rows]
-    metrics = label_metrics(config, objects)
-    names = ["loss", *metrics[0]]
-    if len(config.label_columns) > 1:
-        pairs = zip(config.label_columns, metrics, strict=True)
-        names = ["loss", *(f"{part}_{label}" for label, own in pairs for part in ("loss", *own))]
+    names = ["loss", *heads[0].metrics]
+    if len(heads) > 1:
+        names = ["loss", *(f"{part}_{head.label}" for head in heads for part in ("loss", *head.metrics))]
     known = [f"{split}_{name}" for split in splits for name in names]
-    wanted = config.monitor or "loss"
+    wanted = monitor or "loss"
     for name in (wanted, f"{splits[0]}_{wanted}"):
         if name in known:
             return name
@@ -266,8 +228,8 @@ def _check_dense(name: str, manifest: ShardManifest) -> None:
         ) from None
 
 
-def _check_classes(config: TrainConfig, manifest: ShardManifest, model: str, shape: Shape, loss: Any) -> None:
-    (label,) = config.label_columns
+def _check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
+    label, loss = head.label, head.loss
     if manifest.array(label).shape:
         raise ValueError(f"labelCol {label!r} must hold one class number per row, got an array column")
     if len(shape) > 2:
@@ -305,8 +267,8 @@ def _check_classes(config: TrainConfig, manifest: ShardManifest, model: str, sha
             )
 
 
-def _check_regression(config: TrainConfig, manifest: ShardManifest, model: str, shape: Shape) -> None:
-    (label,) = config.label_columns
+def _check_regression(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
+    label = head.label
     row_shape = manifest.array(label).shape
     label_shape = (PROBE_ROWS, *row_shape)
     squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,6 +81,24 @@ class FirstBadLoss:
     def reset(self) -> None:
         """Forgets it."""
         self._first.fill_(_NEVER)
+
+
+def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
+    """Ends a training some of whose ranks noted a loss that is not finite.
+
+    Args:
+        first_bad: For each rank the step in the epoch, from 1; 0 where there was none.
+
+    Raises:
+        FloatingPointError: With epoch, step and rank.
+    """
+    noted = [(step, rank) for rank, step in enumerate(first_bad) if step]
+    if noted:
+        step, rank = min(noted)
+        raise FloatingPointError(
+            f"the training loss is not finite in epoch {epoch}, step {step} on rank {rank}; lower "
+            f"learningRate, set maxGradNorm, scale the features, or set onNonFinite='skip'{advice}"
+        )
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:

@@ -99,9 +99,11 @@ class BestCheckpoint(Callback):
         uri: Folder of the best checkpoint, None before the first.
     """
 
-    def __init__(self, best: Best, root: str, keeps_worse: bool = False) -> None:
+    def __init__(self, best: Best, root: str, writes: bool, keeps_worse: bool = False) -> None:
+        """Args: writes: Whether this rank writes the weights; the others give it their parts."""
         self._best = best
         self._root = root
+        self._writes = writes
         self._keeps_worse = keeps_worse
         self.uri: str | None = None
 
@@ -124,7 +126,7 @@ class BestCheckpoint(Callback):
         if not self._best.improves(state.history[-1]):
             return
         last, self.uri = self.uri, self._folder()
-        if state.rank == 0:
+        if self._writes:
             save_checkpoint(self.uri, state.module, epoch=state.epoch, step=state.step)
             if last is not None and not self._keeps_worse:
                 with suppress(OSError):

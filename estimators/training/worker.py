@@ -17,24 +17,23 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.parallel.gradient_sync import GradientSync
-from ringspark.estimators.training.callbacks import Callbacks
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
-from ringspark.estimators.training.driver_check import build_module, label_metrics
+from ringspark.estimators.training.driver_check import build_module
 from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.non_finite import NonFiniteStep
-from ringspark.estimators.training.objective.criterion import Criterion, ignored_label
-from ringspark.estimators.training.objective.losses import resolve_loss
-from ringspark.estimators.training.objective.metric_set import make_metrics
+from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
+from ringspark.estimators.training.running import make_running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping, best_of
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.trainer import Parts, Trainer
+from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import shared_generators_kept
@@ -100,15 +99,16 @@ def train_worker(
     status = status or Status()
     torch_device = torch.device(device)
     gpus = [torch_device] if torch_device.type == "cuda" else []
-    recovery = Recovery(config, collective, status)
+    mesh = Mesh.of(collective)
+    recovery = Recovery(config, mesh, status)
     # Seeds are set inside the fork only: a reused Python worker keeps its own random state.
     with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept():
-        return _train(config, collective, objects, torch_device, status, recovery)
+        return _train(config, mesh, objects, torch_device, status, recovery)
 
 
 def _train(
     config: TrainConfig,
-    collective: Collective,
+    mesh: Mesh,
     objects: UserObjects,
     device: torch.device,
     status: Status,
@@ -116,7 +116,7 @@ def _train(
 ) -> TrainResult:
     status.phase = "opening the shards"
     manifest = ShardManifest.load(config.shards_uri)
-    train, validation = _open_readers(config, collective, manifest)
+    train, validation = _open_readers(config, mesh, manifest)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device)
     start_state = skeleton(module)
@@ -124,22 +124,27 @@ def _train(
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
     sync = STRATEGIES[config.sharding]().prepare(
-        module, partial(_make_optimizer, config, objects), collective, config.gradient_accumulation
+        module, partial(_make_optimizer, config, objects), mesh.data, config.gradient_accumulation
     )
     # Dropout differs between the ranks, as it does between the rows of one batch.
-    torch.manual_seed((config.seed * 1_000_003 + collective.rank) % 2**63)
+    torch.manual_seed((config.seed * 1_000_003 + mesh.data_rank) % 2**63)
     best = None
     if config.keep == "best":
         root = storage.join(config.run_uri, run_layout.BEST)
-        best = BestCheckpoint(best_of(config), root, keeps_worse=recovery.is_asked)
-    parts = _parts(config, objects, manifest, module, sync, best, device)
-    with RunLog(config.run_uri, writes=collective.rank == 0) as log:
-        trainer = Trainer(config, collective, parts, log, status, recovery)
-        trainer.fit(train, validation)
+        best = BestCheckpoint(best_of(config), root, mesh.writes, keeps_worse=recovery.is_asked)
+    heads = make_heads(config, objects, manifest)
+    callbacks = _callbacks(config, objects, best)
+    num_steps = config.epochs * train.num_steps
+    # Before anything is loaded: the bases are the rates that the user gave.
+    schedule = objects.lr_schedule or config.lr_schedule
+    rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
+    with RunLog(config.run_uri, writes=mesh.writes) as log:
+        running = make_running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device)
+        Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()
-    checkpoint_uri, checkpoint_epoch = _final_weights(config, collective, module, trainer, best, status)
+    state = running.state
+    checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
     status.phase = "done"
-    state = trainer.state
     return TrainResult(
         run_uri=config.run_uri,
         checkpoint_uri=checkpoint_uri,
@@ -147,7 +152,7 @@ def _train(
         rows=state.epoch * train.manifest.num_rows,
         steps=state.step,
         seconds=recovery.seconds,
-        bytes_sent=collective.bytes_sent,
+        bytes_sent=mesh.world.bytes_sent,
         lost_state=tuple(changed_state(start_state, module)),
         stop_reason=state.stop_reason,
         history=tuple(state.history),
@@ -174,63 +179,33 @@ def _build(
 
 
 def _final_weights(
-    config: TrainConfig,
-    collective: Collective,
-    module: nn.Module,
-    trainer: Trainer,
-    best: BestCheckpoint | None,
-    status: Status,
+    config: TrainConfig, mesh: Mesh, state: TrainingState, best: BestCheckpoint | None, status: Status
 ) -> tuple[str, int]:
     """Where the weights are that the training was for, and of which epoch. Runs on every rank."""
-    state = trainer.state
     if best is not None and best.uri is not None:
-        if collective.rank == 0:
+        if mesh.writes:
             best.remove_others()
         return best.uri, best.epoch
     status.phase = "writing the checkpoint"
     uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
-    if collective.rank == 0:
-        save_checkpoint(uri, module, epoch=state.epoch, step=state.step)
+    if mesh.writes:
+        save_checkpoint(uri, state.module, epoch=state.epoch, step=state.step)
     else:
-        assist_checkpoint(module)
+        assist_checkpoint(state.module)
     return uri, state.epoch
 
 
-def _parts(
-    config: TrainConfig,
-    objects: UserObjects,
-    manifest: ShardManifest,
-    module: nn.Module,
-    sync: GradientSync,
-    best: BestCheckpoint | None,
-    device: torch.device,
-) -> Parts:
+def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint | None) -> Callbacks:
     callbacks = [*objects.callbacks]
     if best is not None:
         callbacks.append(best)
     if config.patience is not None:
         callbacks.append(EarlyStopping(best_of(config, config.min_delta), config.patience))
-    losses = [resolve_loss(objects.loss(config, i), device) for i in range(len(config.label_columns))]
-    label_ranges = [manifest.range_of(name) for name in config.label_columns]
-    spec = objects.lr_schedule or config.lr_schedule
-    return Parts(
-        module=module,
-        sync=sync,
-        criterion=Criterion(losses, config.loss_weights, label_ranges),
-        metrics=[
-            make_metrics(names, config.task, width, device, ignored=ignored_label(loss, label_range))
-            for names, width, loss, label_range in zip(
-                label_metrics(config, objects), config.output_widths, losses, label_ranges, strict=True
-            )
-        ],
-        make_rates=lambda num_steps: make_rates(spec, sync.optimizer, num_steps, config.warmup_steps),
-        callbacks=Callbacks(callbacks),
-        device=device,
-    )
+    return Callbacks(callbacks)
 
 
 def _open_readers(
-    config: TrainConfig, collective: Collective, manifest: ShardManifest
+    config: TrainConfig, mesh: Mesh, manifest: ShardManifest
 ) -> tuple[ShardReader, ShardReader | None]:
     wanted = [*config.input_columns, *config.label_columns]
     if config.weight_column is not None:
@@ -238,8 +213,8 @@ def _open_readers(
     columns = [manifest.column_of(name).name for name in wanted]
     shared: dict[str, Any] = {
         "columns": list(dict.fromkeys(columns)),
-        "shard": collective.rank,
-        "num_shards": collective.size,
+        "shard": mesh.data_rank,
+        "num_shards": mesh.data_size,
         "batch_size": config.batch_size,
         "seed": config.seed,
         "engine": config.reader,

@@ -23,19 +23,19 @@ from peak_memory import peak_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks
+from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
-from ringspark.estimators.training.objective.criterion import Criterion
-from ringspark.estimators.training.objective.loss_sums import Totals
-from ringspark.estimators.training.objective.losses import resolve_loss
-from ringspark.estimators.training.objective.metric_set import make_metrics
+from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.settings.config import TrainConfig, segment_policy
-from ringspark.estimators.training.trainer import Parts, Trainer
+from ringspark.estimators.training.running import make_running
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
 CLASSES = 10
@@ -110,23 +110,17 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         collective,
         config.gradient_accumulation,
     )
-    parts = Parts(
-        module=module,
-        sync=sync,
-        criterion=Criterion([resolve_loss(config.losses[0])], None, [(0.0, CLASSES - 1.0)]),
-        metrics=[make_metrics((), "any", CLASSES, device)],
-        make_rates=lambda num_steps: make_rates("constant", sync.optimizer, num_steps, 0),
-        callbacks=Callbacks([]),
-        device=device,
-    )
     batch = Batch(inputs=(inputs,), labels=(labels,), weight=None)
-    totals = Totals(1, device)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, collective, parts, RunLog(folder, writes=False), Status())
+        mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
+        rates = make_rates("constant", sync.optimizer, 3, 0)
+        heads = make_heads(config, UserObjects())
+        running = make_running(config, mesh, heads, sync, rates, Callbacks([]), log, 3, device)
+        trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
         module.train()
 
         def step() -> None:
-            trainer._train_step(batch, batch.num_rows, totals)
+            trainer._train_step(batch, batch.num_rows, 1)
 
         step()
         step()

@@ -52,6 +52,7 @@ def _interrupt_all(spark: Any) -> None:
 WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, _cancel_all]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
 def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
     spark: Any, tmp_path: Path, cancel: Callable[[Any], None]

@@ -44,6 +44,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.mark.spark
 @pytest.mark.slow
+@pytest.mark.telling
 @pytest.mark.distributed
 @pytest.mark.parametrize(("target", "kind", "seed"), SELECTION, ids=[f"{t}-{k}" for t, k, _ in SELECTION])
 def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, seed: int) -> None:

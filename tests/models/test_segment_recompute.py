@@ -172,6 +172,7 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETS)
 def test_twenty_steps_are_bitwise_equal(name: str, policy: str | int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.optimizer_state import (
     OptimizerState,
     StateValue,
@@ -29,7 +30,8 @@ def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Col
         index: {key: _describe(shard, index, key, value) for key, value in sorted(state.items())}
         for index, state in mine.items()
     }
-    entries = _exchange(described, collective)
+    texts = gather_bytes(collective, json.dumps(described).encode())
+    entries: list[dict[str, Any]] = [json.loads(text) for text in texts]
     result: OptimizerState = {}
     for index, name in sorted(enumerate(shard.names), key=lambda item: item[1]):
         owners = shard.owners(index)
@@ -59,12 +61,6 @@ def _describe(shard: Shard, index: int, key: str, value: object) -> dict[str, An
     if shard.is_even and value.shape == held.shape:
         return {"dtype": dtype, "shape": None}
     return {"dtype": dtype, "shape": list(value.shape)}
-
-
-def _exchange(described: dict[int, Any], collective: Collective) -> list[dict[str, Any]]:
-    text = json.dumps(described).encode()
-    gathered = collective.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    return [json.loads(bytes(piece.tolist())) for piece in gathered]
 
 
 def _gather_tensor(

@@ -8,30 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, newest_good, step_uri
-from ringspark.estimators.training.checkpoint.rank_state import (
-    RankParts,
-    RankState,
-    gather_ranks,
-    restore_rank,
-)
+from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks, restore_rank
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import load_training_state, read_record, take_snapshot
 from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
-from ringspark.estimators.training.history import RunLog
-from ringspark.estimators.training.non_finite import MAX_REPORTED, FirstBadLoss, NonFiniteStep
-from ringspark.estimators.training.optimizers.schedules import Rates
+from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
 
 MAX_ROLLBACKS = 5
@@ -42,30 +32,6 @@ _WAIT_SHARE = 0.25
 _log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
-class Running:
-    """What of a training changes from step to step: the trainer's, and what a checkpoint is made of.
-
-    Attributes:
-        finished_epochs: Those with a record in the history.
-        step_in_epoch: Steps taken of the epoch after those.
-        skipped_before: Steps skipped before that epoch.
-        epoch_start: When it began, by `time.monotonic`, without pauses between continuations.
-    """
-
-    sync: GradientSync
-    scaler: LossScaler
-    rates: Rates
-    own: RankParts
-    log: RunLog
-    first_bad: FirstBadLoss
-    steps_per_epoch: int
-    finished_epochs: int = 0
-    step_in_epoch: int = 0
-    skipped_before: int = 0
-    epoch_start: float = 0.0
-
-
 class Recovery:
     """Writes the checkpoints of a training and goes on from them. One per rank; use it in `with`.
 
@@ -74,14 +40,14 @@ class Recovery:
         non_finite: The first steps that `onNonFinite` had to do with.
     """
 
-    def __init__(self, config: TrainConfig, collective: Collective, status: Status) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, status: Status) -> None:
         self._config = config
-        self._collective = collective
+        self._mesh = mesh
         self._status = status
         self._root = checkpoints_uri(config.run_uri)
-        self._due = Due(config, collective)
+        self._due = Due(config, mesh)
         self._writer: BackgroundWriter | None = None
-        if self._due.is_asked and collective.rank == 0:
+        if self._due.is_asked and mesh.writes:
             self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
         self._start = time.monotonic()
         self._rollbacks = 0
@@ -125,7 +91,7 @@ class Recovery:
         self._status.phase = "looking for a checkpoint"
         if self._due.is_asked:
             # A state that cannot be saved is found now, not at the first checkpoint.
-            running.own.callbacks.state_dicts()
+            running.callbacks.state_dicts()
         step = self._newest()
         self._due.written(step or 0)
         if step is None:
@@ -138,13 +104,13 @@ class Recovery:
         self._start = time.monotonic() - position.seconds
         self.non_finite = list(position.non_finite)
         self.resumed_steps = (*position.resumed_steps, step)
-        if self._collective.rank == 0:
+        if self._mesh.writes:
             _log.info("the training goes on from the checkpoint of step %d", step)
         return True
 
     def load(self, running: Running) -> None:
         """Puts weights, optimizer and everything else where the checkpoint has them; after `begin`."""
-        self._load(running.own.state.step, running, 1.0)
+        self._load(running.state.step, running, 1.0)
 
     def begin_anew(self, running: Running) -> None:
         """The start of a training without a checkpoint: one is written where a rollback would need it."""
@@ -165,25 +131,24 @@ class Recovery:
         Raises:
             FloatingPointError: A loss or the weights are not finite: nobody could go on from here.
         """
-        state = running.own.state
+        state = running.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
         running.rates.take_changes()
         is_free = True
         if self._writer is not None:
             is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
-        mine = RankState.of(running.own)
-        mine.values.update(is_free=is_free, first_bad=running.first_bad.step)
-        ranks = gather_ranks(mine, self._collective)
-        first_bad = [own.values.pop("first_bad") for own in ranks]
-        is_free = [own.values.pop("is_free") for own in ranks][0]  # noqa: RUF015
+        # Collective calls carry numbers: no step is 0.
+        mine = torch.tensor([running.first_bad.step or 0, int(is_free)])
+        first_bad, free = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
         raise_first_bad(state.epoch, first_bad, running.scaler.advice)
         self._due.written(state.step)
-        if not is_free:
+        if not free[0]:
             self._note(state.step, "the one before is still being written")
             return
+        ranks = gather_ranks(RankState.of(running), self._mesh.world)
         position = self._position(running)
         try:
-            snapshot = take_snapshot(running.sync, self._collective.rank, position, ranks, self._status.tick)
+            snapshot = take_snapshot(running.sync, position, ranks, self._mesh.writes, self._status.tick)
         except ValueError as error:
             # With parts of the state on other ranks, they may be waiting for this one.
             if self._config.sharding != "none":
@@ -219,7 +184,7 @@ class Recovery:
         running.first_bad.reset()
         self._load(step, running, ROLLBACK_FACTOR**self._rollbacks)
         self._due.written(step)
-        if self._collective.rank == 0:
+        if self._mesh.writes:
             _log.warning(
                 "the training goes back to the checkpoint of step %d, with its learning rates times %g",
                 step,
@@ -228,7 +193,7 @@ class Recovery:
 
     def report(self, found: NonFiniteStep) -> None:
         """Keeps and logs what was done about a step."""
-        if self._collective.rank == 0:
+        if self._mesh.writes:
             _log.warning("%s", found)
         if len(self.non_finite) < MAX_REPORTED:
             self.non_finite.append(found)
@@ -245,11 +210,11 @@ class Recovery:
     def _newest(self) -> int | None:
         """The step of the checkpoint that rank 0 finds good."""
         answer = torch.full((1,), -1, dtype=torch.int64)
-        if self._collective.rank == 0:
+        if self._mesh.writes:
             found = newest_good(self._root, self._status.tick)
             if found is not None:
                 answer[0] = found[0]
-        self._collective.broadcast([answer])
+        self._mesh.world.broadcast([answer])
         return int(answer) if int(answer) >= 0 else None
 
     def _note(self, step: int, error: str) -> None:
@@ -270,7 +235,7 @@ class Recovery:
             )
 
     def _take_position(self, position: Position, running: Running) -> None:
-        state = running.own.state
+        state = running.state
         state.epoch, state.step = position.epoch, position.step
         running.log.restore(position.history)
         running.finished_epochs = position.finished_epochs
@@ -282,12 +247,12 @@ class Recovery:
         self._status.phase = f"loading the checkpoint of step {step}"
         record, ranks = load_training_state(step_uri(self._root, step), running.sync)
         position = record.position
-        restore_rank(running.own, ranks, self._collective, self._config.seed, step)
+        restore_rank(running, ranks, self._mesh, self._config.seed)
         running.scaler.load_state_dict(position.scaler)
         running.rates.resume([scale * factor for scale in position.rate_scales])
 
     def _position(self, running: Running) -> Position:
-        state = running.own.state
+        state = running.state
         return Position(
             epoch=state.epoch,
             step=state.step,
@@ -302,22 +267,4 @@ class Recovery:
             resumed_steps=self.resumed_steps,
             non_finite=tuple(self.non_finite),
             history=tuple(state.history),
-        )
-
-
-def raise_first_bad(epoch: int, first_bad: Sequence[int | None], advice: str) -> None:
-    """Ends a training some of whose ranks noted a loss that is not finite.
-
-    Args:
-        first_bad: For each rank the step in the epoch.
-
-    Raises:
-        FloatingPointError: With epoch, step and rank.
-    """
-    noted = [(step, rank) for rank, step in enumerate(first_bad) if step is not None]
-    if noted:
-        step, rank = min(noted)
-        raise FloatingPointError(
-            f"the training loss is not finite in epoch {epoch}, step {step} on rank {rank}; lower "
-            f"learningRate, set maxGradNorm, scale the features, or set onNonFinite='skip'{advice}"
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -59,14 +59,16 @@ class Snapshot:
 
 def take_snapshot(
     sync: GradientSync,
-    rank: int,
     position: Position,
-    ranks: list[RankState] | None = None,
+    ranks: Sequence[RankState] = (),
+    writes: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshot | None:
-    """Copies a training; None on the other ranks, which give their parts. Runs on every rank.
+    """Copies a training. Runs on every rank; those that do not write give their parts, and get None.
 
     Args:
+        ranks: What each rank has for itself, in the order of ranks.
+        writes: Whether the copy is made here; of rank 0, which has the whole optimizer state.
         progress: Called now and then.
 
     Raises:
@@ -75,7 +77,7 @@ def take_snapshot(
     """
     state = sync.optimizer_state()
     weights = sync.network.state_dict()
-    if rank:
+    if not writes:
         # In the order in which `write` and `assist` ask for parts of tensors: one for all ranks.
         tensor_file.assist(weights)
         return None
@@ -106,9 +108,9 @@ def take_snapshot(
         optimizer=type(sync.optimizer).__name__,
         optimizer_values=values,
         optimizer_groups=[group_values(group) for group in sync.optimizer.param_groups],
-        ranks=[own.values for own in ranks or []],
+        ranks=[own.values for own in ranks],
     )
-    joined = {f"{r}/{key}": t for r, own in enumerate(ranks or []) for key, t in own.tensors.items()}
+    joined = {f"{r}/{key}": t for r, own in enumerate(ranks) for key, t in own.tensors.items()}
     return Snapshot(weights=copies, optimizer=tensors, ranks=joined, record=record)
 
 
@@ -311,24 +313,3 @@ def set_group_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             present.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(present, tuple) else value
-
-
-def save_training_state(uri: str, sync: GradientSync, *, rank: int, epoch: int = 0, step: int = 0) -> None:
-    """Writes weights and optimizer state to the folder `uri`; rank 0 does. Runs on every rank.
-
-    Raises:
-        ValueError: The network or the optimizer keeps something that cannot be saved.
-    """
-    snapshot = take_snapshot(sync, rank, Position(epoch=epoch, step=step))
-    if snapshot is not None:
-        write_snapshot(uri, snapshot)
-
-
-__all__ = [
-    "FILES",
-    "Snapshot",
-    "load_training_state",
-    "save_training_state",
-    "take_snapshot",
-    "write_snapshot",
-]

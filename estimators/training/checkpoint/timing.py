@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # The clock is looked at about this often, should the checkpoint be far away.
@@ -25,13 +25,11 @@ class Due:
         last_step: Steps before the last checkpoint.
     """
 
-    def __init__(
-        self, config: TrainConfig, collective: Collective, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds
-        self._collective = collective
+        self._mesh = mesh
         self._clock = clock
         self.is_asked = bool(self._steps or self._epochs or self._seconds)
         self.written(0)
@@ -56,9 +54,9 @@ class Due:
 
     def _look(self, step: int) -> bool:
         answer = torch.zeros(1, dtype=torch.int64)
-        if self._collective.rank == 0:
+        if self._mesh.writes:
             answer[0] = self._steps_to_go(step)
-        self._collective.broadcast([answer])
+        self._mesh.world.broadcast([answer])
         self._look_at = step + int(answer)
         return not int(answer)
 

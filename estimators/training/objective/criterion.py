@@ -6,41 +6,33 @@ from collections.abc import Sequence
 
 import torch
 
-from ringspark.estimators.training.objective.losses import ClassLoss, MemberLoss, RowLoss, RowWeights
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.objective.losses import (
+    ClassLoss,
+    MemberLoss,
+    RowLoss,
+    RowWeights,
+    resolve_loss,
+)
 
 
-def row_weights(loss: RowLoss, label_range: tuple[float, float] | None = None) -> RowWeights | None:
+def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
     """What each row counts in the divisor of a loss: label -> (batch,) fp32; None where that is 1.
 
     Args:
-        label_range: Smallest and largest label of all rows, where known. It spares the ranks a
-            reduction per step: only labels that may be ignored need to be counted.
+        ignored: See `Head.ignored`. Where no row is ignored, the ranks need no reduction per step: the
+            divisor is the number of rows.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
-    if not isinstance(inner, ClassLoss) or inner.counts_rows(label_range):
+    if not isinstance(inner, ClassLoss) or (ignored is None and not inner.weighs_classes):
         return None
     return inner.row_weights
-
-
-def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
-    """The class number of rows that a loss leaves out, and metrics must too; None where there is none.
-
-    Args:
-        label_range: Smallest and largest label of all rows, where known: a number outside of it needs
-            nobody to look for it.
-    """
-    inner = loss.member if isinstance(loss, MemberLoss) else loss
-    if not isinstance(inner, ClassLoss):
-        return None
-    if label_range is not None and not label_range[0] <= inner.ignored <= label_range[1]:
-        return None
-    return inner.ignored
 
 
 class Criterion:
     """The losses of a module's outputs, one label each, and how they add up.
 
-    The loss of a batch is sum over k of loss_weights[k] * mean[k], and mean[k], over the global
+    The loss of a batch is sum over k of heads[k].weight * mean[k], and mean[k], over the global
     batch, is the sum of column k of `rows` by the sum of column k of `row_weights`, both times the
     rows' weights from a weight column. So the caller reduces columns and calls `total` last:
 
@@ -50,34 +42,20 @@ class Criterion:
         loss = criterion.total(means)
     """
 
-    def __init__(
-        self,
-        losses: Sequence[RowLoss],
-        loss_weights: Sequence[float] | None = None,
-        label_ranges: Sequence[tuple[float, float] | None] | None = None,
-    ) -> None:
-        """Stores the losses in the order of outputs and labels.
+    def __init__(self, heads: Sequence[Head], device: torch.device | None = None) -> None:
+        """Resolves the heads' losses.
 
         Args:
-            loss_weights: One factor per loss, each 1 if left out.
-            label_ranges: One per loss, see `row_weights`.
-
-        Raises:
-            ValueError: The lengths differ.
+            device: Where class weights and the state of a user's loss go.
         """
-        self.losses = tuple(losses)
-        self.loss_weights = tuple(loss_weights) if loss_weights is not None else (1.0,) * len(self.losses)
-        ranges = list(label_ranges) if label_ranges is not None else [None] * len(self.losses)
-        for kind, given in (("loss weights", self.loss_weights), ("label ranges", ranges)):
-            if len(given) != len(self.losses):
-                raise ValueError(
-                    f"a criterion of {len(self.losses)} losses needs as many {kind}, got {len(given)}"
-                )
-        self._row_weights = [row_weights(*pair) for pair in zip(self.losses, ranges, strict=True)]
+        self._losses = [resolve_loss(head.loss, device) for head in heads]
+        self._factors = tuple(head.weight for head in heads)
+        pairs = zip(self._losses, heads, strict=True)
+        self._row_weights = [row_weights(loss, head.ignored) for loss, head in pairs]
 
     @property
     def num_losses(self) -> int:
-        return len(self.losses)
+        return len(self._losses)
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Values per row and loss, (batch, num_losses), before loss weights.
@@ -92,7 +70,7 @@ class Criterion:
             )
         with torch.autocast(outputs[0].device.type, enabled=False):
             columns = [
-                loss(*pair) for loss, *pair in zip(self.losses, outputs, labels, strict=True)
+                loss(*pair) for loss, *pair in zip(self._losses, outputs, labels, strict=True)
             ]  # each (batch,)
         return torch.stack(columns, dim=1)
 
@@ -108,4 +86,4 @@ class Criterion:
 
     def total(self, means: torch.Tensor) -> torch.Tensor:
         """The loss that is minimised, from the mean of each loss, (num_losses,)."""
-        return (means * means.new_tensor(self.loss_weights)).sum()
+        return (means * means.new_tensor(self._factors)).sum()

@@ -121,12 +121,10 @@ class ClassLoss:
         weights = self._class_weights.to(label.device)[label.where(kept, 0)]
         return _row_means(weights * kept)
 
-    def counts_rows(self, label_range: tuple[float, float] | None) -> bool:
-        """Whether all rows weigh 1, given the smallest and the largest label."""
-        if self._class_weights is not None or label_range is None:
-            return False
-        low, high = label_range
-        return not low <= self.ignored <= high
+    @property
+    def weighs_classes(self) -> bool:
+        """Whether rows weigh what their classes do."""
+        return self._class_weights is not None
 
     @staticmethod
     def _numbers(label: torch.Tensor) -> torch.Tensor:

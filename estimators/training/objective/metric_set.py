@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
 
@@ -125,11 +126,10 @@ class MetricSet:
             return {}
         # Every rank reaches this call, also one that saw no rows: it gives its empty state.
         mine = save({f"{i}/{key}": t for i, own in enumerate(self.states()) for key, t in own.items()})
-        gathered = collective.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
-        for piece in gathered:
-            for states in _pieces(load(piece.numpy().tobytes())):
+        for theirs in gather_bytes(collective, mine):
+            for states in _pieces(load(theirs)):
                 num_rows += int(states["rows"])
                 for name, metric in merged.items():
                     own = _of_prefix(states, f"{name}/")
@@ -221,20 +221,19 @@ def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
 
 
 def make_metrics(
-    names: Sequence[str], task: str, output_width: int, device: torch.device, ignored: int | None = None
+    names: Sequence[str], output_width: int, device: torch.device, ignored: int | None = None
 ) -> MetricSet:
     """The metrics of one output. Runs on every rank.
 
     Args:
         names: Of `METRICS`; values come in this order.
-        task: See `check_metrics`.
         output_width: Size of the module's last output dimension: the number of classes, 1 for a single
             logit. Without meaning in a regression.
         device: Where rows are taken in.
-        ignored: Rows with this label are not counted; see `criterion.ignored_label`.
+        ignored: Rows with this label are not counted; see `Head.ignored`.
 
     Raises:
         ValueError: See `check_metrics`.
     """
-    check_metrics(names, task)
+    check_metrics(names, "any")
     return MetricSet(names, max(2, output_width), device, ignored)

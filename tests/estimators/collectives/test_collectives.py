@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from ringspark.estimators.collectives import (
     Member,
     collective_class,
 )
-from ringspark.estimators.collectives.base import backward_errors
+from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import environment, interface_of
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.data.all_reduce import AllReduceSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.phase import Status
 
 SIZES = [(name, 1 if name == "local" else size) for name in COLLECTIVES for size in (2, 3)]
@@ -74,6 +77,7 @@ def _gathers(collective: Collective, device: str, status: Status) -> str:
     result["none"] = [len(piece) for piece in collective.all_gather(torch.zeros(0))]
     long = torch.full((1000 if rank == size - 1 else 0,), 2**40 + rank, requires_grad=False)
     result["many"] = [piece.tolist() for piece in collective.all_gather(long)]
+    result["bytes"] = [data.hex() for data in gather_bytes(collective, bytes([0, 255]) * rank)]
     parameter = torch.ones(2, requires_grad=True)
     result["detached"] = [not piece.requires_grad for piece in collective.all_gather(parameter)]
     return json.dumps(result)
@@ -89,6 +93,7 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
             assert result[str(dtype)] == wanted, dtype
         assert result["none"] == [0] * size
         assert result["many"] == [[]] * (size - 1) + [[2**40 + size - 1] * 1000]
+        assert result["bytes"] == ["00ff" * r for r in range(size)]
 
 
 PARTS = {2: [[3, 3], [1, 5], [0, 6]], 3: [[2, 2, 2], [1, 5, 0], [0, 0, 6]], 1: [[6]]}
@@ -228,11 +233,20 @@ def test_connecting_leaves_no_environment_variable(name: str) -> None:
         assert json.loads(text) == []
 
 
-def _gradients(collective: Collective, device: str, status: Status) -> str:
+def _tie(
+    by: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, rounds: int
+) -> GradientSync:
+    """The exchange by the library's own means, or the one for collectives that have none of their own."""
+    if by == "library":
+        return synchronize(module, optimizer, collective, rounds)
+    return AllReduceSync(module, optimizer, collective)
+
+
+def _gradients(by: str, collective: Collective, device: str, status: Status) -> str:
     """Rank r differentiates its share of the mean over 1 + 2 + ... rows; the last rank has none."""
     torch.manual_seed(0)
     module = torch.nn.Linear(2, 1)
-    sync = synchronize(module, torch.optim.SGD(module.parameters(), lr=1.0), collective, 1)
+    sync = _tie(by, module, torch.optim.SGD(module.parameters(), lr=1.0), collective, 1)
     counts = [r + 1 for r in range(collective.size)]
     counts[-1] = 0 if collective.size > 1 else counts[-1]
     rows = torch.arange(2.0 * sum(counts)).reshape(-1, 2)
@@ -250,9 +264,12 @@ def _gradients(collective: Collective, device: str, status: Status) -> str:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
-def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int) -> None:
-    for text in run_spawned(size, name, _gradients):
+@pytest.mark.parametrize(
+    ("name", "size", "by"),
+    [*((*pair, "library") for pair in sorted(set(SIZES))), *((name, 3, "all_reduce") for name in GANGS)],
+)
+def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int, by: str) -> None:
+    for text in run_spawned(size, name, partial(_gradients, by)):
         gradient, expected = json.loads(text)
         for got, wanted in zip(gradient, expected, strict=True):
             assert got == pytest.approx(wanted, rel=1e-6)
@@ -279,11 +296,11 @@ class Branching(torch.nn.Module):
 STEPS = [[-1.0, -2.0, -3.0], [1.0, -2.0, -3.0], [-4.0], [-1.0, -2.0, 3.0], [1.0, 2.0], [-1.0, -1.0]]
 
 
-def _branches(collective: Collective, device: str, status: Status) -> str:
+def _branches(by: str, collective: Collective, device: str, status: Status) -> str:
     """The weights, and who had a gradient, after steps with decay; in two micro-batches where rows allow."""
     module = Branching()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
-    sync = synchronize(module, optimizer, collective, 2)
+    sync = _tie(by, module, optimizer, collective, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     had: list[list[str]] = []
     for step in STEPS:
@@ -307,13 +324,13 @@ def _branches(collective: Collective, device: str, status: Status) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "by"), [(1, "library"), (2, "library"), (2, "all_reduce")])
+def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int, by: str) -> None:
     """Zeros in their place would let weight decay and momentum move them, by the number of workers."""
-    expected_had, expected = json.loads(_branches(LocalCollective(), "cpu", Status("here")))
+    expected_had, expected = json.loads(_branches("library", LocalCollective(), "cpu", Status("here")))
     used, unused = ["always", "positive", "zero"], ["always", "zero"]
     assert expected_had == [unused, used, unused, used, used, unused]
-    for text in run_spawned(size, name, _branches):
+    for text in run_spawned(size, name, partial(_branches, by)):
         had, weights = json.loads(text)
         assert had == expected_had
         assert weights == pytest.approx(expected, abs=1e-6)

@@ -18,7 +18,6 @@ import pytest
 from waiting import wait_for
 
 from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
-from ringspark.estimators.launch import heartbeat
 from ringspark.estimators.launch.hang_detector import START_SECONDS, HangDetector
 from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, beat_uri, read_beats
 from ringspark.estimators.launch.monitor import Monitor
@@ -154,7 +153,7 @@ def test_nobody_works_while_all_are_done_or_silent() -> None:
 
 
 def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
-    folder = tmp_path / heartbeat.FOLDER
+    folder = tmp_path / "heartbeat"
     folder.mkdir()
     for text in (b"", b"[]", b'{"rank": "0"}', b"\xff", b'{"__reduce__": 1}'):
         (folder / "rank-0.json").write_bytes(text)

@@ -223,6 +223,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("network", "settings"), CASES, ids=str)
 def test_the_plan_is_within_a_tenth_of_the_trainers_measured_peak(
     network: str, settings: Any, benchmark_step: Any

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.memory.available import Available, of_cgroups, of_machine, of_spark_workers
 from ringspark.estimators.memory.pressure import STATE_COPIES, check, check_on_driver, worker_needs
 from ringspark.estimators.training.driver_check import check_training
@@ -106,7 +108,7 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> 
         if collective.rank == 1:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + (250 << 20), resource.RLIM_INFINITY))
-        return train_worker(config, collective, NOTHING, device, status).to_json()
+        return TrainTask(config=config, objects=user_code.dumps(NOTHING))(collective, device, status)
 
     with pytest.raises(WorkerError) as caught:
         run_spawned(2, "torch", work)

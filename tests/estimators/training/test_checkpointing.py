@@ -69,8 +69,15 @@ def _assert_same_training(first: TrainResult, second: TrainResult) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("policy", ["sqrt", "all", "3", ("blocks.1", "blocks.2.attention")], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sqrt",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("all", "3", ("blocks.1", "blocks.2.attention"))),
+    ],
+    ids=str,
+)
 def test_one_worker_ends_with_the_same_weights(
     config: TrainConfig, tmp_path: Path, policy: str | tuple[str, ...], precision: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.settings.config import TrainConfig
 
@@ -34,7 +35,7 @@ def _due(collective: LocalCollective, clock: Clock, **settings: Any) -> Due:
     config = TrainConfig(
         shards_uri="/s", run_uri="/r", input_columns=("x",), label_columns=("y",), **settings
     )
-    return Due(config, collective, clock)
+    return Due(config, Mesh.of(collective), clock)
 
 
 def test_steps_and_epochs_need_nobody_elses_word() -> None:

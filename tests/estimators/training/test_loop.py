@@ -22,6 +22,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.driver_check import monitored
 from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.objective.heads import make_heads, with_outputs
 from ringspark.estimators.training.selection import Best
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -297,7 +298,8 @@ def test_monitor_means_the_held_out_rows_where_there_are_any(
 ) -> None:
     manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
     config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given)
-    assert monitored(config, UserObjects(), manifest) == meant
+    heads = make_heads(with_outputs(config, [2]), UserObjects(), manifest)
+    assert monitored(config.monitor, heads, manifest) == meant
 
 
 @pytest.mark.parametrize(

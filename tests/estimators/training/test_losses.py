@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.objective.criterion import Criterion, ignored_label, row_weights
+from ringspark.estimators.training.objective.criterion import Criterion, row_weights
+from ringspark.estimators.training.objective.heads import Head, ignored_label
 from ringspark.estimators.training.objective.losses import (
     LOSSES,
     NOT_OF_OUTPUT_AND_LABEL,
     ClassLoss,
+    RowLoss,
     default_loss,
     loss_names,
     resolve_loss,
@@ -78,7 +80,7 @@ def _mean(name: str | nn.Module, output: torch.Tensor, label: torch.Tensor) -> t
     loss = resolve_loss(name)
     rows = loss(output, label)
     assert rows.shape == (ROWS,)
-    weigh = row_weights(loss)
+    weigh = row_weights(loss, ignored_label(loss))
     return rows.sum() / (weigh(label).sum() if weigh is not None else ROWS)
 
 
@@ -162,13 +164,11 @@ def test_class_weights_of_a_margin_loss_do_not_enter_the_divisor() -> None:
 def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
     """Ranks and micro-batches hold different classes, so their own means would not do."""
     g = _generator("split")
-    loss = resolve_loss(nn.CrossEntropyLoss(weight=W4, ignore_index=1))
+    loss = nn.CrossEntropyLoss(weight=W4, ignore_index=1)
     label = torch.randint(0, 4, (ROWS, 3), generator=g)
     output = torch.randn(ROWS, 4, 3, generator=g, requires_grad=True)
-    (expected,) = torch.autograd.grad(
-        nn.CrossEntropyLoss(weight=W4, ignore_index=1)(output, label), output, retain_graph=True
-    )
-    criterion = Criterion([loss])
+    (expected,) = torch.autograd.grad(loss(output, label), output, retain_graph=True)
+    criterion = Criterion([Head(label="y", loss=loss, ignored=1)])
     weights = criterion.row_weights([label])
     assert weights is not None
     divisor = weights.sum(0)
@@ -181,14 +181,18 @@ def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
 
 def test_a_known_range_of_labels_spares_the_weights() -> None:
     plain, ignoring = LOSSES["cross_entropy"], resolve_loss(nn.CrossEntropyLoss(ignore_index=2))
-    assert row_weights(plain) is not None
-    assert row_weights(plain, (0, 9)) is None
-    assert row_weights(LOSSES["cross_entropy_per_member"], (0, 9)) is None
-    assert row_weights(plain, (-100, 9)) is not None
-    assert row_weights(ignoring, (0, 9)) is not None
-    assert row_weights(ignoring, (3, 9)) is None
-    assert row_weights(resolve_loss(nn.CrossEntropyLoss(weight=W4)), (0, 3)) is not None
-    assert row_weights(LOSSES["mse"]) is None
+
+    def weighed(loss: RowLoss, label_range: tuple[float, float] | None) -> bool:
+        return row_weights(loss, ignored_label(loss, label_range)) is not None
+
+    assert weighed(plain, None)
+    assert not weighed(plain, (0, 9))
+    assert not weighed(LOSSES["cross_entropy_per_member"], (0, 9))
+    assert weighed(plain, (-100, 9))
+    assert weighed(ignoring, (0, 9))
+    assert not weighed(ignoring, (3, 9))
+    assert weighed(resolve_loss(nn.CrossEntropyLoss(weight=W4)), (0, 3))
+    assert not weighed(LOSSES["mse"], None)
 
 
 def test_the_ignored_label_is_known_where_a_label_may_be_it() -> None:
@@ -208,7 +212,7 @@ def test_losses_are_computed_in_fp32() -> None:
         assert rows.dtype == torch.float32
         # In fp16 the square is infinite, in bf16 the second difference is lost.
         torch.testing.assert_close(rows, (output - label) ** 2)
-    criterion = Criterion([LOSSES["cross_entropy"]])
+    criterion = Criterion([Head(label="y", loss="cross_entropy")])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert criterion.rows([torch.randn(2, 3).bfloat16()], [torch.tensor([0, 1])]).dtype == torch.float32
 
@@ -348,7 +352,10 @@ def test_several_losses_add_up_by_their_own_means() -> None:
     w = torch.rand(ROWS, generator=g)
     outputs = (torch.randn(ROWS, 4, generator=g), torch.randn(ROWS, 1, generator=g))
     labels = (torch.tensor([0, 1, 2, 3, 3, 1, 0]), torch.randn(ROWS, generator=g))
-    criterion = Criterion([resolve_loss(nn.CrossEntropyLoss(weight=W4)), resolve_loss("mse")], [0.25, 2.0])
+    class_loss = nn.CrossEntropyLoss(weight=W4)
+    criterion = Criterion(
+        [Head(label="class", loss=class_loss, weight=0.25), Head(label="y", loss="mse", weight=2.0)]
+    )
     rows, weights = criterion.rows(outputs, labels), criterion.row_weights(labels)
     assert weights is not None
     assert rows.shape == weights.shape == (ROWS, 2)
@@ -363,13 +370,11 @@ def test_several_losses_add_up_by_their_own_means() -> None:
 
 
 def test_losses_without_row_weights_have_none_together() -> None:
-    criterion = Criterion([LOSSES["cross_entropy"], LOSSES["mse"]], label_ranges=[(0, 3), None])
+    criterion = Criterion([Head(label="class", loss="cross_entropy"), Head(label="y", loss="mse")])
     assert criterion.row_weights([torch.zeros(2), torch.zeros(2)]) is None
 
 
 def test_outputs_labels_and_losses_must_be_as_many() -> None:
-    criterion = Criterion([LOSSES["mse"]] * 2)
+    criterion = Criterion([Head(label=label, loss="mse") for label in ("a", "b")])
     with pytest.raises(ValueError, match="got 1 outputs, 2 labels and 2 losses"):
         criterion.rows([torch.zeros(3)], [torch.zeros(3)] * 2)
-    with pytest.raises(ValueError, match="a criterion of 2 losses needs as many loss weights, got 3"):
-        Criterion([LOSSES["mse"]] * 2, [1.0, 1.0, 1.0])

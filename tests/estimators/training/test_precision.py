@@ -358,6 +358,7 @@ def test_a_training_without_a_step_that_holds_is_an_error(make_shards: MakeShard
         train_here(_config(manifest, tmp_path / "b", gradient_accumulation=2), objects)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_16_bits_train_nearly_like_fp32(

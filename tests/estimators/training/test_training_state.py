@@ -16,7 +16,12 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES
 from ringspark.estimators.parallel.gradient_sync import GradientSync
-from ringspark.estimators.training.checkpoint.snapshot import load_training_state, save_training_state
+from ringspark.estimators.training.checkpoint.record import Position
+from ringspark.estimators.training.checkpoint.snapshot import (
+    load_training_state,
+    take_snapshot,
+    write_snapshot,
+)
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer
 from ringspark.estimators.training.phase import Status
@@ -57,12 +62,18 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
         sync.step(scaler)
 
 
+def _write(uri: str, sync: GradientSync, step: int, rank: int = 0) -> None:
+    snapshot = take_snapshot(sync, Position(epoch=step // 10, step=step), writes=rank == 0)
+    if snapshot is not None:
+        write_snapshot(uri, snapshot)
+
+
 def _save(
     sharding: str, optimizer: str, uri: str, collective: Collective, device: str, status: Status
 ) -> str:
     sync = _prepare(collective, sharding, optimizer)
     _steps(sync, collective, 0, 10)
-    save_training_state(uri, sync, rank=collective.rank, epoch=1, step=10)
+    _write(uri, sync, 10, collective.rank)
     return ""
 
 
@@ -75,7 +86,7 @@ def _resume(
             parameter.mul_(0.0)
     record, _ = load_training_state(uri, sync)
     _steps(sync, collective, record.position.step, 20)
-    save_training_state(target, sync, rank=collective.rank, epoch=2, step=20)
+    _write(target, sync, 20, collective.rank)
     return json.dumps([record.position.epoch, record.position.step])
 
 
@@ -129,7 +140,7 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"holds no training state \(training.json is missing\)"):
         load_training_state(str(tmp_path), sync)
     _steps(sync, local, 0, 1)
-    save_training_state(str(tmp_path), sync, rank=0, step=1)
+    _write(str(tmp_path), sync, 1)
     other: Any = STRATEGIES["none"]().prepare(
         nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, 1
     )
@@ -155,7 +166,7 @@ def test_every_optimizer_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> N
     _steps(expected, local, 0, 8)
     first, second = _prepare(local, "none", optimizer), _prepare(local, "none", optimizer)
     _steps(first, local, 0, 5)
-    save_training_state(str(tmp_path), first, rank=0, step=5)
+    _write(str(tmp_path), first, 5)
     load_training_state(str(tmp_path), second)
     _steps(second, local, 5, 8)
     wanted, got = expected.network.state_dict(), second.network.state_dict()

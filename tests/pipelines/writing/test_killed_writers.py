@@ -134,6 +134,7 @@ def _version_of(uri: Path) -> int | None:
     return version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fresh", "overwrite"])
 def test_a_reader_finds_all_rows_or_none_whenever_a_writer_is_killed(
     forker: _Forker, tmp_path: Path, case: str

@@ -52,7 +52,7 @@ def train(
     return train
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("offload", "compression"), [("disk", "none"), ("none", "bits"), ("disk", "bits")])
 def test_exact_techniques_train_the_same_weights(
     train: Callable, offload: str, compression: str, accumulation: int

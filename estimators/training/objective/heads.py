@@ -1,0 +1,133 @@
+"""What is asked of each output of the network: its label, its loss and its metrics, in one value an output.
+
+Built once from the settings and the data. Whoever needs to know of an output reads its head: the driver's
+check, the criterion, the sums of an epoch and the identity of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ringspark.estimators.training.objective.losses import (
+    ClassLoss,
+    MemberLoss,
+    RowLoss,
+    default_loss,
+    resolve_loss,
+)
+from ringspark.estimators.training.objective.metrics import metric_info
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.pipelines import ShardManifest
+
+Loss = str | Callable[..., torch.Tensor]
+
+_CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "MultiMarginLoss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """One output of the network.
+
+    Attributes:
+        label: Column of the label.
+        loss: Its name, or the user's own `nn` loss or callable; see `losses.resolve_loss`.
+        weight: Factor of its loss in the sum of all.
+        width: Size of the output's last dimension, 1 where it has none.
+        metrics: Names of those that suit the label.
+        ignored: The class number of rows that count neither in the loss nor in metrics; None where no row
+            of the data has it, or the loss knows none.
+    """
+
+    label: str
+    loss: Loss
+    weight: float = 1.0
+    width: int = 1
+    metrics: tuple[str, ...] = ()
+    ignored: int | None = None
+
+    @property
+    def loss_name(self) -> str:
+        """What a message calls the loss."""
+        return self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", _class(self.loss))
+
+    @property
+    def is_per_member(self) -> bool:
+        """Whether the output is, in training mode, what each member of an ensemble gives: no prediction."""
+        return self.loss_name.endswith("_per_member")
+
+    @property
+    def takes_classes(self) -> bool:
+        """Whether the loss is one of class numbers against logits."""
+        if isinstance(self.loss, str):
+            return self.loss.startswith(("cross_entropy", "bce_with_logits")) or self.loss in _CLASS_LOSSES
+        return _class(self.loss) in _CLASS_LOSSES
+
+
+def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
+    """The config with the widths of the network's outputs, and with each loss named that was left open."""
+    losses = tuple(
+        default_loss(config.task, width) if name == "auto" else name
+        for name, width in zip(config.losses, widths, strict=True)
+    )
+    return replace(config, losses=losses, output_widths=tuple(widths))
+
+
+def make_heads(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None = None
+) -> tuple[Head, ...]:
+    """The heads, in the order of the labels.
+
+    Args:
+        config: From `with_outputs`; the memory planner's names its losses only, and each width counts as 1.
+        manifest: Says which labels there are. Without it, no row is taken to be one that a loss ignores.
+
+    Raises:
+        ValueError: A metric suits no label.
+    """
+    widths = config.output_widths or (1,) * len(config.label_columns)
+    settings = zip(config.label_columns, config.loss_weights, widths, strict=True)
+    heads = []
+    for index, (label, weight, width) in enumerate(settings):
+        head = Head(label=label, loss=objects.loss(config, index), weight=weight, width=width)
+        ignored = None
+        if manifest is not None:
+            ignored = ignored_label(resolve_loss(head.loss), manifest.range_of(label))
+        heads.append(replace(head, metrics=_metrics_of(head, config), ignored=ignored))
+    for name in config.metrics:
+        if not any(name in head.metrics for head in heads):
+            raise ValueError(
+                f"metrics {name!r} is of a {metric_info(name).task} and suits none of the losses "
+                f"{list(config.losses)}; drop it or set loss"
+            )
+    return tuple(heads)
+
+
+def _metrics_of(head: Head, config: TrainConfig) -> tuple[str, ...]:
+    """Those of classes where the loss is one of classes, else those of values; a callable gets all."""
+    task = config.task
+    if task == "any" and isinstance(head.loss, str | nn.Module):
+        task = "classification" if head.takes_classes else "regression"
+    return tuple(name for name in config.metrics if task in ("any", metric_info(name).task))
+
+
+def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
+    """The class number of rows that a loss leaves out, and metrics must too; None where there is none.
+
+    Args:
+        label_range: Smallest and largest label of all rows, where known: a number outside of it needs
+            nobody to look for it.
+    """
+    inner = loss.member if isinstance(loss, MemberLoss) else loss
+    if not isinstance(inner, ClassLoss):
+        return None
+    if label_range is not None and not label_range[0] <= inner.ignored <= label_range[1]:
+        return None
+    return inner.ignored
+
+
+def _class(loss: object) -> str:
+    return type(loss).__name__

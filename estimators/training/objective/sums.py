@@ -1,0 +1,149 @@
+"""What the rows of one split add up to: losses and metrics, from micro-batches to the numbers of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.objective.metric_set import make_metrics
+from ringspark.models.generators import Tensors
+
+
+class Seen(NamedTuple):
+    """What one micro-batch gave.
+
+    Attributes:
+        losses: Each head's sum of weighted losses over the rows, (num_heads,).
+        weights: What the rows weigh in each of them, (num_heads,).
+        pairs: Output and label of each head, (rows, ...), where metrics take them; else empty.
+    """
+
+    losses: torch.Tensor
+    weights: torch.Tensor
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses are; waits for the device."""
+        return bool(self.losses.isfinite().all())
+
+
+class Sums:
+    """Losses and metrics of the rows that this rank has seen of one split, since the last `take`.
+
+    Attributes:
+        takes_outputs: Whether `add` wants outputs and labels.
+    """
+
+    def __init__(
+        self, split: str, heads: Sequence[Head], device: torch.device, *, with_metrics: bool = True
+    ) -> None:
+        self._split = split
+        self._heads = tuple(heads)
+        # float64, so that the mean over many millions of rows stays exact to the printed digits.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._losses = torch.zeros((2, len(heads)), dtype=dtype, device=device)
+        self._metrics = [
+            make_metrics(head.metrics if with_metrics else (), head.width, device, head.ignored)
+            for head in heads
+        ]
+        self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
+
+    def add(self, seen: Iterable[Seen], finite_only: bool = False) -> None:
+        """Takes in the rows of micro-batches; no batch waits for a number.
+
+        Args:
+            finite_only: For a skipped step: without the micro-batches whose losses are not finite, and in
+                metrics without the rows whose outputs are not.
+        """
+        for losses, weights, pairs in seen:
+            if finite_only:
+                finite = losses.isfinite()
+                losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
+            self._losses[0] += losses
+            self._losses[1] += weights
+            for metric_set, (output, label) in zip(self._metrics, pairs, strict=False):
+                if finite_only:
+                    kept = output.reshape(len(output), -1).isfinite().all(1)
+                    output, label = output[kept], label[kept]
+                metric_set.update(output, label)
+
+    def take(self, data: Collective) -> dict[str, float]:
+        """The numbers of the split by their names in the history, and a new start. Runs on every rank.
+
+        Args:
+            data: The ranks that have seen rows. Each number is over all of them, and equal on all; not a
+                number where nothing has weight.
+        """
+        losses, weights = data.all_reduce(self._losses.cpu().flatten()).view_as(self._losses)
+        means: list[float] = (losses / weights).tolist()
+        is_one = len(self._heads) == 1
+        pairs = list(zip(self._heads, means, strict=True))
+        values = {f"{self._split}_loss": sum(head.weight * mean for head, mean in pairs)}
+        if not is_one:
+            values |= {f"{self._split}_loss_{head.label}": mean for head, mean in pairs}
+        for head, metric_set in zip(self._heads, self._metrics, strict=True):
+            suffix = "" if is_one else f"_{head.label}"
+            for name, value in metric_set.compute(data).items():
+                values[f"{self._split}_{name}{suffix}"] = value
+        self.reset()
+        return values
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self._losses.zero_()
+        for metric_set in self._metrics:
+            metric_set.reset()
+
+    def state(self) -> Tensors:
+        """Copies on the CPU: "totals", (2, num_heads), and "metrics/<head>/<number>/<key>"."""
+        result = {"totals": self._losses.detach().cpu().clone()}
+        for index, metric_set in enumerate(self._metrics):
+            for number, states in enumerate(metric_set.states()):
+                result |= {f"metrics/{index}/{number}/{key}": state for key, state in states.items()}
+        return result
+
+    def load(self, state: Tensors) -> None:
+        """Goes on from `state`'s result of this rank.
+
+        Raises:
+            ValueError: It is of another number of heads, or of other metrics.
+        """
+        self._load_losses(state["totals"])
+        for index, metric_set in enumerate(self._metrics):
+            metric_set.load_states(_of_metrics(state, index))
+
+    def load_all(self, states: Sequence[Tensors], answers: bool) -> None:
+        """Goes on from the results of ranks that are no more.
+
+        Args:
+            answers: Whether this rank carries all of them on; the others start from nothing.
+        """
+        total = torch.stack([state["totals"] for state in states]).sum(0)
+        self._load_losses(total if answers else torch.zeros_like(total))
+        for index, metric_set in enumerate(self._metrics):
+            former = [own for state in states for own in _of_metrics(state, index)]
+            metric_set.load_states(former if answers else [], carried=True)
+
+    def _load_losses(self, totals: torch.Tensor) -> None:
+        if totals.shape != self._losses.shape:
+            raise ValueError(
+                f"the checkpoint has sums of {totals.shape[-1]} losses, this training has "
+                f"{self._losses.shape[1]}; give runUri a folder of its own"
+            )
+        self._losses.copy_(totals)
+
+
+def _of_metrics(state: Tensors, index: int) -> list[Tensors]:
+    """The states of metric set `index`, as `MetricSet.states` gives them."""
+    prefix = f"metrics/{index}/"
+    pieces: dict[int, Tensors] = {}
+    for key, tensor in state.items():
+        if key.startswith(prefix):
+            number, rest = key.removeprefix(prefix).split("/", 1)
+            pieces.setdefault(int(number), {})[rest] = tensor
+    return [pieces[number] for number in sorted(pieces)]

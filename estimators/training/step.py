@@ -1,0 +1,121 @@
+"""One micro-batch on one rank: forward pass, losses, backward pass.
+
+The trainer calls it, and so does the memory planner on tensors without numbers: what is counted there is what
+runs. Nothing is left behind but gradients; what the rows gave is returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import backward_errors
+from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.non_finite import poisoned
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.precision import LossScaler, autocast
+from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models.outputs import as_outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a pass needs beside the network and its rows: the same for every micro-batch of a training."""
+
+    config: TrainConfig
+    criterion: Criterion
+    scaler: LossScaler
+    device: torch.device
+
+
+def forward_backward(
+    recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor, *, keeps_outputs: bool
+) -> Seen:
+    """Adds the gradients of some rows' share of the global mean to those that are there.
+
+    Args:
+        batch: One micro-batch, of at least one row.
+        divisor: See `global_weights`.
+        keeps_outputs: Whether metrics take outputs and labels.
+    """
+    losses, seen = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
+    loss = recipe.criterion.total(losses / divisor)
+    if recipe.config.on_non_finite != "stop":
+        loss = poisoned(loss)
+    scaled = recipe.scaler.scale(loss * sync.loss_factor)
+    with backward_errors():
+        scaled.backward()  # type: ignore[no-untyped-call]
+    return seen
+
+
+def forward(
+    recipe: Recipe, module: nn.Module, network: nn.Module, batch: Batch, *, keeps_outputs: bool
+) -> tuple[torch.Tensor, Seen]:
+    """Each head's sum of weighted losses over the rows, (num_heads,), to differentiate, and what was seen.
+
+    Args:
+        module: Called: the network, or what the exchange of gradients wraps around it.
+
+    Raises:
+        ValueError: The network gives more or fewer outputs than there are labels.
+    """
+    config, criterion = recipe.config, recipe.criterion
+    hooks = saved_tensor_hooks(
+        offload=config.activation_offload,
+        compression=config.activation_compression,
+        module=network,
+        device=recipe.device,
+    )
+    # Sharded parameters are gathered in here: the peers may be lost.
+    with autocast(config.precision, recipe.device), hooks, backward_errors():
+        outputs = as_outputs(module(*batch.inputs))
+    if len(outputs) != criterion.num_losses:
+        mode = "train" if network.training else "validation"
+        raise ValueError(
+            f"model {type(network).__name__} returns {len(outputs)} tensors in {mode} mode for "
+            f"{criterion.num_losses} labels; return the same outputs in training as in evaluation"
+        )
+    # fp32 outside autocast: a mean over many rows would lose digits in 16 bits.
+    outputs = tuple(output.float() for output in outputs)
+    rows = criterion.rows(outputs, batch.labels)
+    if batch.weight is not None:
+        rows = rows * batch.weight[:, None]
+    losses = rows.sum(0)
+    pairs = []
+    if keeps_outputs:
+        pairs = [(output.detach(), label) for output, label in zip(outputs, batch.labels, strict=True)]
+    return losses, Seen(losses.detach(), _own_weights(recipe, batch), pairs)
+
+
+def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collective) -> torch.Tensor:
+    """What divides a step's losses: the weight of all ranks' rows, (num_heads,). Runs on every rank.
+
+    Args:
+        batch: All of this rank's rows of the step.
+        global_rows: Of all ranks; without row weights it is all that one needs to know.
+        data: The ranks that share the global batch.
+    """
+    criterion = recipe.criterion
+    if batch.weight is None and criterion.row_weights(batch.labels) is None:
+        return torch.full((criterion.num_losses,), float(global_rows), device=recipe.device)
+    total = data.all_reduce(_own_weights(recipe, batch))
+    # All rows of the batch may weigh nothing: then every loss is zero, and must not become NaN.
+    return torch.where(total > 0, total, torch.ones_like(total))
+
+
+def _own_weights(recipe: Recipe, batch: Batch) -> torch.Tensor:
+    """What these rows weigh in the mean of each head's loss, (num_heads,)."""
+    weights = recipe.criterion.row_weights(batch.labels)
+    if weights is None:
+        total = float(batch.num_rows) if batch.weight is None else batch.weight.sum()
+        return torch.ones(recipe.criterion.num_losses, device=recipe.device) * total
+    return (weights if batch.weight is None else weights * batch.weight[:, None]).sum(0)
+
+
+__all__ = ["Recipe", "Seen", "forward", "forward_backward", "global_weights"]
