@@ -1,6 +1,7 @@
 """Makes a model's inputs in the Python worker: turns Spark's pandas columns into NumPy arrays.
 
-The dtypes are the same as in training (`training.feed`). A column that cannot be an input is refused in one sentence that names it.
+The dtypes are the same as in training (`training.feed`). A column that cannot be an input is refused in one
+sentence that names it.
 """
 
 from __future__ import annotations
