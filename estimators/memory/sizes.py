@@ -1,4 +1,4 @@
-"""Sizes as people read them, and as Spark writes them ("4g", "512m")."""
+"""Shows sizes to people, and reads them in Spark's notation ("4g", "512m")."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def show_bytes(count: float) -> str:
-    """Such as "3.2 GiB"."""
+    """Returns a text such as "3.2 GiB"."""
     size, unit = float(count), 0
     while size >= 1024 and unit < len(_NAMES) - 1:
         size, unit = size / 1024, unit + 1
