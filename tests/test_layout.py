@@ -234,14 +234,12 @@ _GANG = "resources, devices and the planner count by it and tell the user to cha
 _READ = "several parts of a training read it from the config"
 _ADVISED = "what refuses a network, a loss or a step that is not finite tells the user to set it"
 IN_MORE_PLACES = {
-    **dict.fromkeys(
-        ("featuresCol", "handleInvalid", "inputCols", "labelCol", "labelCols", "weightCol"), _COLUMN
-    ),
+    **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
     **dict.fromkeys(("validationFraction", "validationIndicatorCol"), _COLUMN),
     **dict.fromkeys(("activationCompression", "activationOffload", "gradientAccumulation"), _PLANNED),
     **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
-    **dict.fromkeys(("epochs", "loss", "lossWeights", "metrics", "model", "monitor", "seed"), _READ),
+    **dict.fromkeys(("epochs", "metrics", "model", "monitor", "seed"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),
     "runUri": "the config calls the run's folder so, where all that a rank keeps is written",
