@@ -1,4 +1,4 @@
-"""What a training fails with: one rank's failure, and what the driver raises for all of them."""
+"""The failures of a training: one rank's failure, and the error that the driver raises for all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 
 class WorkerStoppedError(RuntimeError):
-    """Somebody else ended this rank's work: another driver goes on with the run."""
+    """Another driver took over the run and ended this rank's work."""
 
 
 class TrainingCancelledError(RuntimeError):
@@ -22,11 +22,12 @@ class TrainingCancelledError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank's failure as it travels to the driver.
+    """One rank's failure in the form that travels to the driver.
 
     Attributes:
-        from_peer: The rank only noticed that another one was gone.
-        may_pass: The same work, started again, may succeed: a fault of processes, network or store.
+        from_peer: Whether the rank only noticed that another rank was gone.
+        may_pass: Whether the same work may succeed if started again, after a fault of processes, network
+            or store.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class Failure:
 
     @classmethod
     def lost(cls, rank: int, host: str, phase: str, message: str, type: str = "WorkerLost") -> Failure:
-        """The failure of a rank that could not report one itself."""
+        """Makes the failure of a rank that could not report it itself."""
         return cls(
             rank=rank,
             host=host,
@@ -74,7 +75,7 @@ class Failure:
         """Reads what `to_json` returned.
 
         Raises:
-            ValueError: The text is none of a failure.
+            ValueError: The text does not describe a failure.
         """
         return record(cls, parse_object(text))
 
@@ -89,10 +90,10 @@ class Failure:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the error is of a store or a network, which the next attempt may find well again.
+    """Whether the error comes from a store or a network, which may work again at the next attempt.
 
-    Readers raise a RuntimeError that names the file, from the store's error. Arrow raises a bare OSError,
-    without a number, for damaged files: those stay damaged.
+    Readers raise a RuntimeError that names the file, from the store's error. For damaged files, which stay
+    damaged, Arrow raises a bare OSError without a number.
     """
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
     if not isinstance(cause, OSError) or not retry.may_pass(cause):
@@ -104,13 +105,13 @@ class WorkerError(RuntimeError):
     """A rank failed. The message names its rank, host and phase; `failures` has every rank's trace.
 
     Attributes:
-        first: The failure that is the cause.
-        may_pass: No rank failed by its own doing: the same work, started again, may succeed.
-        advice: What the message says after the cause.
+        first: The failure that caused the others.
+        may_pass: Whether no rank is itself to blame, so that the same work may succeed if started again.
+        advice: Text of the message after the cause.
     """
 
     def __init__(self, failures: list[Failure], advice: str = "") -> None:
-        # The rank that raised by itself is the cause; those that lost a peer are the effect.
+        # A rank that raised its own error is the cause; ranks that lost a peer are the effect.
         first = min(failures, key=lambda f: (f.from_peer, f.may_pass, f.seconds))
         self.failures = failures
         self.advice = advice

@@ -27,7 +27,7 @@ _SHOWN = {"int": "N", "float": "X"}
 
 
 class JobParser(argparse.ArgumentParser):
-    """Options of one job: defaults in the help, and one line, exit code 2, for a wrong option."""
+    """Options of one job: the help shows defaults, and a wrong option ends in one line and exit code 2."""
 
     def __init__(self, job: str, description: str) -> None:
         super().__init__(
@@ -102,7 +102,7 @@ def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None
 
 
 def positive_int(text: str) -> int:
-    """An option's value that must be a whole number from 1 on."""
+    """Reads an option's value that must be a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -113,7 +113,7 @@ def positive_int(text: str) -> int:
 
 
 def fraction(text: str) -> float:
-    """An option's value that must be above 0 and at most 1."""
+    """Reads an option's value that must be above 0 and at most 1."""
     try:
         value = float(text)
     except ValueError:
@@ -124,13 +124,13 @@ def fraction(text: str) -> float:
 
 
 def under(root: str, name: str) -> str:
-    """The place `name` below the job's root folder; relative roots become absolute."""
+    """Returns the path of `name` below the job's root folder; relative roots become absolute."""
     return storage.join(storage.normalize(root), name)
 
 
 @contextlib.contextmanager
 def spark(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """`spark_session` for a `with` block: stopped at its end, unless it was running before (a notebook)."""
+    """Gives a `with` block a session and stops it at the end, unless it ran before (as in a notebook)."""
     running = _running_session()
     session = spark_session(app_name, master)
     try:
@@ -141,10 +141,10 @@ def spark(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
 
 
 def spark_session(app_name: str, master: str | None = None) -> SparkSession:
-    """The Spark session of a job: the running one, or a new one.
+    """Returns the running Spark session, or a new one.
 
-    A new one's master is the one given; else spark-submit's or SPARK_REMOTE's; else `DEFAULT_MASTER`
-    on this machine.
+    The master of a new session is the given one; without it spark-submit or SPARK_REMOTE decides, and
+    without these it is `DEFAULT_MASTER` on this machine.
     """
     running = _running_session()
     if running is not None:
@@ -155,7 +155,7 @@ def spark_session(app_name: str, master: str | None = None) -> SparkSession:
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ and "SPARK_REMOTE" not in os.environ:
         master = DEFAULT_MASTER
     if master is not None and master.startswith("local"):
-        # Set before the JVM starts: it would look up the host's name, which containers often lack.
+        # Set before the JVM starts, which would look up the host's name: containers often lack one.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     # Executors must run this very Python, not the first python3 on the PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

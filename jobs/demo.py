@@ -1,4 +1,4 @@
-"""The main job, whole: etl, train and score in a row, each in a process of its own.
+"""The whole main job: runs etl, train and score in a row, each in its own process.
 
 python jobs/demo.py --root artifacts/flights
 """

@@ -1,11 +1,11 @@
-"""The flights tables become training shards, test rows, and the fitted feature pipeline.
+"""Turns the flights tables into training shards, test rows, and the fitted feature pipeline.
 
     python jobs/etl.py --output artifacts/flights
     spark-submit --py-files dist/ringspark.zip jobs/etl.py --output s3a://bucket/flights
 
-Writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the last
-months, joined but not encoded; `shards`, the training and validation rows, encoded. The shards'
-manifest comes last, so its presence says that the rest is there. A second run replaces the first.
+The job writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the
+last months, joined but not encoded; `shards`, the encoded training and validation rows. It writes the
+manifest of the shards last, so its presence says that the rest is there. A second run replaces the first.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join, split, fit the features, write. Runs on the driver.
+    """Joins and splits the tables, fits the features and writes. Runs on the driver.
 
     Raises:
-        ValueError: If the tables cannot be read, or there are results already and must be kept.
+        ValueError: If the tables cannot be read, or there are results that must be kept.
     """
     shards = cli.under(args.output, "shards")
     if not args.overwrite and storage.exists(shards):
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> None:
         ).first() or (0, 0)  # fmt: skip
         rows = flights.label_rows(flights.join_tables(tables))
         if args.fraction < 1.0:
-            # By a hash of the row, not sample(): that one gives other rows when it is run again.
+            # A hash of the row decides: sample() would give other rows when it runs again.
             bucket = F.pmod(F.xxhash64(*flights.KEYS), F.lit(1_000_000))
             rows = rows.where(bucket < int(args.fraction * 1_000_000))
-        # Read three times (fit, shards, test rows); the joins are most of the work.
+        # The rows are read three times (fit, shards, test rows), and the joins are most of the work.
         rows = rows.persist()
         counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
         missing = [split for split in SPLITS if not counts.get(split)]
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> None:
         )
         print("etl: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS) + " rows", flush=True)
 
-        # First of all: a crash between the new features and the new shards must not leave the old
-        # shards, encoded by other features, looking complete.
+        # The old shards go first: after a crash between the new features and the new shards, they would
+        # look complete although other features encoded them.
         storage.remove(shards, recursive=True)
         features = flights.feature_pipeline().fit(rows.where("split = 'train'"))
         features.write().overwrite().save(cli.under(args.output, "features"))
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _unpack(root: str) -> str:
-    """Unpack the installed tables where Spark's executors can read them: beside the results."""
+    """Unpacks the installed tables beside the results, where Spark's executors can read them."""
     from ringspark.jobs import flights
 
     raw = cli.under(root, "raw")

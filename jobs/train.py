@@ -1,14 +1,14 @@
-"""The encoded shards become a trained network, saved as one pipeline with the features.
+"""Trains a network on the encoded shards, and saves it as one pipeline with the features.
 
     python jobs/train.py --data artifacts/flights
     spark-submit --py-files dist/ringspark.zip jobs/train.py --data s3a://bucket/flights
 
-Reads `shards` and `features` below `--data`, as jobs/etl.py wrote them. Writes `model`, a Spark ML
-PipelineModel (features + network), and `history.json`, one entry per epoch.
+The job reads `shards` and `features` below `--data`, as jobs/etl.py wrote them. It writes `model`, a Spark
+ML PipelineModel (features + network), and `history.json`, one entry per epoch.
 
-The training keeps its checkpoints in `runs/current`. A job that died, whatever of it, goes on from the last
-one with the same command and `--resume`; without it the job refuses to throw such a run away, and
-`--no-resume` starts anew.
+The training keeps its checkpoints in `runs/current`. After any process of a job died, the same command with
+`--resume` goes on from the last checkpoint, and `--no-resume` starts anew. Without either, the job refuses
+to throw the unfinished run away.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train and save. Runs on the driver.
+    """Trains and saves. Runs on the driver.
 
     Raises:
         ValueError: There is nothing to train on, or an option cannot be used.
     """
     data = storage.normalize(args.data)
     shards = storage.join(data, "shards")
-    # Before Spark starts: a wrong folder should not cost half a minute.
+    # Checked before Spark starts, so that a wrong folder does not cost half a minute.
     ShardManifest.load(shards)
     run_uri = storage.normalize(args.run) if args.run else storage.join(data, "runs", "current")
     from ringspark.estimators.run.folder import make_way
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             model = estimator.fitOnShards(shards)
         except WorkerError as error:
-            # With the worker's own trace, without the driver's.
+            # The message holds the worker's trace; the driver's is left out.
             raise SystemExit(f"train: error: {error}") from None
         output = storage.normalize(args.output) if args.output else storage.join(data, "model")
         PipelineModel([*features.stages, model]).write().overwrite().save(output)

@@ -1,6 +1,6 @@
 """Plain `nn.Module` networks, the spec that names one, and activation checkpointing.
 
-Nothing here knows of Spark or Arrow: a network trains, saves and loads without either.
+Nothing here knows of Spark or Arrow; a network trains, saves and loads without either.
 """
 
 from ringspark.models.linear import Linear

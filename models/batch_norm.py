@@ -1,8 +1,8 @@
-"""Batch normalisation where a rank's share of a batch is a single row.
+"""Lets batch normalisation train on a single row, when a rank's share of a batch is no more.
 
 One value per channel has no variance, and PyTorch refuses it in training. The last batch of an epoch may
-well leave one row to a rank; its layers then normalise by the running statistics, as in evaluation, and
-leave them as they are.
+leave one row to a rank. The rank's layers then normalise by the running statistics, as in evaluation, and
+do not update them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def accept_single_rows(module: nn.Module) -> None:
-    """Makes the module's batch normalisations take one value per channel in training."""
+    """Makes the module's batch normalisations accept one value per channel in training."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             layer.register_forward_pre_hook(_evaluate_single_values)

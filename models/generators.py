@@ -1,6 +1,6 @@
-"""The random numbers of a rank: torch's on the CPU and the GPU, NumPy's and Python's own.
+"""State of a rank's random generators: torch's on the CPU and the GPU, NumPy's and Python's.
 
-As tensors and plain numbers, so that they can be saved without pickle.
+The state is tensors and plain numbers, so that it can be saved without pickle.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _RANK_FACTOR = 1_000_003
 
 
 def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
-    """Where all generators stand: their words, and the few numbers beside them."""
+    """Returns the state of all generators: their words as tensors, and the few plain numbers beside them."""
     _, words, position, has_gauss, gauss = np.random.get_state()
     version, python, python_gauss = random.getstate()
     tensors = {
         "torch": torch.get_rng_state(),
-        # The format has no unsigned 32 bits.
+        # The file format has no unsigned 32-bit integers.
         "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
         "python": torch.tensor(python, dtype=torch.int64),
     }
@@ -37,10 +37,10 @@ def random_state(device: torch.device) -> tuple[Tensors, dict[str, Any]]:
 
 
 def set_random_state(tensors: Tensors, plain: dict[str, Any], device: torch.device) -> None:
-    """Puts all generators where `random_state` found them.
+    """Sets all generators to the state that `random_state` returned.
 
     Raises:
-        ValueError: The numbers are no state of these generators.
+        ValueError: The values are not a state of these generators.
     """
     try:
         torch.set_rng_state(tensors["torch"].clone())
@@ -56,7 +56,7 @@ def set_random_state(tensors: Tensors, plain: dict[str, Any], device: torch.devi
 
 
 def seed_anew(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators for a rank that goes on from what other ranks have left at `step`."""
+    """Seeds all generators for a rank that continues at `step` from a checkpoint of other ranks."""
     mixed = (seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63
     torch.manual_seed(mixed)
     np.random.seed(mixed % 2**32)
@@ -65,7 +65,7 @@ def seed_anew(seed: int, step: int, rank: int) -> None:
 
 @contextmanager
 def shared_generators_kept() -> Iterator[None]:
-    """Gives NumPy's and Python's generators back as they were: the process may serve others after us."""
+    """Restores NumPy's and Python's generators at the end: the process may run other work afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Linear and logistic regression, the baselines every other network is held against."""
+"""Linear and logistic regression, the baselines for every other network."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from torch import nn
 class Linear(nn.Module):
     """One affine map.
 
-    A regression under a squared loss; under a cross-entropy loss the outputs are logits, which makes
-    it logistic regression (one output, or one per class).
+    With a squared loss it is linear regression. With a cross-entropy loss its outputs are logits, which
+    makes it logistic regression (one output, or one per class).
 
     Args:
         in_features: Numbers per row.

@@ -28,7 +28,7 @@ class DenseBlock(nn.Module):
 
     def __init__(self, in_dim: int, out_dim: int, activation: str, dropout: float, norm: str) -> None:
         super().__init__()
-        # Batch normalisation subtracts any bias again.
+        # Batch normalisation would subtract the bias again.
         self.linear = nn.Linear(in_dim, out_dim, bias=norm != "batch")
         self.norm = NORMS[norm](out_dim)
         self.activation = ACTIVATIONS[activation]()
@@ -43,7 +43,7 @@ class DenseBlock(nn.Module):
 def dense_trunk(
     in_dim: int, hidden: Sequence[int], activation: str = "relu", dropout: float = 0.0, norm: str = "none"
 ) -> nn.Sequential:
-    """A chain of dense blocks, one for each width in `hidden`; the identity if there is none.
+    """Makes a chain of dense blocks, one for each width in `hidden`; the identity if there is none.
 
     Raises:
         ValueError: If a width, the dropout, or a name is out of range.
@@ -60,13 +60,13 @@ def dense_trunk(
 
 
 def check_dropout(name: str, probability: float) -> None:
-    """Refuse a probability at which nothing would be left to learn from."""
+    """Refuses a probability that would leave nothing to learn from."""
     if not 0.0 <= probability < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, got {probability}")
 
 
 class MLP(nn.Module):
-    """Dense blocks and a linear head; the outputs are logits or values, no activation on top.
+    """Dense blocks and a linear head. The outputs are logits or values, without an activation on top.
 
     Args:
         in_features: Numbers per row.

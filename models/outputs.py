@@ -1,4 +1,4 @@
-"""What a module returns, as a tuple of tensors: the one form that losses and metrics take."""
+"""Turns a module's return value into a tuple of tensors, the form that losses and metrics take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def as_outputs(output: object) -> tuple[torch.Tensor, ...]:
-    """The tensors of a module's output, in the module's order.
+    """Returns the tensors of a module's output, in the module's order.
 
-    A tensor is one output; a tuple or list of tensors is several. Of a mapping or a dataclass, such
-    as the outputs of the transformers library, `logits` alone is taken where it has them (the rest
-    is hidden states and attentions), all values otherwise; entries that are None do not count.
+    A tensor is one output; a tuple or list of tensors is several. A mapping or a dataclass, such as the
+    outputs of the transformers library, counts as its `logits` alone if it has them (the rest is hidden
+    states and attentions), and otherwise as all its values. Entries that are None are left out.
 
     Raises:
-        ValueError: Nothing, or something else than tensors, was returned.
+        ValueError: The module returned nothing, or something else than tensors.
     """
     if isinstance(output, torch.Tensor):
         return (output,)
@@ -32,10 +32,10 @@ def as_outputs(output: object) -> tuple[torch.Tensor, ...]:
 
 
 def _values(output: object) -> list[object]:
-    """The entries that count, without a look at their types."""
+    """Returns the entries that count, whatever their types."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if logits is not None:
-        # Tuples of logits (one per head) are several outputs.
+        # A tuple of logits (one per head) is several outputs.
         return list(logits) if isinstance(logits, tuple | list) else [logits]
     if isinstance(output, Mapping):
         return [value for value in output.values() if value is not None]

@@ -1,7 +1,7 @@
 """The networks that ship with ringspark, by name.
 
-Values are import paths, not classes: listing a name costs no import, and a saved `ModelSpec` holds
-the same string. `tests/models/test_contract.py` runs over every entry, so a new one needs a line
+Values are import paths instead of classes, so listing a name costs no import, and a saved `ModelSpec`
+holds the same string. `tests/models/test_contract.py` runs over every entry, so a new one needs a line
 here and a line of example arguments there.
 """
 

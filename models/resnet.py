@@ -1,8 +1,8 @@
 """Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2).
 
-A convolution, stages of blocks of two convolutions, global averaging, a linear head. From the second
-stage on, the first block halves height and width. All blocks are the items of one `nn.Sequential`,
-`blocks`, so that activation checkpointing has a chain to cut into segments.
+The network is a convolution, stages of blocks of two convolutions, global averaging and a linear head.
+From the second stage on, the first block halves height and width. All blocks are the items of one
+`nn.Sequential`, `blocks`, so that activation checkpointing has a chain to cut into segments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
-    # Wu and He 2018: statistics of a row alone, so small batches and many workers change nothing.
+    # Wu and He 2018: the statistics are each row's own, so small batches and many workers change nothing.
     "group": lambda channels: nn.GroupNorm(gcd(channels, 8), channels),
 }
 
@@ -31,7 +31,7 @@ class ResidualBlock(nn.Module):
         self.second = _convolution(out_channels, out_channels, 3)
         self.second_norm = NORMS[norm](out_channels)
         changes = stride != 1 or in_channels != out_channels
-        # He et al.'s option B: a projection where the shape changes.
+        # He et al.'s option B: the shortcut is a projection if the shape changes.
         self.shortcut = _convolution(in_channels, out_channels, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class ResNet(nn.Module):
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    # A normalisation follows, which subtracts any bias again.
+    # The normalisation that follows would subtract the bias again.
     layer = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer

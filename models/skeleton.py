@@ -1,8 +1,8 @@
-"""Modules without their weights, and weights into modules: what travels is small, what is big is mapped.
+"""Takes the weights out of modules and puts them back, so that small modules travel and weights are mapped.
 
-A skeleton is a module whose parameters and persistent buffers lie on torch's `meta` device: shapes and
-dtypes, no numbers. Buffers that no state dict holds (`persistent=False`) and plain attributes keep
-their values, because no checkpoint could give them back. Tied weights stay one object.
+A skeleton is a module whose parameters and persistent buffers lie on torch's `meta` device: they have
+shapes and dtypes but no numbers. Buffers that no state dict holds (`persistent=False`) and plain
+attributes keep their values, because no checkpoint could give them back. Tied weights stay one object.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ringspark.models import ModelSpec
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the module without weights; no number of a parameter is copied on the way."""
-    # deepcopy takes what it finds here for the copy of an object, wherever the object turns up.
+    """Returns a copy of the module without weights; copies no number of a parameter on the way."""
+    # deepcopy uses the entries here as finished copies, wherever the objects turn up.
     memo: dict[int, object] = {}
     for parameter in module.parameters():
         if not is_lazy(parameter):
@@ -38,13 +38,13 @@ def skeleton(module: nn.Module) -> nn.Module:
 
 
 def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Puts the tensors of a state dict in the place of the module's own, without a copy.
+    """Replaces the module's tensors by those of a state dict, without a copy.
 
-    Each parameter stays the object that it is, so that tied weights stay tied and whoever else refers
-    to one finds the numbers in it.
+    Each parameter stays the same object, so tied weights stay tied and other references to it see the
+    new numbers.
 
     Raises:
-        RuntimeError: The state dict is not this module's; torch's own message.
+        RuntimeError: The state dict belongs to another module; the message is torch's.
     """
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     cast = {
@@ -60,11 +60,11 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def changed_state(start: nn.Module, trained: nn.Module) -> list[str]:
-    """Names of the non-persistent buffers that a training has changed: no checkpoint holds them.
+    """Returns the names of non-persistent buffers that a training changed; no checkpoint holds them.
 
     Args:
-        start: The module as it was; its `skeleton` will do, which copies such buffers and no weights.
-        trained: The module now, on any device.
+        start: The module before the training; its `skeleton` is enough, because it keeps such buffers.
+        trained: The module after the training, on any device.
     """
     before, after = _non_persistent(start), _non_persistent(trained)
     return sorted(
@@ -73,7 +73,7 @@ def changed_state(start: nn.Module, trained: nn.Module) -> list[str]:
 
 
 def _non_persistent(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Buffers that no state dict holds, by their full names."""
+    """Returns the buffers that no state dict holds, by full name."""
     return {
         f"{prefix}.{name}" if prefix else name: owner._buffers[name]
         for prefix, owner in module.named_modules()
@@ -87,17 +87,17 @@ def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     first, second = first.detach().cpu(), second.detach().cpu()
-    # A NaN that stays one has not changed.
+    # A NaN that is still a NaN has not changed.
     return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def build_skeleton(spec: ModelSpec) -> nn.Module:
-    """The spec's network without weights: no memory for them, no time to draw them at random."""
+    """Builds the spec's network without weights; spends neither memory nor random draws on them."""
     mine = threading.get_ident()
     empty: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # The hook is one for the process: networks that other threads build are not touched.
+        # The hook applies to the whole process; networks that other threads build must stay as they are.
         if threading.get_ident() != mine or parameter is None or parameter.is_meta or is_lazy(parameter):
             return None
         known = empty.get(id(parameter))
@@ -111,7 +111,7 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             return spec.build()
     except Exception:
-        # A constructor that looks at its own weights; whatever else is wrong is raised below.
+        # The constructor probably looked at its own weights. Any other error is raised again below.
         hook.remove()
         return skeleton(spec.build())
     finally:

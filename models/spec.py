@@ -1,8 +1,8 @@
 """`ModelSpec`: which network to build, as an import path and JSON keyword arguments.
 
-A spec travels from the driver to the ranks and lies in plain text beside the saved weights, so a
-model can be rebuilt without unpickling anything. Invariant: a spec that was constructed survives
-`from_json(to_json())` unchanged; arguments that JSON would alter or refuse never get in.
+A spec travels from the driver to the ranks and is saved as plain text beside the weights, so a model
+can be rebuilt without unpickling anything. Invariant: every spec survives `from_json(to_json())`
+unchanged, because the constructor refuses arguments that JSON would alter or refuse.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModelSpec:
             raise ValueError(f"model {self.target!r} could not be built: {error}") from error
 
     def to_json(self) -> str:
-        """The spec as one line of JSON, keys sorted: equal specs give equal text."""
+        """Returns the spec as one line of JSON with sorted keys, so equal specs give equal text."""
         return json.dumps({"target": self.target, "kwargs": self.kwargs}, sort_keys=True)
 
     @classmethod
@@ -141,16 +141,16 @@ def _import_class(target: str) -> type[nn.Module]:
                 f"model {target!r} could not be imported: {module_name} has no {class_path!r}; {_IMPORTABLE}"
             )
         found = getattr(found, part)
-    # Checked before the call: a spec may come from a file, and must not be a way to call any function.
+    # Checked before the call: a spec may come from a file, which must not be able to call any function.
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(f"model {target!r} must be a subclass of torch.nn.Module, got {found!r}")
     return found
 
 
 def _to_json_value(value: object, where: str) -> JSON:
-    """A deep copy of `value` in JSON's own types, or a refusal that says where the odd one is."""
+    """Returns a deep copy of `value` in JSON's own types; a refusal says where the odd value is."""
     if value is None or isinstance(value, bool | int | str):
-        # An exact type: a str or int subclass (an Enum, numpy.str_) would come back as another type.
+        # The type must match exactly: a str or int subclass (an Enum, numpy.str_) would change its type.
         if value is None or type(value) in (bool, int, str):
             return value
     elif type(value) is float:

@@ -15,7 +15,7 @@ from ringspark.models.mlp import check_dropout, dense_trunk
 
 
 def embedding_dim(cardinality: int) -> int:
-    """Width for a column with so many categories: fastai's rule of thumb, 1.6 n^0.56, at most 50."""
+    """Returns the embedding width for n categories by fastai's rule of thumb: 1.6 n^0.56, at most 50."""
     return max(1, min(50, round(1.6 * math.pow(cardinality, 0.56))))
 
 
@@ -23,12 +23,12 @@ class TabularNet(nn.Module):
     """Embeddings of K categorical columns beside M numbers, dense blocks, a linear head.
 
     Args:
-        cardinalities: For each categorical column how many indices it has: 0 up to that number less 1.
+        cardinalities: Number of indices of each categorical column; n means the indices 0 to n - 1.
             Spark's `StringIndexer(handleInvalid="keep")` uses one more than it has labels.
         num_numeric: Numbers per row; 0 for none.
         hidden: Width of each dense block.
         out_features: Outputs per row (logits or values).
-        embedding_dims: Width of each embedding; by `embedding_dim` if not given.
+        embedding_dims: Width of each embedding; None takes `embedding_dim`.
         dropout: Probability of zeroing a hidden unit in training.
         embedding_dropout: Probability of zeroing an embedded number in training. It keeps the net from
             leaning on columns that nearly name the row, such as an aircraft's registration.
@@ -76,7 +76,7 @@ class TabularNet(nn.Module):
         self.trunk = dense_trunk(in_dim, hidden, activation, dropout, norm)
         self.head = nn.Linear(hidden[-1] if hidden else in_dim, out_features)
         for table in self.embeddings.parameters():
-            # PyTorch's N(0, 1) would drown the standardised numbers in the noise of rare categories.
+            # PyTorch's own N(0, 1) would drown the standardised numbers in the noise of rare categories.
             nn.init.normal_(table, std=0.05)
 
     def forward(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class TabularNet(nn.Module):
         try:
             out: torch.Tensor = table(indices)
         except IndexError as error:
-            # Found here, after the fact, because looking for it in every batch would stall a GPU.
+            # The error is explained after the fact, because a check in every batch would stall a GPU.
             raise ValueError(
                 f"categorical column {column} takes indices 0 to {table.num_embeddings - 1}, "
                 f"got {int(indices.min())} to {int(indices.max())}"

@@ -1,9 +1,9 @@
 """Several tabular networks side by side, each learning for itself: a deep ensemble in one module.
 
 Lakshminarayanan, Pritzel and Blundell 2017, "Simple and Scalable Predictive Uncertainty Estimation
-using Deep Ensembles". The members differ by their first weights and their dropout. Averaging their
-outputs already in training would make them one wide network, and lose what an ensemble gains; so in
-training every member is held against the label by itself, with a loss `..._per_member`.
+using Deep Ensembles". The members differ by their initial weights and their dropout. If training
+averaged their outputs, they would be one wide network and lose the gain of an ensemble. So in training
+a loss `..._per_member` compares every member with the label by itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ class TabularEnsemble(nn.Module):
     """`members` independent `TabularNet`s over the same columns.
 
     Args:
-        members: How many; time and memory grow with it.
-        cardinalities, num_numeric, hidden, out_features, dropout, embedding_dropout: As `TabularNet`.
+        members: Number of networks; time and memory grow with it.
+        cardinalities, num_numeric, hidden, out_features, dropout, embedding_dropout: See `TabularNet`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -54,11 +54,11 @@ class TabularEnsemble(nn.Module):
         """Maps (batch, K) indices and (batch, M) numbers to outputs.
 
         Returns:
-            (batch, members, out_features) in training, the members' mean (batch, out_features) else.
+            (batch, members, out_features) in training, otherwise the members' mean (batch, out_features).
         """
         outputs = torch.stack([member(categorical, numeric) for member in self.members], dim=1)
         return outputs if self.training else outputs.mean(1)
 
     def checkpoint_branches(self) -> Iterable[nn.Module]:
-        """The parts that activation checkpointing treats each as a network of its own."""
+        """Returns the parts that activation checkpointing treats as separate networks."""
         return self.members

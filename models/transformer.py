@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added to what comes in."""
+    """Attention and a two-layer perceptron; each normalises its input and adds its output to it."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_dim: int, dropout: float, attention_dropout: float, causal: bool
@@ -63,7 +63,7 @@ class TransformerBlock(nn.Module):
 
 
 class _Trunk(nn.Module):
-    """What both networks are but for their heads: embeddings, blocks, the last normalisation."""
+    """The part that both networks share below their heads: embeddings, blocks, the last normalisation."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Trunk(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def _init_weights(self) -> None:
-        # Small embeddings, as in GPT-2: torch's own, of variance 1, would drown what the blocks add.
+        # Embeddings start small, as in GPT-2: torch's variance of 1 would drown what the blocks add.
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -112,7 +112,7 @@ class _Trunk(nn.Module):
         mask = None
         if self.padding_id is not None:
             mask = (ids != self.padding_id)[:, None, None, :]
-            # A row of padding alone attends to all of itself: attention to nothing would be NaN.
+            # A row that is all padding attends to itself: attention to nothing would be NaN.
             mask = mask | ~mask.any(-1, keepdim=True)
         x = self.dropout(self.tokens(ids) + self.positions(torch.arange(seq, device=ids.device)))
         for block in self.blocks:
@@ -125,16 +125,16 @@ class TransformerClassifier(_Trunk):
     """An encoder and a linear head on the mean over the tokens; the outputs are logits.
 
     Args:
-        vocab_size: Token ids are 0 to `vocab_size - 1`.
-        max_seq_len: Tokens per row at most.
+        vocab_size: Number of token ids, which run from 0 to `vocab_size - 1`.
+        max_seq_len: Most tokens per row.
         dim: Width between the blocks.
-        depth: Blocks.
-        num_heads: Attention heads; they divide `dim`.
+        depth: Number of blocks.
+        num_heads: Number of attention heads; it must divide `dim`.
         out_features: Outputs per row.
-        mlp_dim: Width inside the blocks, 4 * dim if left out.
-        dropout: On embeddings and on what each sublayer adds.
-        attention_dropout: On attention weights.
-        padding_id: The token id that fills rows up; such tokens are attended to and averaged by nobody.
+        mlp_dim: Width inside the blocks; None takes 4 * dim.
+        dropout: Dropout probability on embeddings and on the output of each sublayer.
+        attention_dropout: Dropout probability on attention weights.
+        padding_id: Token id that fills rows up; attention and the mean leave such tokens out.
 
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
@@ -188,7 +188,7 @@ class TransformerLM(_Trunk):
     (batch, vocab_size, seq), as torch's cross entropy wants classes, not (batch, seq, vocab_size).
 
     Args:
-        vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout: As
+        vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout: See
             `TransformerClassifier`.
 
     Raises:
@@ -222,7 +222,7 @@ class TransformerLM(_Trunk):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map (batch, seq) token ids to (batch, vocab_size, seq)."""
         logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
-        # No view: fully sharded training hangs a hook on the output, which a change of a view would lose.
+        # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
         return logits.transpose(1, 2).contiguous()
 
 

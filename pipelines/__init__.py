@@ -1,4 +1,4 @@
-"""From a Spark DataFrame to batches of NumPy columns. Never imports torch.
+"""From a Spark DataFrame to batches of NumPy columns. Nothing here imports torch.
 
 `write_shards` writes the shards and their manifest, `plan_epoch` says which
 rows every worker reads in every step, `open_reader` reads them. Importing this

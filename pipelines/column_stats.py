@@ -17,11 +17,11 @@ Number = int | float
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnStats:
-    """Counts and range of one column of one split; for arrays, over all elements.
+    """Counts and range of one column of one split; for arrays they cover all elements.
 
     Attributes:
         rows: Rows stored.
-        nulls: Rows that were null or held a null and were kept; what fills them counts nowhere below.
+        nulls: Rows kept although they were null or held a null; the counts below leave their fill values out.
         values: Elements, NaN and infinite ones included.
         nans: NaN elements.
         infs: Infinite elements of either sign.
@@ -81,7 +81,7 @@ class ColumnStats:
         )
 
     def without_overflows(self) -> ColumnStats:
-        """Returns the stats as a manifest keeps them: moments that have overflown are unknown."""
+        """Returns the stats as a manifest keeps them: moments that overflowed become unknown."""
         mean = self.mean if self.mean is not None and math.isfinite(self.mean) else None
         deviations = self.deviations
         if deviations is not None and not (math.isfinite(deviations) and mean == self.mean):

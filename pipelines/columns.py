@@ -1,10 +1,11 @@
 """The columns of a set of shards: a name, a kind, and where it came from.
 
 Numbers, booleans, dates, arrays and vectors have a kind by their Spark type.
-What needs a decision (strings, bytes) is refused on the driver, by name, with
-the choices; everything else with the remedy. No number is ever cast: the int64
-16,777,217 in the DataFrame is the int64 16,777,217 in the batch. Only vectors
-become float32, unless `Vector("float64")` is asked for.
+A column that needs a decision (strings, bytes) is refused on the driver with
+its name and the choices; any other unusable type is refused with the remedy.
+No number is ever cast: the int64 16,777,217 in the DataFrame is the int64
+16,777,217 in the batch. Only vectors become float32, unless the user asks for
+`Vector("float64")`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Column:
     """One column of a set of shards.
 
     Attributes:
-        name: The name in the DataFrame; what a batch calls its arrays starts with it.
-        kind: How it is stored and read.
+        name: The name in the DataFrame; the names of the column's arrays in a batch start with it.
+        kind: How the column is stored and read.
         source: Spark's simple type string.
     """
 
@@ -45,7 +46,7 @@ class Column:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a batch holds it as one array called `name` whose first dimension is the rows."""
+        """Whether a batch holds the column as one array called `name` whose first dimension is the rows."""
         return self.name in self.kind.batch_names(self.name)
 
     @property
@@ -74,7 +75,7 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
     """Maps a Spark schema to columns. Runs on the driver and starts no job.
 
     Args:
-        schema: Of the DataFrame.
+        schema: The DataFrame's schema.
         choices: Column name -> kind, where the Spark type alone does not decide or decides otherwise.
 
     Raises:
@@ -116,7 +117,7 @@ def check_names(names: list[str]) -> None:
 
 def check_frame(value: Any, subject: str) -> None:
     """Raises ValueError if `subject` was given something else than a Spark DataFrame."""
-    # Not by its class: Classic's and Connect's have no base in common before Spark 4.
+    # Not by isinstance: before Spark 4, Classic's and Connect's DataFrame share no base class.
     if not hasattr(value, "mapInArrow"):
         kind = type(value)
         raise ValueError(

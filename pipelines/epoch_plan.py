@@ -38,18 +38,18 @@ import numpy.typing as npt
 from ringspark.pipelines.lanes import Deal, Int64Array, OrderedDeal, ShuffledDeal
 from ringspark.pipelines.shuffle import MAX_LENGTH, permutation
 
-# Kept apart in the key, so that no row group draws the order of the row groups.
+# The first part of every key: without it a row group could draw the order of the row groups.
 _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 
 @dataclass(frozen=True)
-class Piece:
+class LanePiece:
     """Rows of one row group that go to one lane.
 
     Attributes:
         lane: Index of the lane among the shard's lanes.
-        start: First local row of the lane (counting the shard's rows only).
-        stop: Local row after the last.
+        start: First local row in the lane (local rows count the shard's rows only).
+        stop: The local row after the last one.
     """
 
     lane: int
@@ -63,18 +63,18 @@ class RowGroupRead:
 
     Attributes:
         row_group: Index into the plan's `row_groups`.
-        sequence_start: Its first row in the epoch's sequence.
-        first_step: Step whose batch first needs it.
-        pieces: What it gives to the shard's lanes, in the order of the sequence.
+        sequence_start: Position of its first row in the epoch's sequence.
+        first_step: The step whose batch needs it first.
+        pieces: The rows it gives to the shard's lanes, in the order of the sequence.
     """
 
     row_group: int
     sequence_start: int
     first_step: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LanePiece, ...]
 
 
-# Compared and hashed by identity: comparing arrays of a million sizes is nothing to do by accident.
+# Plans are compared and hashed by identity: nobody should compare arrays of a million sizes by accident.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
     """The batches of one epoch; see the module's docstring. Made by `plan_epoch`.
@@ -91,12 +91,12 @@ class EpochPlan:
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows of the epoch, over all shards."""
+        """Number of rows in the epoch, over all shards."""
         return int(self.row_groups.sum())
 
     @property
     def num_steps(self) -> int:
-        """Steps of the epoch, the same on every shard."""
+        """Number of steps in the epoch, the same on every shard."""
         return -(-self.num_rows // self.batch_size)
 
     def global_rows(self, step: int) -> int:
@@ -127,7 +127,7 @@ class EpochPlan:
 
     @cached_property
     def group_starts(self) -> Int64Array:
-        """First row in the sequence of each row group of `group_order`, then the number of rows."""
+        """First row in the sequence of each row group of `group_order`, then the total number of rows."""
         starts = np.zeros(len(self.row_groups) + 1, dtype=np.int64)
         np.cumsum(self.row_groups[self.group_order], out=starts[1:])
         return _read_only(starts)
@@ -154,8 +154,8 @@ class ShardPlan:
 
     Attributes:
         plan: The plan of the whole epoch.
-        shard: Which shard this is.
-        deal: Which positions the shard owns.
+        shard: Index of this shard.
+        deal: The positions that the shard owns.
     """
 
     def __init__(self, plan: EpochPlan, shard: int) -> None:
@@ -216,7 +216,7 @@ class ShardPlan:
 class RowGroupReads:
     """The reads of one shard in the order they are needed: arrays, made into objects one by one.
 
-    Objects for all of them at once would take ten times the room, and most of the time.
+    Making all objects at once would take ten times the memory and most of the planning time.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class RowGroupReads:
         np.not_equal(slots[1:], slots[:-1], out=is_first[1:])
         firsts = np.flatnonzero(is_first)
         needed_at = np.minimum.reduceat(positions, firsts) if len(firsts) else positions
-        # Stable, because that is the sort which makes use of runs: every lane is in order already.
+        # The stable sort is the one that exploits sorted runs, and every lane is sorted already.
         order = np.argsort(needed_at, kind="stable")
         self._plan = plan
         self._slots = slots[firsts][order]
@@ -257,7 +257,7 @@ class RowGroupReads:
             first_step=int(self._first_steps[number]),
             pieces=tuple(
                 map(
-                    Piece,
+                    LanePiece,
                     self._lanes[pieces].tolist(),
                     self._starts[pieces].tolist(),
                     self._stops[pieces].tolist(),
@@ -290,14 +290,14 @@ def plan_epoch(
 
     Args:
         row_groups: Rows of every row group; 0 is fine. A read-only int64 array is not copied.
-        num_shards: How many workers share the batches; may exceed the row groups, and the rows.
+        num_shards: How many workers share the batches; there may be more than row groups or rows.
         batch_size: Rows per step over all shards.
         epoch: Which epoch, from 0.
         seed: Any whole number. (seed, epoch) and `row_groups` fix the batches.
         shuffle: False keeps the order of the files; a shard then owns a slice of every batch.
 
     Raises:
-        ValueError: A count is no whole number, or out of range.
+        ValueError: A count is not a whole number, or is out of range.
     """
     return EpochPlan(
         row_groups=_row_counts(row_groups),
@@ -312,7 +312,7 @@ def plan_epoch(
 def _row_counts(row_groups: Sequence[int] | Int64Array) -> Int64Array:
     counts = np.asarray(row_groups)
     if counts.ndim == 1 and not len(counts):
-        counts = np.zeros(0, dtype=np.int64)  # NumPy takes an empty list for floats
+        counts = np.zeros(0, dtype=np.int64)  # NumPy would make an empty list float64
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
         raise ValueError(
             "row_groups must be whole numbers in one dimension, "
@@ -322,17 +322,17 @@ def _row_counts(row_groups: Sequence[int] | Int64Array) -> Int64Array:
         raise ValueError(f"row_groups must not be negative, got {counts.min()}")
     if len(counts) and counts.max() >= MAX_LENGTH:
         raise ValueError(f"row_groups must have fewer than 2**40 rows each, got {counts.max()}")
-    # In floats, which do not wrap round; half of what int64 holds leaves room for their error.
+    # Floats do not wrap around; the limit, half of what int64 holds, leaves room for their error.
     if counts.sum(dtype=np.float64) >= 2.0**62:
         raise ValueError("row_groups must have fewer than 2**62 rows together")
     if counts.flags.writeable:
-        counts = counts.astype(np.int64)  # a copy: what the caller does to his array later is his own
+        counts = counts.astype(np.int64)  # a copy: the caller may change the array later
     return _read_only(counts.astype(np.int64, copy=False))
 
 
 def _whole_number(name: str, value: int, *, least: int | None = None) -> int:
     try:
-        number = index(value)  # NumPy's integers, which could overflow, become Python's
+        number = index(value)  # turns NumPy's integers, which can overflow, into Python's
     except TypeError:
         raise ValueError(f"{name} must be a whole number, got {value!r}") from None
     if least is not None and number < least:

@@ -44,9 +44,9 @@ class Lane:
 
     Attributes:
         start: First row in the sequence.
-        length: Rows.
+        length: Number of rows.
         position: Position of the lane's row 0; row k is at `position + k * step`.
-        step: Distance of neighbouring rows in positions.
+        step: Distance between neighbouring rows, in positions.
     """
 
     start: int
@@ -55,7 +55,7 @@ class Lane:
     step: int
 
 
-@lru_cache(maxsize=4)  # all the shards of a plan ask for the same
+@lru_cache(maxsize=4)  # all shards of a plan ask for the same lanes
 def shuffled_lanes(num_rows: int) -> tuple[Lane, ...]:
     """Cuts a sequence of `num_rows` rows into `NUM_LANES` lanes, in the order of the sequence."""
     lanes, start = [], 0
@@ -70,10 +70,10 @@ def shuffled_lanes(num_rows: int) -> tuple[Lane, ...]:
 class Deal(ABC):
     """Which positions one shard owns, and which row of which lane each is.
 
-    A lane's rows that the shard owns are counted from 0: its local rows.
+    The rows of a lane that the shard owns are numbered from 0; these are its local rows.
 
     Attributes:
-        lanes: The lanes with rows of this shard, in the order of the sequence.
+        lanes: The lanes that hold rows of this shard, in the order of the sequence.
         lane_cycle: Owned position number i takes the next row of `lanes[lane_cycle[i % len(lane_cycle)]]`.
     """
 
@@ -81,7 +81,7 @@ class Deal(ABC):
     lane_cycle: Int64Array
 
     def lane_of(self, start: int, stop: int) -> Int64Array:
-        """Returns, for the owned positions number `start` to `stop`, the index into `lanes`."""
+        """Returns the index into `lanes` for each of the owned positions number `start` to `stop`."""
         lanes: Int64Array = self.lane_cycle[np.arange(start, stop) % len(self.lane_cycle)]
         return lanes
 
@@ -114,11 +114,11 @@ class ShuffledDeal(Deal):
         self.lanes = shuffled_lanes(num_rows)[first : last + 1]
         self._num_shards = num_shards
         self._period = NUM_LANES * num_shards
-        # Solved for k: row k of a lane is in unit k * stride % num_shards. So a shard asks for its own
-        # 48 units, not for all num_shards.
+        # Row k of a lane is in unit k * stride % num_shards. Solving this for k lets a shard look up its
+        # own 48 units instead of searching all num_shards.
         row_of_unit = pow(_golden_stride(num_shards), -1, num_shards)
         units = np.arange(shard * NUM_LANES, (shard + 1) * NUM_LANES, dtype=np.int64)
-        # Per lane: the rows of one period (there are num_shards of them) that the shard owns.
+        # For each lane, the rows that the shard owns out of the num_shards rows of one period.
         self._owned_rows = [
             np.sort(units[units // num_shards == lane] % num_shards * row_of_unit % num_shards)
             for lane in range(first, last + 1)
@@ -179,7 +179,7 @@ class OrderedDeal(Deal):
         batch = rows // self._batch_size
         rest = rows - batch * self._batch_size
         in_batch: Int64Array = np.clip(rest - self._start, 0, self._width)
-        # Only the last batch, which comes last, may be short, and then its slices are others.
+        # Only the last batch may be short, and then its slices are narrower.
         in_last = batch >= self._full_batches
         in_batch[in_last] = np.clip(rest[in_last] - self._last_start, 0, self._last_stop - self._last_start)
         return batch * self._width + in_batch

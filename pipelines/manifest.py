@@ -1,9 +1,9 @@
 """The manifest: what a set of shards is, and the only thing a reader accepts.
 
-`manifest.json` is written last and atomically, so its presence is the commit:
-files without one are an unfinished write, files it does not name do not exist
-as far as a reader is concerned. Row counts live nowhere else, so they cannot
-outlive the data they count.
+`manifest.json` is written last and atomically, so its presence is the commit.
+Files without a manifest are an unfinished write, and a reader ignores every file
+that the manifest does not name. Row counts are stored nowhere else, so they
+cannot outlive the data they count.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ShardFile:
     """One Parquet file.
 
     Attributes:
-        path: Relative to the manifest's folder.
+        path: Path relative to the manifest's folder.
         split: "train" or "validation".
-        num_bytes: Size of the file.
-        sha256: Digest of its bytes, in hexadecimal.
-        row_groups: Rows of each row group, in order.
+        num_bytes: Size of the file in bytes.
+        sha256: SHA-256 digest of the file's bytes, in hexadecimal.
+        row_groups: Number of rows of each row group, in order.
     """
 
     path: str
@@ -60,7 +60,7 @@ class ShardFile:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the file."""
+        """Number of rows in the file."""
         return sum(self.row_groups)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,11 +80,11 @@ class ShardManifest:
     A manifest from `select` is a view with the files of one split only.
 
     Attributes:
-        uri: The folder, absolute.
-        columns: What a batch holds, in the order of the DataFrame.
+        uri: Absolute URI of the folder.
+        columns: The columns that a batch holds, in the order of the DataFrame.
         files: The Parquet files in reading order.
         stats: Split -> column name -> statistics.
-        skipped_rows: Rows of the DataFrame that were left out because they held a null.
+        skipped_rows: Number of rows of the DataFrame that were left out because they held a null.
         format_version: Version of the JSON layout.
     """
 
@@ -102,19 +102,19 @@ class ShardManifest:
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Rows of every row group, over the files in order: what `plan_epoch` takes."""
+        """Number of rows of every row group, over the files in order; `plan_epoch` takes this."""
         return tuple(rows for file in self.files for rows in file.row_groups)
 
     @property
     def num_rows(self) -> int:
-        """Rows in all files of this manifest or view."""
+        """Number of rows in all files of this manifest or view."""
         return sum(file.num_rows for file in self.files)
 
     def column_of(self, name: str) -> Column:
         """Returns the column that gives a batch the array `name`: as a rule the column of that name.
 
         Raises:
-            ValueError: No column does; names the known ones.
+            ValueError: No column gives it; the message names the known ones.
         """
         for column in self.columns:
             if name in column.kind.arrays(column.name):
@@ -136,7 +136,7 @@ class ShardManifest:
         return array
 
     def column(self, name: str) -> Column:
-        """Returns the column called `name`; ValueError naming the known ones otherwise."""
+        """Returns the column called `name`; raises ValueError, naming the known ones, if there is none."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -144,7 +144,7 @@ class ShardManifest:
         raise ValueError(f"the shards in {self.uri!r} have no column {name!r}; known: {known}")
 
     def range_of(self, name: str) -> tuple[float, float] | None:
-        """Returns the smallest and largest number of a column over all splits; None where not known."""
+        """Returns the smallest and largest number of a column over all splits; None if they are not known."""
         stats = [columns[name] for columns in self.stats.values() if name in columns]
         ranges = [(s.minimum, s.maximum) for s in stats if s.minimum is not None and s.maximum is not None]
         if not ranges or len(ranges) < sum(1 for s in stats if s.rows):
@@ -164,7 +164,7 @@ class ShardManifest:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """URIs of the Parquet files, for other tools: the folder also holds what is not data."""
+        """URIs of the Parquet files. Other tools need them, because the folder also holds other files."""
         return tuple(storage.join(self.uri, file.path) for file in self.files)
 
     def describe(self) -> str:
@@ -194,15 +194,15 @@ class ShardManifest:
         """Checks every file's size and row groups against the manifest; reads footers only.
 
         Raises:
-            ValueError: A file is missing or differs; names the file and the remedy.
+            ValueError: A file is missing or differs; the message names the file and the remedy.
         """
         self._check_files(self._footer_problem)
 
     def verify(self) -> None:
-        """Checks every byte: sizes, row groups and digests of all files. Reads all of them.
+        """Checks sizes, row groups and digests of all files; reads every byte.
 
         Raises:
-            ValueError: Files are missing or differ; names each of them, and the remedy.
+            ValueError: Files are missing or differ; the message names each of them, and the remedy.
         """
         self._check_files(lambda file: self._footer_problem(file) or self._digest_problem(file))
 
@@ -210,7 +210,7 @@ class ShardManifest:
         """Commits the manifest: writes it atomically into its folder.
 
         Raises:
-            FileExistsError: There is one, and `overwrite` is false.
+            FileExistsError: The folder has a manifest, and `overwrite` is false.
         """
         assert self.files, "a manifest without files is never committed"
         uri = storage.join(self.uri, MANIFEST_NAME)
@@ -221,7 +221,7 @@ class ShardManifest:
         """Reads the manifest of the folder `uri`. The folder may have moved since it was written.
 
         Raises:
-            ValueError: There is no manifest, or one of a newer format, or one that is damaged.
+            ValueError: The manifest is missing, damaged or of a newer format.
         """
         folder = storage.normalize(uri)
         try:
@@ -237,7 +237,7 @@ class ShardManifest:
         return manifest
 
     def to_json(self) -> str:
-        """Returns the manifest as JSON text. The folder is not stored, so that it can be moved."""
+        """Returns the manifest as JSON text. It leaves the URI out, so that the folder can be moved."""
         return json.dumps(
             {
                 "format_version": self.format_version,
@@ -306,7 +306,7 @@ class ShardManifest:
 
 
 def _check_consistent(manifest: ShardManifest) -> None:
-    """Refuses what the files that `save` writes never have."""
+    """Refuses contradictions that no manifest written by `save` has."""
     paths = [file.path for file in manifest.files]
     if not paths:
         raise ValueError("it names no files")
@@ -321,7 +321,7 @@ def _check_consistent(manifest: ShardManifest) -> None:
 
 
 def row_group_problem(file: ShardFile, metadata: Any) -> str | None:
-    """Says how a Parquet footer differs from the manifest's entry; None when it does not."""
+    """Says how a Parquet footer differs from the manifest's entry; None if it does not."""
     row_groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     if row_groups == file.row_groups:
         return None

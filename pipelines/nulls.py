@@ -1,7 +1,7 @@
-"""Nulls in Arrow data as Spark hands it over: where they are, and filling them.
+"""Finds and fills the nulls in Arrow data that Spark hands over.
 
-A row is null when its value is, or when any element inside its lists is. The
-parts of an ML vector's struct are null by design and do not count.
+A row counts as null if its value is null or if any element inside its lists is.
+The parts of an ML vector's struct are null by design and do not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
         found = values.is_null().to_numpy(zero_copy_only=False)
     if not is_list(values.type):
         return found
-    # The elements of null rows are left out by flatten, and their lists count as empty.
+    # flatten() leaves the elements of null rows out; their lists count as empty.
     inside = null_rows(values.flatten())
     if inside is None:
         return found
@@ -35,7 +35,7 @@ def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def fill_nulls(values: Any) -> Any:
-    """Returns an Arrow array of the same type without nulls: zeros, empty strings, empty lists."""
+    """Returns an Arrow array of the same type with zeros, empty strings or empty lists in place of nulls."""
     if is_list(values.type):
         leaf = values.flatten()
         lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
@@ -44,7 +44,7 @@ def fill_nulls(values: Any) -> Any:
     if not values.null_count:
         return values
     if pa.types.is_struct(values.type):
-        # Of the structs only sparse vectors get here: an empty one stands for a null one.
+        # The only structs that get here are sparse vectors: an empty vector takes the place of a null.
         return _fill_vectors(values)
     zero: Any = 0
     if pa.types.is_boolean(values.type):
@@ -60,6 +60,6 @@ def fill_nulls(values: Any) -> Any:
 
 
 def _fill_vectors(values: Any) -> Any:
-    # flatten() makes the parts of a null struct null, which are filled as any other.
+    # flatten() makes the parts of a null struct null, so they are filled like any other null.
     parts = [fill_nulls(part) for part in values.flatten()]
     return pa.StructArray.from_arrays(parts, fields=list(values.type))

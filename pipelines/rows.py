@@ -1,9 +1,9 @@
-"""Rows of one column in memory: dense, or of varying length. What readers shuffle.
+"""Rows of one column in memory, dense or of varying length: the form that readers shuffle.
 
 A shuffle takes, cuts and joins rows without knowing what they mean. Dense rows
-are a NumPy array, one row an entry. Rows of varying length (lists, sparse
-vectors, files) are values laid end to end with offsets; a sparse vector has two
-such arrays, its indices and its values, under the same offsets.
+are a NumPy array with one entry per row. Rows of varying length (lists, sparse
+vectors, files) are values laid end to end with offsets; sparse vectors have two
+such arrays, indices and values, under the same offsets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+NumpyArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class RaggedRows:
 
     Attributes:
         offsets: (rows + 1,) int64, not decreasing; row i is `part[offsets[i]:offsets[i + 1]]`. They
-            need not start at 0: a cut is a view.
-        parts: Arrays that share the offsets.
+            need not start at 0, because a cut is a view.
+        parts: The arrays of values that share the offsets.
     """
 
     offsets: npt.NDArray[np.int64]
-    parts: tuple[Array, ...]
+    parts: tuple[NumpyArray, ...]
 
     def cut(self, start: int, stop: int) -> RaggedRows:
         """Returns rows `start` to `stop` as a view."""
@@ -41,7 +41,7 @@ class RaggedRows:
         return RaggedRows(self.offsets - first, tuple(part[first:last] for part in self.parts))
 
 
-Rows = Array | RaggedRows
+Rows = NumpyArray | RaggedRows
 
 
 def num_rows(rows: Rows) -> int:
@@ -52,13 +52,13 @@ def num_rows(rows: Rows) -> int:
 def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
     """Returns a copy of the rows at `indexes`, in their order."""
     if not isinstance(rows, RaggedRows):
-        taken: Array = rows.take(indexes, axis=0)
+        taken: NumpyArray = rows.take(indexes, axis=0)
         return taken
     starts = rows.offsets[indexes]
     lengths = rows.offsets[indexes + 1] - starts
     offsets = np.zeros(len(indexes) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    # Value j of the result lies at its row's old start, plus how far j is into the row.
+    # Value j of the result comes from its row's old start plus j's distance from the row's new start.
     values = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
     return RaggedRows(offsets, tuple(part.take(values) for part in rows.parts))
 
@@ -71,11 +71,11 @@ def cut(rows: Rows, start: int, stop: int) -> Rows:
 
 
 def join(pieces: Sequence[Rows]) -> Rows:
-    """Returns the rows of all pieces in one; there must be at least one piece."""
+    """Joins the rows of all pieces, of which there must be at least one."""
     if len(pieces) == 1:
         return pieces[0]
     if not isinstance(pieces[0], RaggedRows):
-        joined: Array = np.concatenate(cast("Sequence[Array]", pieces))
+        joined: NumpyArray = np.concatenate(cast("Sequence[NumpyArray]", pieces))
         return joined
     ragged = [piece.compact() for piece in pieces if isinstance(piece, RaggedRows)]
     lengths = np.concatenate([np.diff(piece.offsets) for piece in ragged])
@@ -86,7 +86,7 @@ def join(pieces: Sequence[Rows]) -> Rows:
 
 
 def num_bytes(rows: Rows) -> int:
-    """Returns the bytes that the rows take."""
+    """Returns how many bytes the rows take."""
     if isinstance(rows, RaggedRows):
         return int(rows.offsets.nbytes) + sum(
             int(part.itemsize * (rows.offsets[-1] - rows.offsets[0])) for part in rows.parts

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_LENGTH = 1 << 40
-"""Of longer ones, fewer than 24 of the 64 bits of a sort key would be random."""
+"""In a longer permutation, fewer than 24 of the 64 bits of a sort key would be random."""
 
 # Up to this length the upper halves of all sort keys are usually distinct.
 _RADIX_LENGTH = 1 << 16

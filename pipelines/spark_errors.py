@@ -1,4 +1,4 @@
-"""Spark failures that have a known cause, said in one sentence instead of a JVM trace."""
+"""Turns Spark failures of a known cause into one sentence in place of a JVM trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# In front of the sentence that a task of ours fails with, so that it is found in Spark's report of it.
+# Stands in front of a task's error sentence, so that the driver finds it in Spark's report.
 _MARK = "ringspark: "
 _TASK_ERROR = re.compile(rf"RuntimeError: {_MARK}(.*)")
 
@@ -15,11 +15,11 @@ _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|
 
 @contextmanager
 def python_workers() -> Iterator[None]:
-    """Around a Spark job that runs our code in Python workers.
+    """Wraps a Spark job that runs our code in Python workers, and explains its known failures.
 
     Raises:
         RuntimeError: The workers run another Python than the driver, or lack the package; or a task
-            failed with an error of `named`.
+            failed with an error that `named` raised.
     """
     try:
         yield
@@ -38,10 +38,11 @@ def python_workers() -> Iterator[None]:
 
 @contextmanager
 def named(sentence: str) -> Iterator[None]:
-    """Around work on a store in a task: what fails there reaches the driver's user as one sentence.
+    """Wraps a task's work on a store, so that its failure reaches the user on the driver as one sentence.
 
     Raises:
-        RuntimeError: With `sentence` and the cause. Spark runs the task again, as often as it is told to.
+        RuntimeError: The work failed; the message has `sentence` and the cause. Spark retries the task
+            as often as it is configured to.
     """
     try:
         yield

@@ -4,8 +4,8 @@ Nothing else in `pipelines` knows where a file lives. The invariant kept here:
 a file written by `write_atomic` is either absent, or the old bytes, or the new
 bytes, never a part of them. That is what lets a manifest be the commit.
 
-What a store's client raises arrives as an OSError. Nothing here tries again:
-the clients do that already, several times, for requests as small as these (see
+Errors of a store's client arrive as OSError. Nothing here tries again, because
+the clients already retry requests as small as these several times (see
 `readers.retry` for the reads that are tried again).
 """
 
@@ -25,11 +25,11 @@ from fsspec.core import url_to_fs
 # A single put is atomic on these, while their "move" is a copy followed by a delete.
 _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 
-# A second look changes none of these, whatever the client calls them.
+# Client errors that no further attempt can cure.
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 
-# user:password@ before the first slash, and a query's entries that open a store to whoever knows them.
+# user:password@ before the first slash, and query parameters that grant access to whoever knows them.
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]+)@")
 _SECRET = re.compile(
     r"([?&][^=&#]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key|keyid)=)([^&#]+)",
@@ -38,7 +38,7 @@ _SECRET = re.compile(
 
 
 def redact(uri: str) -> str:
-    """The URI for a message or a file: without the password and the tokens that it may hold."""
+    """Returns the URI without passwords and tokens, fit for a message or a file."""
     return _SECRET.sub(r"\1***", _PASSWORD.sub("***:***@", uri))
 
 
@@ -46,7 +46,7 @@ def refuse_secrets(uri: str) -> None:
     """Refuses a URI that holds a password or token: it would end up in logs, run directories, saved stages.
 
     Raises:
-        ValueError: It does; shown without it.
+        ValueError: The URI holds one; the message shows the URI without it.
     """
     if redact(uri) != uri:
         raise ValueError(
@@ -75,7 +75,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     if text.startswith("file:"):
         path = text[len("file:") :]
         if path.startswith("//"):
-            # file://host/path is not a thing here: the authority is empty or localhost.
+            # The authority is empty or localhost; file://host/path is not supported.
             path = path[2:].removeprefix("localhost")
         text = unquote(path) if "%" in path else path
     if is_local(text):
@@ -94,10 +94,10 @@ def join(uri: str, *parts: str) -> str:
 
 
 def check_inside(folder: str, name: str) -> None:
-    """Refuses a file of a local folder that is, by a link, outside of it; other stores have no links.
+    """Refuses a file that a link leads out of its local folder; other stores have no links.
 
     Raises:
-        ValueError: It is, or the name cannot be that of a file.
+        ValueError: The file is outside, or `name` cannot be the name of a file.
     """
     if not is_local(folder):
         return
@@ -131,14 +131,14 @@ def filesystem(uri: str) -> tuple[Any, str]:
 
 @contextmanager
 def store_errors(subject: str) -> Iterator[None]:
-    """Raises what a store's client raises as an OSError that says what was asked for.
+    """Turns the errors of a store's client into an OSError that says what was asked for.
 
-    s3fs translates S3's answers and passes on what botocore and aiohttp raise where none comes:
-    EndpointConnectionError and ClientPayloadError are no OSErrors, and a timeout has no text.
+    s3fs translates S3's answers, but where no answer comes it passes on the errors of botocore and
+    aiohttp: EndpointConnectionError and ClientPayloadError are no OSErrors, and a timeout has no text.
     """
     try:
         yield
-    except (asyncio.TimeoutError, TimeoutError) as error:  # not the same before Python 3.11
+    except (asyncio.TimeoutError, TimeoutError) as error:  # two classes before Python 3.11
         reason = str(error) or str(error.__cause__ or "") or "timed out"
         raise TimeoutError(f"{subject}: {reason}") from error
     except (OSError, ValueError, LookupError, TypeError, ImportError, RuntimeError, MemoryError):
@@ -149,7 +149,7 @@ def store_errors(subject: str) -> Iterator[None]:
 
 
 def open_file(uri: str, mode: str = "rb") -> IO[Any]:
-    """Opens `uri`; the caller closes it. Reads and writes raise what the store's client raises."""
+    """Opens `uri`; the caller closes it. Reads and writes raise the errors of the store's client."""
     fs, path = filesystem(uri)
     with store_errors(uri):
         return cast("IO[Any]", fs.open(path, mode))
@@ -158,14 +158,14 @@ def open_file(uri: str, mode: str = "rb") -> IO[Any]:
 def read_bytes(uri: str) -> bytes:
     """Returns the whole content of a small file."""
     fs, path = filesystem(uri)
-    # A listing cached before another process committed must not hide or age the file.
+    # A listing that was cached before another process committed would hide the file or show an old one.
     fs.invalidate_cache()
     with store_errors(uri):
         return cast(bytes, fs.cat_file(path))
 
 
 def exists(uri: str) -> bool:
-    """Whether a file or folder is there now (not in a cached listing)."""
+    """Whether a file or folder is there now; no cached listing is asked."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
@@ -173,21 +173,21 @@ def exists(uri: str) -> bool:
 
 
 def size(uri: str) -> int:
-    """Returns the size of a file in bytes; FileNotFoundError when it is missing."""
+    """Returns the size of a file in bytes; raises FileNotFoundError if it is missing."""
     fs, path = filesystem(uri)
     with store_errors(uri):
         return int(fs.info(path)["size"])
 
 
 def make_dirs(uri: str) -> None:
-    """Makes the folder and its parents; nothing happens on object stores or when it exists."""
+    """Makes the folder and its parents; does nothing on object stores or if the folder exists."""
     fs, path = filesystem(uri)
     with store_errors(uri):
         fs.makedirs(path, exist_ok=True)
 
 
 def list_names(uri: str) -> list[str]:
-    """Returns the sorted names directly inside a folder; empty when there is no such folder."""
+    """Returns the sorted names directly inside a folder; an empty list if there is no such folder."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     try:
@@ -201,7 +201,7 @@ def list_names(uri: str) -> list[str]:
 def remove(uri: str, *, recursive: bool = False) -> None:
     """Removes a file, or a folder with all it holds; a missing one is fine."""
     fs, path = filesystem(uri)
-    # An old listing would hide from a recursive removal what another process has put there.
+    # An old listing would hide files of other processes from a recursive removal.
     fs.invalidate_cache()
     try:
         with store_errors(uri):
@@ -211,10 +211,10 @@ def remove(uri: str, *, recursive: bool = False) -> None:
 
 
 def remove_if_empty(uri: str) -> None:
-    """Removes a folder that holds nothing; any other is left alone. Object stores have no folders."""
+    """Removes a folder if it is empty. Object stores have no folders."""
     fs, path = filesystem(uri)
     if "/" not in path.strip("/") and not is_local(uri):
-        return  # a bucket: not made here
+        return  # a bucket, which this package never makes
     if not list_names(uri):
         try:
             with store_errors(uri):
@@ -224,7 +224,7 @@ def remove_if_empty(uri: str) -> None:
 
 
 def newest_change(uri: str) -> float | None:
-    """Returns when a folder's youngest file was last written, in seconds since 1970; None without files.
+    """Returns the time of a folder's latest write, in seconds since 1970; None if it holds no files.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -241,13 +241,13 @@ def newest_change(uri: str) -> float | None:
 def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
-    Locally: a temporary file beside it, flushed to disk, then a rename. On
-    object stores a put is atomic already. Elsewhere (HDFS): temporary, then move.
+    On a local disk, a temporary file beside it is flushed to disk and then renamed.
+    On object stores a put is atomic already. Elsewhere (HDFS), a temporary file is moved.
 
     Raises:
-        FileExistsError: There is a file and `overwrite` is false. Of several writers at once exactly
-            one gets through; on an object store whose fsspec module lacks conditional puts, the last.
-            A writer that finds exactly its own bytes counts as through: they may be what it has put.
+        FileExistsError: There is a file and `overwrite` is false. If several write at once, exactly one
+            succeeds; on an object store whose fsspec module lacks conditional puts, the last one wins.
+            A writer that finds exactly its own bytes has succeeded: it may have put them there.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
@@ -269,7 +269,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
             if overwrite:
                 os.replace(temporary, path)
             else:
-                # Unlike a rename, a link refuses to take the place of a file.
+                # Unlike a rename, a link does not replace an existing file.
                 os.link(temporary, path)
                 os.remove(temporary)
             return
@@ -283,7 +283,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
         if fs.exists(temporary):
             fs.rm(temporary)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = path  # a full disk does not say of which file
+            error.filename = path  # the error of a full disk does not name the file
         raise
 
 
@@ -294,9 +294,9 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
                 fs.pipe_file(path, data, mode="create")
             return
         except (NotImplementedError, TypeError):
-            pass  # no conditional put here: the caller has looked a moment ago
+            pass  # this store has no conditional put; the caller looked for the file a moment ago
         except OSError:
-            # The answer to a put may get lost: the client tries again, and meets its own file.
+            # The answer to a put may get lost; the client's next attempt then finds its own file.
             fs.invalidate_cache()
             if not fs.exists(path):
                 raise
@@ -316,7 +316,7 @@ def check_writable(uri: str) -> None:
     try:
         existed = exists(uri)
         make_dirs(uri)
-        # Not write_atomic: the disk need not be waited for.
+        # write_atomic would wait for the disk, which a probe does not need.
         with open_file(probe, "wb") as file:
             file.write(b"ringspark")
         if read_bytes(probe) != b"ringspark":
@@ -325,7 +325,7 @@ def check_writable(uri: str) -> None:
         if not existed and is_local(uri):
             # Another writer may have put something there meanwhile.
             remove_if_empty(uri)
-    except Exception as error:  # a store's client raises what it likes when an upload fails
+    except Exception as error:  # a store's client may raise anything when an upload fails
         raise ValueError(
             f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "
             "choose a folder that this process may write to"

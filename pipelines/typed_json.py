@@ -1,6 +1,6 @@
-"""Records from JSON that may be damaged or anybody's: a dataclass of the declared types, or a ValueError.
+"""Reads untrusted JSON into a dataclass whose fields have the declared types, or raises ValueError.
 
-A dataclass inside another one is read by its `from_values`, where it has one, and else like the outer one.
+A dataclass inside another one is read by its `from_values` if it has one, and otherwise like the outer one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """The JSON value.
+    """Returns the JSON value.
 
     Args:
-        allow_nan: Whether NaN and the infinities, which are no JSON, are taken.
+        allow_nan: Whether NaN and the infinities are accepted, although JSON has no such numbers.
 
     Raises:
-        ValueError: It is not JSON, or nested too deeply to be read.
+        ValueError: The text is not JSON, or is nested too deeply to be read.
     """
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
@@ -32,7 +32,7 @@ def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
 
 
 def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Like `parse`, of an object only."""
+    """Like `parse`, but accepts a JSON object only."""
     value = parse(text, allow_nan=allow_nan)
     if not isinstance(value, dict):
         raise ValueError(f"an object is expected, got {_kind(value)}")
@@ -44,11 +44,11 @@ class NewerFormatError(ValueError):
 
 
 def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Like `parse_object`, of an object whose `format_version` is `known`.
+    """Like `parse_object`, but accepts only an object whose `format_version` is `known`.
 
     Raises:
-        NewerFormatError: It is a later one.
-        ValueError: It is an earlier one, or this is no such object.
+        NewerFormatError: The version is a later one.
+        ValueError: The version is an earlier one, or the text is no such object.
     """
     values = parse_object(text, allow_nan=allow_nan)
     if "format_version" not in values:
@@ -64,10 +64,10 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
 
 
 def record(cls: type[T], values: object) -> T:
-    """An instance of the dataclass `cls` from a JSON object; lists become tuples where it has tuples.
+    """Makes an instance of the dataclass `cls` from a JSON object; lists become tuples where it has tuples.
 
     Raises:
-        ValueError: A field is missing, unknown or of another type than declared; names it.
+        ValueError: A field is missing, unknown or of another type than declared; the message names it.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
@@ -86,10 +86,10 @@ def record(cls: type[T], values: object) -> T:
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:
-    """The value called `name` as the type `hint` asks for it.
+    """Returns the value called `name` in the type that `hint` asks for.
 
     Raises:
-        ValueError: It is of another type.
+        ValueError: The value has another type.
     """
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -134,7 +134,7 @@ def _fit_items(hint: Any, value: list[Any], name: str) -> Any:
 def _is(hint: type, value: Any) -> bool:
     if hint in (int, float) and isinstance(value, bool):
         return False
-    # JSON of another language may write 1 for 1.0.
+    # JSON from another language may have 1 where Python writes 1.0.
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
 
 

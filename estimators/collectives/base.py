@@ -1,12 +1,12 @@
-"""What a rank needs from the others, whatever carries the bytes.
+"""The operations between ranks, whichever library carries the bytes.
 
 A collective has two halves. `open_rendezvous` runs on rank 0 before anybody is connected and
 returns the address that the gang hands to every rank; `connect` then joins. Both get the secret of the
-run: who does not know it is told nothing and heard no further. One process holds at most one connected
-collective at a time.
+run: a peer without the secret is disconnected. One process holds at most one connected collective at a
+time.
 
-Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, which
-makes the calls that its peers wait in end as `CollectiveError` instead of hanging.
+Invariant: every rank makes the same sequence of calls. A rank that fails calls `abort`, so that the
+pending calls of its peers end in `CollectiveError` instead of hanging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ReduceOp = Literal["sum", "max", "min"]
 
 
 class CollectiveError(RuntimeError):
-    """A collective operation failed, as a rule because a peer did: never the root cause itself."""
+    """A collective operation failed, usually because a peer did; it is never the root cause."""
 
 
 class Rendezvous(Protocol):
@@ -41,7 +41,7 @@ class Collective(Protocol):
     """The operations that training uses. All of them block, and run on every rank.
 
     Attributes:
-        traffic: Counts what is sent, also by a strategy whose library sends by itself.
+        traffic: Counter of the bytes sent, also by a strategy whose library sends by itself.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Collective(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload that this rank has sent so far, by the ring's count: see `Traffic`."""
+        """Payload bytes that this rank has sent so far, as `Traffic` counts them."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Returns the reduction of `tensor` over all ranks, in its dtype and on its device."""
@@ -65,39 +65,39 @@ class Collective(Protocol):
         """Returns every rank's tensor, in the order of ranks.
 
         Args:
-            tensor: 1-D; ranks may give different lengths, also none, but one dtype and device type.
-            counts: The length of each rank's tensor where all ranks know them, which saves telling.
+            tensor: 1-D. Lengths may differ between ranks and may be 0; dtype and device type must agree.
+            counts: Length of each rank's tensor, if all ranks know it; this saves an exchange.
         """
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """Begins to sum `tensor` over all ranks, each of which gets its own part of the sum only.
+        """Begins to sum `tensor` over all ranks; each rank gets only its own part of the sum.
 
         Args:
-            tensor: 1-D, of one length on all ranks; must not change until the sum is there.
-            counts: The length of each rank's part, in the order of ranks; they add up to the tensor.
+            tensor: 1-D, of equal length on all ranks; it must not change until the sum is complete.
+            counts: Length of each rank's part, in rank order; they add up to the tensor's length.
 
         Returns:
-            A function that waits and returns this rank's part. A few may be under way at a time.
+            A function that waits and returns this rank's part. A few sums may be under way at a time.
         """
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        """Overwrites `tensors` in place by those of rank `root`."""
+        """Overwrites `tensors` in place with those of rank `root`."""
 
     def barrier(self) -> None:
-        """Returns once every rank is here."""
+        """Returns once every rank has called it."""
 
     def on_leave(self, release: Callable[[], None]) -> None:
-        """Has `release` called before this rank leaves: it drops what still refers to the connections."""
+        """Registers `release`, called before this rank leaves to drop all references to the connections."""
 
     def close(self) -> None:
-        """Leaves in good order: every rank calls it after its last operation."""
+        """Leaves the gang normally; every rank calls it after its last operation."""
 
     def abort(self) -> None:
         """Leaves at once after a failure, so that the peers' pending calls end in an error."""
 
 
 class ConnectedMember:
-    """What every collective has: its place in the gang, its bytes, and what to release at the end."""
+    """Base of all collectives: the place in the gang, the bytes sent, the functions to call at the end."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
@@ -120,7 +120,7 @@ class ConnectedMember:
         self._on_leave.append(release)
 
     def _release(self) -> None:
-        """Runs what waits for the end, once."""
+        """Calls the functions registered by `on_leave`, once."""
         while self._on_leave:
             self._on_leave.pop()()
 
@@ -138,7 +138,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def contiguous(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in row-major order, for libraries that take no other; what they become is copied back."""
+    """Yields row-major tensors, for libraries that accept no others; copies new values back at the end."""
     dense = [t.contiguous() for t in tensors]
     yield dense
     with torch.no_grad():
@@ -158,21 +158,21 @@ def peer_errors(operation: str) -> Iterator[None]:
         raise CollectiveError(f"{operation} failed: {error}") from error
 
 
-# How Gloo, NCCL and Horovod speak of a lost peer where the call is inside autograd.
+# Words by which Gloo, NCCL and Horovod report a lost peer when the call is inside autograd.
 PEER_SIGNS = (
     "gloo",
     "nccl",
     "horovod",
     "connection closed by peer",
     "connection reset by peer",
-    # Gloo's word to the other operations when one of them has waited too long.
+    # Gloo's message to all other operations after one of them has waited too long.
     "application timeout caused pair closure",
 )
 
 
 @contextmanager
 def backward_errors() -> Iterator[None]:
-    """Like `peer_errors` for code of the user's that communicates inside, such as a backward pass."""
+    """Like `peer_errors`, for user code that communicates inside, such as a backward pass."""
     try:
         yield
     except RuntimeError as error:

@@ -23,7 +23,7 @@ from ringspark.estimators.collectives.traffic import Member
 
 
 class HorovodCollective(ConnectedMember):
-    """The connected half; `hvd.init` has happened."""
+    """The connected half of the collective; exists after `hvd.init`."""
 
     name = "horovod"
 
@@ -32,7 +32,7 @@ class HorovodCollective(ConnectedMember):
 
         super().__init__(member)
         self._hvd = hvd
-        # Horovod matches the ranks' tensors by name: the counter gives each operation its own.
+        # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
         self._operations = 0
 
     @staticmethod
@@ -49,11 +49,11 @@ class HorovodCollective(ConnectedMember):
         try:
             import horovod.torch as hvd
 
-            # All have imported what they need: Gloo's ports are open for as short as can be.
+            # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
             machines = machines_of(client, member, timeout_seconds)
             with HorovodDoor(client, machines) as door:
                 settings = _settings(member, door, timeout_seconds)
-                # Horovod reads its environment in init only, so nothing of it stays behind.
+                # Horovod reads its environment only in init, so the settings need not stay.
                 with environment(settings), peer_errors("joining the Horovod ring"):
                     hvd.init()
             collective = cls(member)
@@ -67,7 +67,7 @@ class HorovodCollective(ConnectedMember):
         return collective
 
     def _prove(self, nonce: bytes, secret: bytes) -> None:
-        """Finds out whether a stranger has taken the place of a rank on one of Gloo's connections."""
+        """Raises an error if a stranger has taken the place of a rank on one of Gloo's connections."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         with peer_errors("proving the connections"):
             theirs = self._hvd.alltoall(mine, name=self._name("proof"))
@@ -93,7 +93,7 @@ class HorovodCollective(ConnectedMember):
         return list(torch.split(pieces, list(counts)))
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
-        # Horovod cuts into equal parts only: for others all get all, and drop what is not theirs.
+        # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
         with peer_errors("reduce-scatter"):
@@ -111,7 +111,7 @@ class HorovodCollective(ConnectedMember):
         return wait
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors behind one another."""
+        """Returns the ranks' tensors end to end, in one tensor."""
         with peer_errors("allgather"):
             result: torch.Tensor = self._hvd.allgather(tensor, name=self._name("allgather"))
         return result
@@ -140,7 +140,7 @@ class HorovodCollective(ConnectedMember):
 
 
 def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str]:
-    """What Horovod takes from its environment."""
+    """Returns the settings that Horovod reads from its environment."""
     values = {
         "HOROVOD_RANK": str(member.rank),
         "HOROVOD_SIZE": str(member.size),

@@ -11,7 +11,7 @@ from ringspark.estimators.collectives.traffic import Member
 
 
 class LocalRendezvous:
-    """Nobody to meet."""
+    """The rendezvous of a single rank, which has nobody to meet."""
 
     address = "local:0"
 
@@ -20,7 +20,7 @@ class LocalRendezvous:
 
 
 class LocalCollective(ConnectedMember):
-    """Runs where there is one rank only, also without Spark."""
+    """The collective of a single rank, with or without Spark."""
 
     name = "local"
 

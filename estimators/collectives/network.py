@@ -1,4 +1,4 @@
-"""Which network interface leads to the gang, and the environment that says so to the libraries."""
+"""Finds the network interface that leads to the gang, and sets the environment that tells the libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import psutil
 
 
 def interface_of(host: str) -> str | None:
-    """Name of this machine's interface that carries `host`'s address, None where none does.
+    """Returns the name of this machine's interface that carries `host`'s address; None if none does.
 
-    Gloo binds to what the host name resolves to unless it is told an interface; on many machines
-    that is a loopback alias which the other hosts cannot reach.
+    Unless it is told an interface, Gloo binds to the address that the host name resolves to. On many
+    machines that is a loopback alias, which the other hosts cannot reach.
     """
     try:
         address = socket.gethostbyname(host)
@@ -28,9 +28,9 @@ def interface_of(host: str) -> str | None:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, and puts the former state back.
+    """Sets environment variables for the block, and restores the former ones.
 
-    Spark reuses its Python workers: what stays in `os.environ` would steer the next job.
+    Spark reuses its Python workers, so variables left in `os.environ` would affect the next job.
     """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -32,7 +32,7 @@ from ringspark.estimators.collectives.traffic import Member
 
 
 class TorchCollective(ConnectedMember):
-    """The connected half; the default process group is ours."""
+    """The connected half of the collective; it owns the default process group."""
 
     name = "torch"
 
@@ -53,11 +53,11 @@ class TorchCollective(ConnectedMember):
     ) -> TorchCollective:
         client = RendezvousClient(member, address, secret, timeout_seconds)
         try:
-            # All have imported what they need: Gloo's ports are open for as short as can be.
+            # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
             guard = PortGuard(machines_of(client, member, timeout_seconds))
             with peer_errors("joining the process group"):
                 _join(member, MemberStore(client, guard, timeout_seconds), timeout_seconds, use_gpu)
-            # Every pair is connected: whoever comes to Gloo's port from here on is no member.
+            # Every pair is connected, so any later connection to Gloo's port is a stranger's.
             guard.shut()
             collective = cls(member, use_gpu, client)
             try:
@@ -71,7 +71,7 @@ class TorchCollective(ConnectedMember):
         return collective
 
     def _prove(self, nonce: bytes, secret: bytes, timeout_seconds: float) -> None:
-        """Finds out whether a stranger has taken the place of a rank on one of Gloo's connections."""
+        """Raises an error if a stranger has taken the place of a rank on one of Gloo's connections."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         with peer_errors("proving the connections"):
@@ -92,14 +92,14 @@ class TorchCollective(ConnectedMember):
             return self._gather_known(tensor.detach(), counts)
         lengths = self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))
         counts = [int(length) for length in lengths]
-        # Gloo gathers tensors of one length only: the shorter ones travel padded.
+        # Gloo gathers only tensors of equal length, so the shorter ones travel padded.
         padded = tensor.new_zeros(max(counts))
         padded[: len(tensor)] = tensor.detach()
         pieces = self._gather_equal(padded)
         return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
 
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The ranks' tensors, all of one shape."""
+        """Returns the ranks' tensors, which all have the same shape."""
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
             with peer_errors("allgather"):
@@ -112,7 +112,7 @@ class TorchCollective(ConnectedMember):
             return self._gather_equal(tensor)
         pieces = [tensor if r == self.rank else tensor.new_empty(n) for r, n in enumerate(counts)]
         with peer_errors("allgather"):
-            # Padding would cost the longest piece once a rank: of an embedding, more than all the rest.
+            # Padding would send the longest piece once per rank; for an embedding that exceeds all the rest.
             works = [
                 dist.broadcast(piece, src=r, async_op=True) for r, piece in enumerate(pieces) if len(piece)
             ]
@@ -128,7 +128,7 @@ class TorchCollective(ConnectedMember):
                 mine = torch.empty_like(parts[self.rank])
                 works = [_reduce_scatter_even(mine, tensor)]
             else:
-                # Gloo's reduce writes into what is given, also on the ranks that get nothing.
+                # Gloo's reduce overwrites its input, also on the ranks that get no result.
                 tensor = tensor.clone()
                 parts = list(torch.split(tensor, list(counts)))
                 mine = parts[self.rank]
@@ -139,7 +139,7 @@ class TorchCollective(ConnectedMember):
             with peer_errors("reduce-scatter"):
                 for work in works:
                     work.wait()
-            # Of its own memory: the part must not keep the other ranks' parts alive.
+            # The part gets its own memory, because it must not keep the other ranks' parts alive.
             return mine if mine._base is None else mine.clone()
 
         return wait
@@ -160,7 +160,7 @@ class TorchCollective(ConnectedMember):
     def abort(self) -> None:
         stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if self._use_gpu and stop is not None:
-            # NCCL's destroy waits for operations that will never end; abort does not.
+            # NCCL's destroy waits for operations that will never end; its abort does not.
             stop()
         self._leave()
 
@@ -175,16 +175,16 @@ class TorchCollective(ConnectedMember):
 
 def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: bool) -> None:
     """Makes the default process group."""
-    # Lazily connected pairs would need Gloo's port open during the training.
+    # If pairs connected lazily, Gloo's port would have to stay open during the training.
     values = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
         values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    # DistributedDataParallel imports it; imported while a group exists, it holds that group, and the port
-    # that Gloo listens on, for as long as the process lives.
+    # DistributedDataParallel imports this module. If that happens while a group exists, the module holds the
+    # group, and the port that Gloo listens on, as long as the process lives.
     import torch._dynamo  # noqa: F401
 
     with environment(values):
-        # Both backends: metrics travel as CPU tensors also where gradients are on GPUs.
+        # Both backends, because metrics travel as CPU tensors even if gradients are on GPUs.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
             store=store,
@@ -195,6 +195,6 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
 
 
 def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:
-    """Begins a reduce-scatter in equal parts; torch 2.13 renamed the call."""
+    """Begins a reduce-scatter in equal parts; looks the call up by name, because torch 2.13 renamed it."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     return getattr(dist, name)(part, whole, async_op=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank's place in the gang; ranks on one host are neighbours."""
+    """One rank's place in the gang; ranks on the same host have consecutive numbers."""
 
     rank: int = 0
     size: int = 1
@@ -21,9 +21,9 @@ class Member:
 class Traffic:
     """Counts the bytes that a rank sends, as the ring algorithms send them.
 
-    The count is the algorithm's, not the network card's: headers, rendezvous and barriers are left
-    out, and a library that picks a tree for small tensors sends as much in sum over the ranks. In a
-    ring of N ranks, one rank sends
+    The count is the algorithm's, not the network card's: it leaves headers, rendezvous and barriers
+    out. A library that picks a tree for small tensors sends as much, summed over the ranks. In a ring of
+    N ranks, one rank sends
 
     - all_reduce of n bytes: 2 (N - 1) / N * n (Patarasuk and Yuan 2009), for the gradients of a step
       as for any tensor;
@@ -41,12 +41,12 @@ class Traffic:
         self.bytes_sent += 2 * (size - 1) * num_bytes // size
 
     def all_gather(self, pieces: list[int]) -> None:
-        """Args: pieces: Bytes of each rank's piece."""
-        # All but its successor's, which has come around the whole ring when it arrives here.
+        """Counts an all-gather; `pieces` holds the bytes of each rank's piece."""
+        # A rank sends all pieces but its successor's, which arrives here after the whole way around the ring.
         self.bytes_sent += sum(pieces) - pieces[(self._member.rank + 1) % self._member.size]
 
     def reduce_scatter(self, parts: list[int]) -> None:
-        """Args: parts: Bytes of each rank's part."""
+        """Counts a reduce-scatter; `parts` holds the bytes of each rank's part."""
         self.bytes_sent += sum(parts) - parts[self._member.rank]
 
     def broadcast(self, num_bytes: int, root: int) -> None:

@@ -1,4 +1,4 @@
-"""Spark SQL over the inputs of a model: the values as they cross to Python, and whether a row has them."""
+"""Spark SQL over a model's inputs: the values that cross to Python, and whether a row has them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 
 
 def input_expression(column: Column, data_type: DataType, *, wants_floats: bool = False) -> Column:
-    """Numbers as Python gets them: those that `write_shards` stores, in a form that pandas holds.
+    """Returns the numbers that `write_shards` would store, in a form that pandas can hold.
 
     Args:
-        column: Of any type that is stored as numbers.
-        data_type: Its type.
-        wants_floats: Whether integers and booleans become floating values, too.
+        column: A column of any type that is stored as numbers.
+        data_type: Spark type of the column.
+        wants_floats: Whether integers and booleans also become floating-point values.
     """
     if isinstance(data_type, VectorUDT):
         inside = F.unwrap_udt(column)
-        # Dense vectors are taken as they lie; Spark's own function for the others looks at each number.
+        # Dense vectors are used directly; Spark's function, which looks at each number, serves the others.
         dense = F.when(inside.getField("type") == 1, inside.getField("values").cast("array<float>"))
         return dense.when(column.isNotNull(), vector_to_array(column, "float32"))
     name = data_type.typeName()
@@ -30,7 +30,7 @@ def input_expression(column: Column, data_type: DataType, *, wants_floats: bool 
     if name == "timestamp":
         return F.unix_micros(column)
     if name == "timestamp_ntz":
-        # Field by field: everything shorter goes through the session's time zone.
+        # Computed field by field, because every shorter way goes through the session's time zone.
         micros = (F.date_part(F.lit("SECOND"), column) * F.lit(1_000_000)).cast("bigint")
         minutes = (
             F.unix_date(F.to_date(column)).cast("bigint") * 1_440 + F.hour(column) * 60 + F.minute(column)
@@ -39,14 +39,14 @@ def input_expression(column: Column, data_type: DataType, *, wants_floats: bool 
     if name == "decimal":
         return column.cast("double").cast("float")
     leaf, depth = leaf_type(data_type)
-    # Rounded here as it would be in Python: half of the bytes on the way.
+    # Rounding here instead of in Python gives the same numbers and halves the bytes on the way.
     if leaf.typeName() == "double" or (wants_floats and leaf.typeName() != "float"):
         return column.cast("array<" * depth + "float" + ">" * depth)
     return column
 
 
 def leaf_type(data_type: DataType) -> tuple[DataType, int]:
-    """The type of the numbers, and how many arrays they are in."""
+    """Returns the type of the numbers, and how many levels of arrays they are in."""
     depth = 0
     while isinstance(data_type, ArrayType):
         data_type, depth = data_type.elementType, depth + 1
@@ -72,7 +72,7 @@ def holds_null(source: Column, data_type: DataType) -> Column:
     if not _has_null_elements(data_type):
         return source.isNull()
     inside = F.exists(_flattened(source, data_type), lambda value: value.isNull())
-    # A null among inner arrays makes all of the flattened one null.
+    # A null among the inner arrays makes the whole flattened array null.
     return source.isNull() | F.coalesce(inside, F.lit(True))
 
 
@@ -85,7 +85,7 @@ def is_valid(
         there = F.lit(True) if fills_nulls else source.isNotNull()
         return there & ~F.isnan(values) if floats else there
     if floats:
-        # Of the numbers that are given, of a sparse vector; a search is null where it may have missed.
+        # For a sparse vector only the stored numbers count. A search is null where a null may hide a NaN.
         numbers = F.unwrap_udt(source).getField("values").cast("array<float>") if is_vector else values
         flat = numbers if is_vector else _flattened(numbers, data_type)
         found = F.array_contains(flat, F.lit(float("nan")).cast("float"))
@@ -94,7 +94,7 @@ def is_valid(
 
 
 def fill(values: Column, data_type: DataType) -> Column:
-    """Zeros for nulls; a row that is null as a whole stays one if it is an array: Python knows its shape."""
+    """Replaces nulls by zeros; a null array stays null, because only Python knows its shape."""
     depth = leaf_type(data_type)[1]
     if isinstance(data_type, VectorUDT):
         return values

@@ -1,7 +1,7 @@
-"""Inputs of a model in the Python worker: pandas columns as Spark hands them over become NumPy arrays.
+"""Makes a model's inputs in the Python worker: turns Spark's pandas columns into NumPy arrays.
 
-The same dtypes as in training (`training.feed`): fp32 for floating values and booleans, int64 for
-integers. What cannot be an input is refused in one sentence that names the column.
+The dtypes are the same as in training (`training.feed`). A column that cannot be an input is refused in one
+sentence that names it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.feed import Array, as_input
 from ringspark.pipelines.kinds import Kind, Padded, Vocabulary
 from ringspark.pipelines.kinds.base import make_lists
 from ringspark.pipelines.nulls import fill_nulls
@@ -27,11 +27,11 @@ class Feed:
     """One argument of `forward`, made from one pandas column.
 
     Attributes:
-        name: Of the column, for messages.
-        shape: Of a row; None takes what comes.
-        dtype: "float32" or "int64", or empty to go by what comes: of no rows nobody knows.
-        kind: Whose code makes the array; None for numbers.
-        part: Which of the kind's arrays: what follows the column's name in a batch.
+        name: Name of the column, for messages.
+        shape: Shape of one row; None accepts any.
+        dtype: "float32" or "int64"; empty follows the data, which tells nothing if there are no rows.
+        kind: Kind whose code makes the array; None for numbers.
+        part: Which of the kind's arrays it is: the suffix that follows the column's name in a batch.
         fills_nulls: Whether a null becomes zeros, as in the shards.
     """
 
@@ -43,10 +43,10 @@ class Feed:
     fills_nulls: bool = False
 
     def __call__(self, series: pd.Series[Any]) -> Array:
-        """(rows, ...) fp32 or int64.
+        """Returns an array of shape (rows, ...), fp32 or int64.
 
         Raises:
-            ValueError: A null or NaN, or rows of another shape.
+            ValueError: A row is null or NaN, or has another shape.
         """
         if self.kind is None:
             values = to_input(self.name, series, self.shape, fills_nulls=self.fills_nulls)
@@ -80,7 +80,7 @@ class Feed:
         return rows
 
     def _lists(self, kind: Padded, values: Array) -> Any:
-        """An Arrow array of lists from an array of NumPy arrays."""
+        """Makes an Arrow array of lists from an array of NumPy arrays."""
         if any(value is None for value in values):
             self._refuse_null()
             values = np.array([np.zeros(0) if v is None else v for v in values] + [None], dtype=object)[:-1]
@@ -95,15 +95,8 @@ class Feed:
             raise null_error(self.name)
 
 
-def as_input(values: Array) -> Array:
-    """The array in the dtype that a network gets: fp32 for floating values and booleans, else int64."""
-    dtype = np.float32 if values.dtype.kind in "fb" else np.int64
-    result: Array = np.require(values, dtype, ["C", "W"])
-    return result
-
-
 def null_error(name: str) -> ValueError:
-    """What is said of a null or NaN where rows must be complete."""
+    """Returns the error for a null or NaN where rows must be complete."""
     return ValueError(
         f"column {name!r} has a null or NaN in transform; fill or drop them first, e.g. by df.na.drop, "
         "or set handleInvalid to 'skip' or 'keep'"
@@ -117,16 +110,16 @@ def to_input(
     *,
     fills_nulls: bool = False,
 ) -> Array:
-    """A pandas column of numbers, or of (nested) NumPy arrays of numbers, as the module takes it.
+    """Converts a pandas column of numbers, or of (nested) NumPy arrays of numbers, to the module's input.
 
     Args:
-        name: Of the column, for messages.
-        series: As Spark hands it over.
-        row_shape: What a row must have; None takes any one shape.
-        fills_nulls: Whether rows that are null become zeros.
+        name: Name of the column, for messages.
+        series: The column as Spark hands it over.
+        row_shape: Shape that every row must have; None accepts any shape that all rows share.
+        fills_nulls: Whether null rows become zeros.
 
     Raises:
-        ValueError: A null or NaN, or arrays of different lengths or of another length than `row_shape`.
+        ValueError: A value is null or NaN, or an array's length differs from the others or `row_shape`.
     """
     values, shape = series.to_numpy(), [len(series)]
     if fills_nulls and row_shape and values.dtype == object and any(value is None for value in values):
@@ -134,7 +127,7 @@ def to_input(
     while values.dtype == object and len(values):
         try:
             lengths = set(map(len, values))
-        except TypeError:  # a null has no length, and neither have numbers beside one
+        except TypeError:  # a null has no length, and numbers have none either
             raise null_error(name) from None
         if len(lengths) > 1:
             where = "" if len(shape) == 1 else f" in dimension {len(shape) - 1}"
@@ -146,7 +139,7 @@ def to_input(
         values = _end_to_end(values, shape[-1])
     if not len(series):
         shape += row_shape or ()
-    # Inside arrays pandas turns nulls into NaN, and integers beside them into floating values.
+    # Inside arrays, pandas turns nulls into NaN and the integers beside them into floats.
     if values.dtype.kind == "f" and _has_nan(values):
         raise null_error(name)
     if row_shape is not None and tuple(shape[1:]) != tuple(row_shape):
@@ -160,29 +153,29 @@ def to_input(
 
 
 def _has_nan(values: Array) -> bool:
-    """Whether a number is NaN. A sum tells in a fraction of the time that a look at each number takes."""
+    """Whether a number is NaN. A sum shows it in a fraction of the time that looking at each number takes."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isnan(values.sum())) and bool(np.isnan(values).any())
 
 
 def _end_to_end(values: Array, length: int) -> Array:
-    """Rows of one length in one array."""
+    """Joins rows of equal length into one array."""
     first, last = values[0], values[-1]
     base = first.base if isinstance(first, np.ndarray) else None
-    # Rows from one Arrow array are views that lie behind each other in one NumPy array, which has them
-    # all; joining them again would take several times as long.
+    # Rows from one Arrow array are consecutive views into one NumPy array that holds them all; joining them
+    # again would take several times as long.
     if base is not None and base.size == len(values) * length > 0 and base.flags.c_contiguous:
         step = (len(values) - 1) * length * base.itemsize
         if first.ctypes.data == base.ctypes.data and last.ctypes.data == base.ctypes.data + step:
             flat: Array = base.reshape(-1)
             return flat
-    # Several times faster than np.stack, which looks at every row by itself.
+    # This is several times faster than np.stack, which handles every row by itself.
     joined: Array = np.concatenate(values)
     return joined
 
 
 def _with_zeros(name: str, values: Array, row_shape: tuple[int, ...]) -> Array:
-    """Rows that are null become zeros of the shape that the others have."""
+    """Replaces null rows by zeros of the other rows' shape."""
     import pandas as pd
 
     there = np.array([value is not None for value in values])

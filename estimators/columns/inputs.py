@@ -1,10 +1,11 @@
-"""From the columns of any DataFrame to the numbers that `fit` saw.
+"""Turns the columns of any DataFrame into the numbers that `fit` saw.
 
-A model keeps its inputs as the shards held them (`ModelInput`: a column with its kind). `bind` meets
-them with the schema of a DataFrame, on the driver: it refuses what cannot be the same, and gives two
-SQL expressions, the values as they cross to Python and whether a row has them, and a `Feed`, which in
-the Python worker makes the array. Numbers, arrays and vectors cross as numbers and become one NumPy
-array without a look at single rows; strings, padded rows and bytes go through their kind's own code.
+A model keeps its inputs in the form of the shards (`ModelInput`: a column with its kind). On the driver,
+`bind` matches an input with the schema of a DataFrame. It refuses a column that cannot hold the same
+values. It gives two SQL expressions, one for the values that cross to Python and one for whether a row
+has them, and a `Feed`, which makes the array in the Python worker. Numbers, arrays and vectors cross as
+numbers and become one NumPy array without a look at single rows; strings, padded rows and bytes go
+through the code of their kind.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ringspark.estimators.columns.expressions import (
 )
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.columns.schema import check_columns_exist, check_types
+from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import columns_from_spark, quote
 from ringspark.pipelines.kinds import Array, Binary, HashBuckets, Padded, Scalar, Vector, Vocabulary
@@ -39,12 +41,12 @@ MASK = ".isnull"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """One argument of `forward`, as the shards held it.
+    """One argument of `forward`, in the form that the shards held.
 
     Attributes:
-        column: The column of the shards; None where the shards are not known.
-        part: What follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
-        fills_nulls: Whether nulls were kept in the shards, as zeros; they are no invalid rows then.
+        column: The column of the shards; None if the shards are not known.
+        part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
+        fills_nulls: Whether the shards kept nulls as zeros; such rows are valid then.
     """
 
     column: ShardColumn | None = None
@@ -59,13 +61,13 @@ class ModelInput:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundInput:
-    """An input of the model in one DataFrame.
+    """An input of the model, matched with a column of one DataFrame.
 
     Attributes:
-        values: What crosses to Python.
-        valid: Whether the row's input has neither null nor NaN.
-        filler: What may stand for a value that is not valid, where a null would turn integers into floats.
-        feed: Makes the array, in the Python worker.
+        values: Expression for the values that cross to Python.
+        valid: Expression that is true if the row's input has neither null nor NaN.
+        filler: Replacement for invalid values, if a null would turn integers into floats; else None.
+        feed: Maker of the array in the Python worker.
     """
 
     values: Column
@@ -75,7 +77,7 @@ class BoundInput:
 
 
 def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[ModelInput, ...]:
-    """The inputs called `names` of a model that was trained on shards with these columns."""
+    """Returns the inputs called `names` of a model that was trained on shards with these columns."""
     if not columns:
         return tuple(ModelInput() for _ in names)
     known = {column.name: column for column in columns}
@@ -97,7 +99,7 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
 
 
 def check_forward(module: nn.Module, names: Sequence[str]) -> None:
-    """Refuses columns that the network's `forward` cannot take; for models that did not keep their inputs.
+    """Refuses columns that do not fit the network's `forward`; for models that did not keep their inputs.
 
     Raises:
         ValueError: There are more or fewer columns than arguments.
@@ -114,16 +116,16 @@ def check_forward(module: nn.Module, names: Sequence[str]) -> None:
 def source_columns(
     inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, is_case_sensitive: bool = False
 ) -> list[StructField]:
-    """The columns of a DataFrame that the inputs called `names` come from.
+    """Returns the columns of a DataFrame from which the inputs called `names` are made.
 
     Raises:
-        ValueError: There are more or fewer names than inputs, or the DataFrame lacks one.
+        ValueError: There are more or fewer names than inputs, or the DataFrame lacks a column.
     """
     if len(inputs) != len(names):
         raise ValueError(f"the model has {len(inputs)} inputs, inputCols names {len(names)} columns: {names}")
     fields = []
     for item, name in zip(inputs, names, strict=True):
-        # "tokens.length" is made from "tokens", unless the model was told another column of that kind.
+        # "tokens.length" is made from "tokens", unless the model was given another column of that kind.
         owner = name.removesuffix(item.part)
         found = find(owner, schema, is_case_sensitive)
         if found is None:
@@ -134,7 +136,7 @@ def source_columns(
 
 
 def find(name: str, schema: StructType, is_case_sensitive: bool = False) -> StructField | None:
-    """The field of that name; like Spark, an equal one before one that differs in case only."""
+    """Returns the field of that name; like Spark, prefers an equal name to one that differs in case."""
     if name in schema.names:
         return schema[name]
     if is_case_sensitive:
@@ -148,10 +150,10 @@ def find(name: str, schema: StructType, is_case_sensitive: bool = False) -> Stru
 
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:
-    """Meets an input with a column of a DataFrame. Runs on the driver and starts no job.
+    """Matches an input with a column of a DataFrame. Runs on the driver and starts no job.
 
     Raises:
-        ValueError: The column cannot hold what the model was trained on; names both.
+        ValueError: The column cannot hold what the model was trained on; the message names both.
     """
     name, data_type, source = field.name, field.dataType, F.col(quote(field.name))
     trained = item.column
@@ -176,7 +178,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
         feed=Feed(
             name=name,
             shape=shape,
-            dtype="float32" if floats or _dtype(given) == "bool" else "int64",
+            dtype="float32" if floats else str(network_dtype(_dtype(given))),
             fills_nulls=item.fills_nulls,
         ),
         filler=zero(data_type) if not _rank(given, data_type) else None,
@@ -184,7 +186,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
 
 
 def _bind_mask(source: Column, field: StructField) -> BoundInput:
-    """Which rows are null or hold a null, as zeros and ones."""
+    """Binds a null mask: 1 for a row that is null or holds a null, otherwise 0."""
     return BoundInput(
         values=holds_null(source, field.dataType),
         valid=F.lit(True),
@@ -193,7 +195,7 @@ def _bind_mask(source: Column, field: StructField) -> BoundInput:
 
 
 def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundInput:
-    """A column whose kind the user chose: its own code decides, in SQL or in Python."""
+    """Binds a column whose kind the user chose; the kind's code runs in SQL or in Python."""
     assert item.column is not None
     kind, name, data_type = item.column.kind, field.name, field.dataType
     kind.adopt(name, data_type)
@@ -217,9 +219,9 @@ def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundI
 
 
 def _check_same(name: str, trained: ShardColumn, given: ShardColumn, data_type: DataType) -> None:
-    """Refuses a column that holds other things than the one that the model was trained on."""
+    """Refuses a column whose values differ in nature from those that the model was trained on."""
     wrong = _rank(trained) != _rank(given, data_type)
-    # Days and microseconds are numbers of their own; whole numbers fit where fractions were, not back.
+    # Days and microseconds match only themselves. Whole numbers may replace fractions, but not the reverse.
     temporal = {column.source for column in (trained, given) if column.source in TEMPORAL}
     if trained.source and temporal:
         wrong |= trained.source != given.source
@@ -235,7 +237,7 @@ def _check_same(name: str, trained: ShardColumn, given: ShardColumn, data_type: 
 
 
 def _dtype(column: ShardColumn) -> str:
-    """Of the numbers; also before a write has settled their shape."""
+    """Returns the dtype of the numbers, even if no write has settled their shape yet."""
     return str(getattr(column.kind, "dtype", ""))
 
 
@@ -244,7 +246,7 @@ def _is_whole(column: ShardColumn) -> bool:
 
 
 def _rank(column: ShardColumn, data_type: DataType | None = None) -> int:
-    """Dimensions of a row."""
+    """Returns the number of dimensions of a row."""
     if isinstance(column.kind, Scalar):
         return 0
     if isinstance(column.kind, Array) and column.kind.shape is not None:

@@ -9,7 +9,7 @@ from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 from ringspark.estimators.names import nearest
 from ringspark.pipelines.columns import columns_from_spark
 
-# `fit` and `transform` take a column as it is; the choices that `write_shards` has are not theirs.
+# `fit` and `transform` take columns as they are; they do not have the choices of `write_shards`.
 _REMEDIES: dict[type[DataType], str] = {
     StringType: "index it with StringIndexer first, or hash it with F.pmod(F.xxhash64(column), F.lit(1024))",
     BinaryType: "decode it into an array of numbers first",
@@ -20,10 +20,10 @@ def check_columns_exist(schema: StructType, columns: dict[str, str]) -> None:
     """Refuses a Param that names a column which the DataFrame lacks.
 
     Args:
-        columns: Column name -> Param that names it.
+        columns: Column name -> name of the Param that holds it.
 
     Raises:
-        ValueError: Names the Param, the column and the nearest one that exists.
+        ValueError: A column is missing; the message names the Param, the column and the nearest known one.
     """
     for name, param in columns.items():
         if name not in schema.names:
@@ -32,10 +32,10 @@ def check_columns_exist(schema: StructType, columns: dict[str, str]) -> None:
 
 
 def check_unambiguous(schema: StructType, columns: Sequence[str]) -> None:
-    """Refuses a column that Spark cannot tell from another one, as their names differ in case only.
+    """Refuses a column that Spark cannot tell from another, because their names differ only in case.
 
     Raises:
-        ValueError: Names both.
+        ValueError: There are two such columns; the message names both.
     """
     for name in columns:
         same = [other for other in schema.names if other.lower() == name.lower()]
@@ -44,14 +44,14 @@ def check_unambiguous(schema: StructType, columns: Sequence[str]) -> None:
 
 
 def check_types(schema: StructType, columns: Sequence[str]) -> None:
-    """Refuses columns that hold what a network can neither take nor be trained on.
+    """Refuses columns of types that a network can neither take nor be trained on.
 
     Raises:
-        ValueError: Names the column and the remedy.
+        ValueError: A column has such a type; the message names the column and the remedy.
     """
     fields = [schema[name] for name in dict.fromkeys(columns)]
     for field in fields:
-        # By the name of its module: one without JVM, pyspark-client, has no pyspark.mllib.
+        # The module is checked by name, because pyspark-client, which has no JVM, has no pyspark.mllib.
         if type(field.dataType).__module__ == "pyspark.mllib.linalg":
             raise ValueError(
                 f"column {field.name!r} has a type of the old pyspark.mllib, which only its own algorithms "
@@ -67,17 +67,17 @@ def check_types(schema: StructType, columns: Sequence[str]) -> None:
 
 
 def check_inputs(schema: StructType, columns: Sequence[str], param: str = "featuresCol or inputCols") -> None:
-    """Refuses input columns that are missing or hold what a network cannot take.
+    """Refuses input columns that are missing or have a type that a network cannot take.
 
     Raises:
-        ValueError: Names the column and the remedy.
+        ValueError: A column cannot be an input; the message names the column and the remedy.
     """
     check_columns_exist(schema, dict.fromkeys(columns, param))
     check_types(schema, columns)
 
 
 def for_fit(error: ValueError) -> ValueError:
-    """The refusal of `write_shards` as a user of `fit` needs it: says how to use the choices it names."""
+    """Rewords a refusal of `write_shards` for a user of `fit`: adds how to use the choices that it names."""
     text = str(error).replace(
         "or pass handle_invalid='skip' or 'keep' to write_shards", "or set handleInvalid='skip'"
     )

@@ -1,4 +1,4 @@
-"""Which device a task of `transform` computes on; tasks may share a GPU, unlike the ranks of a training."""
+"""Chooses the device of a task of `transform`; unlike the ranks of a training, tasks may share a GPU."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Sequence
 def choose_inference_device(
     use_gpu: bool, addresses: Sequence[str], partition_id: int, num_devices: int
 ) -> str:
-    """The torch device of one task.
+    """Returns the torch device of one task.
 
     Args:
-        use_gpu: What the user asked for.
-        addresses: GPU addresses that Spark gave the task; empty where Spark manages none.
-        partition_id: Of the task: where Spark manages no GPUs, tasks go round the devices of their host.
-        num_devices: CUDA devices that torch sees here.
+        use_gpu: Whether the user asked for a GPU.
+        addresses: GPU addresses that Spark gave the task; empty if Spark manages no GPUs.
+        partition_id: Partition number of the task, by which tasks take turns on the devices of their host
+            if Spark manages no GPUs.
+        num_devices: Number of CUDA devices that torch sees here.
 
     Raises:
-        ValueError: A GPU was asked for and there is none.
+        ValueError: The user asked for a GPU and there is none.
     """
     if not use_gpu:
         return "cpu"
@@ -26,14 +27,14 @@ def choose_inference_device(
             "inferenceUseGpu=True needs a GPU on every host that runs tasks of transform, torch sees none on "
             "this one; set inferenceUseGpu=False, or install a torch with CUDA where there is a GPU"
         )
-    # An identifier, or a number that counts devices which a container hides, says nothing to torch.
+    # torch cannot use an identifier, or a number that counts devices which a container hides.
     if addresses and addresses[0].isdigit() and int(addresses[0]) < num_devices:
         return f"cuda:{int(addresses[0])}"
     return f"cuda:{partition_id % num_devices}"
 
 
 def task_device(use_gpu: bool) -> str:
-    """The device of the Spark task that this runs in."""
+    """Returns the device of the Spark task in which this runs."""
     if not use_gpu:
         return "cpu"
     import torch

@@ -1,4 +1,4 @@
-"""A trained network in the formats that other programs run: torch.export and ONNX."""
+"""Exports a trained network to formats that other programs run: torch.export and ONNX."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import MASK, ModelInput
+from ringspark.estimators.training.feed import zeros
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import storage
 
 ExportFormat = Literal["torch.export", "onnx"]
 
-# The most that one protobuf message holds; weights beyond it lie in a file of their own.
+# The most bytes that one protobuf message holds; larger weights go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
 
 
 class _Outputs(nn.Module):
-    """Gives the tensors alone, whatever else the network returns beside them."""
+    """Returns only the tensors, whatever else the network returns beside them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ def export_module(
 
     Raises:
         ValueError: The format is unknown or not installed, the inputs are not known, `path` is a folder
-            or there already, or the module cannot be traced.
+            or already exists, or the module cannot be traced.
     """
     if format not in get_args(ExportFormat):
         raise ValueError(f"format must be one of {list(get_args(ExportFormat))}, got {format!r}")
@@ -64,7 +65,7 @@ def export_module(
         raise ValueError(f"{path} {what}, and an export writes a new file; give a path that is free")
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
         file = os.path.join(folder, os.path.basename(target))
-        # Of the same name for all inputs: they have the same rows.
+        # All inputs share the name of this dimension, because they have equally many rows.
         batch = torch.export.Dim("batch", min=1)
         try:
             with torch.no_grad():
@@ -92,19 +93,18 @@ def export_module(
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong; torch goes on with its own reasoning, over pages."""
+    """Returns the first line of the error, which says what went wrong; torch's reasoning fills pages."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .;:") if lines else "no reason given"
 
 
 def _sample(item: ModelInput, name: str) -> torch.Tensor:
-    """Two rows of zeros as the network gets them; of one row, tracing would take the 1 for a constant."""
+    """Returns two rows of zeros as input; with one row, tracing would take the 1 for a constant."""
     assert item.column is not None
     if item.part == MASK:
         return torch.zeros(2)
     described = item.column.kind.arrays(item.column.name)[item.column.name + item.part]
-    is_whole = described.dtype.startswith(("int", "uint"))
-    return torch.zeros((2, *described.shape), dtype=torch.int64 if is_whole else torch.float32)
+    return zeros(described, 2)
 
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:

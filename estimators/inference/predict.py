@@ -1,9 +1,9 @@
 """Batched inference as a Spark SQL expression.
 
 Only the model's input columns go to Python; every other column stays in the JVM, untouched. The
-expression is lazy, has a declared type and no state, so it serves batch and streaming alike. What
-travels is small: the weights stay on the store. A Python worker maps them once, for all tasks that it
-runs later; the workers of a host share the pages (see `training.checkpoint`).
+expression is lazy and has a declared type and no state, so it serves batch and streaming alike. Little
+travels, because the weights stay on the store. A Python worker maps them once for all tasks that it runs
+later, and the workers of a host share the pages (see `training.checkpoint`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["Predictor", "cached_module", "prediction_expression", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """What a Python worker needs to predict; small, the weights stay on the store.
+    """Everything that a Python worker needs to predict; it is small, because the weights stay on the store.
 
     Attributes:
         model: `ModelSpec` as JSON, or the user's module without weights, as `user_code.dumps` gives it.
         weights_uri: Folder of the checkpoint.
-        weights_id: The checkpoint's identity: another id means other weights in the same folder.
-        feeds: One for each argument of `forward`.
-        results: What becomes of the outputs.
-        output_widths: Numbers a row of each output.
+        weights_id: Identity of the checkpoint; another id means other weights in the same folder.
+        feeds: Makers of the input arrays, one for each argument of `forward`.
+        results: Conversion of the outputs to columns.
+        output_widths: Values per row of each output (product of its shape).
         batch_size: Rows per forward pass.
         use_gpu: Whether to compute on a GPU.
-        keeps_rows: Whether there is one more column: rows where it is false get no prediction.
+        keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
     """
 
     model: str | bytes
@@ -59,22 +59,22 @@ class Predictor:
     keeps_rows: bool = False
 
     def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
-        """The trained module in eval mode on `device`.
+        """Returns the trained module in eval mode on `device`.
 
         Raises:
-            ValueError: The folder holds no checkpoint any more, or another one than this model's.
+            ValueError: The folder no longer holds a checkpoint, or holds another model's.
         """
         module: nn.Module
         if isinstance(self.model, str):
             module = build_skeleton(ModelSpec.from_json(self.model))
         else:
             module = user_code.loads(self.model)
-        # Tasks start long after `transform` was called: the folder may hold another model by then.
+        # A task may start long after `transform` was called, when the folder holds another model.
         map_checkpoint(self.weights_uri, module, device, cache, expected_id=self.weights_id)
         return module.eval()
 
     def predict(self, module: nn.Module, columns: Sequence[Array], device: str = "cpu") -> Array:
-        """Raw outputs side by side, (rows, numbers of all outputs) float64."""
+        """Returns the raw outputs side by side, (rows, sum of `output_widths`) float64."""
         num_rows = len(columns[0])
         outputs = np.empty((num_rows, sum(self.output_widths)), dtype=np.float64)
         with torch.inference_mode():
@@ -83,22 +83,22 @@ class Predictor:
                 inputs = [torch.from_numpy(column[start:stop]).to(device) for column in columns]
                 left = 0
                 for width, output in zip(self.output_widths, as_outputs(module(*inputs)), strict=True):
-                    # To float64 at once: fp32 would round whole numbers beyond 2^24.
+                    # Converted to float64 here, because fp32 would round whole numbers beyond 2^24.
                     values = output.cpu().double().reshape(stop - start, width)
                     outputs[start:stop, left : left + width] = values.numpy()
                     left += width
         return outputs
 
 
-# Modules that this Python worker has loaded, by (folder, checkpoint id, network, device), the oldest use
-# first. The same weights may serve two networks: a copy of a model with another activation.
+# Modules that this Python worker has loaded, by (folder, checkpoint id, network, device); the least recently
+# used comes first. Two networks may use the same weights, as a copy of a model with another activation does.
 _modules: dict[tuple[str, str, str | bytes, str], nn.Module] = {}
-# Pipelines hold a few models, and a worker of a CrossValidator switches between many.
+# A pipeline has a few models, but a worker of a CrossValidator switches between many.
 MAX_MODULES = 4
 
 
 def cached_module(predictor: Predictor, device: str = "cpu") -> nn.Module:
-    """The predictor's module, from this process's cache where it is there."""
+    """Returns the predictor's module, from this process's cache if it is there."""
     key = (predictor.weights_uri, predictor.weights_id, predictor.model, device)
     module = _modules.pop(key, None)
     if module is None:
@@ -110,16 +110,16 @@ def cached_module(predictor: Predictor, device: str = "cpu") -> nn.Module:
 
 
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
-    """The model applied to `columns`; its type is the results' `spark_type`."""
+    """Returns the model applied to `columns`; the expression's type is the results' `spark_type`."""
     function = _batch_function(predictor)
-    # Spark's overloads do not know a function chosen at run time.
+    # Spark's type overloads do not cover a function that is chosen at run time.
     make_udf: Any = pandas_udf
     expression: Column = make_udf(function, predictor.results.spark_type)(*columns)
     return expression
 
 
 def _batch_function(predictor: Predictor) -> Callable[..., Any]:
-    """The body of the pandas UDF; the two differ in what Spark reads from their type hints."""
+    """Returns the body of the pandas UDF; the two bodies differ only in type hints, which Spark reads."""
     if predictor.results.spark_type.startswith("struct"):
 
         def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006
@@ -134,18 +134,18 @@ def _batch_function(predictor: Predictor) -> Callable[..., Any]:
 
 
 def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
-    """Results of each batch of pandas columns. Runs in a Spark task."""
+    """Yields the results of each batch of pandas columns. Runs in a Spark task."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     threads = torch.get_num_threads()
-    # Tasks share the host: one that took all cores for itself would slow the others down.
+    # Tasks share the host; a task that took all cores would slow the others down.
     torch.set_num_threads(context.cpus() if context is not None else threads)
     try:
         device = task_device(predictor.use_gpu)
         module = cached_module(predictor, device)
         for batch in batches:
-            # Spark passes a bare Series where there is one column.
+            # If there is only one column, Spark passes a bare Series.
             series = [batch] if isinstance(batch, pd.Series) else list(batch)
             valid = None
             if predictor.keeps_rows:
@@ -157,7 +157,7 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
             columns = [feed(column) for feed, column in zip(predictor.feeds, series, strict=True)]
             outputs = predictor.predict(module, columns, device)
             if valid is not None:
-                # Whatever stands in the other rows: they become nulls.
+                # The values in the other rows do not matter: these rows become null.
                 every = np.zeros((len(valid), outputs.shape[1]))
                 every[valid] = outputs
                 outputs = every
@@ -167,7 +167,7 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _cache_folder() -> str | None:
-    """A folder of this task's executor, which Spark removes with it; None outside of tasks."""
+    """Returns a folder of this task's executor, which Spark removes with it; None outside a task."""
     from pyspark import SparkFiles, TaskContext
 
     return SparkFiles.getRootDirectory() if TaskContext.get() is not None else None

@@ -1,8 +1,8 @@
-"""What the network's outputs become on the way back to Spark, and in Spark.
+"""Turns the network's outputs into the columns that the user gets.
 
-Python gives back as few plain columns of doubles as decide the rest: pandas UDFs turn lists into Arrow
-arrays one Python object at a time, which would cost more than most networks. Vectors, arrays and
-probabilities are made from them in the JVM. NaN stays NaN; null is only where a row had no valid input.
+Python returns only the few plain columns of doubles that determine the rest: pandas UDFs turn lists into
+Arrow arrays one Python object at a time, which would cost more than most networks. The JVM makes vectors,
+arrays and probabilities from them. NaN stays NaN; only a row without valid input gives null.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType
 
 from ringspark.estimators.training.feed import Array
 
-# Beyond so many numbers a row, arrays leave Python as lists: Spark compiles no code for wider structs.
+# With more values per row than this, arrays leave Python as lists: Spark compiles no code for wider structs.
 FLAT_WIDTH = 64
 
 Valid = Array | None
-"""Which rows have a result; None for all."""
+"""(rows,) booleans, true for rows that have a result; None if all rows have one."""
 
 
 class Results(Protocol):
-    """From raw outputs to columns: one half runs in Python workers, the other is SQL."""
+    """Conversion of raw outputs to columns: one half runs in Python workers, the other half is SQL."""
 
     @property
     def types(self) -> list[DataType]:
@@ -39,24 +39,24 @@ class Results(Protocol):
 
     @property
     def spark_type(self) -> str:
-        """What the pandas UDF returns; a struct is a DataFrame there."""
+        """Spark type that the pandas UDF returns; for a struct it returns a DataFrame."""
 
     def to_pandas(self, outputs: Array, valid: Valid) -> pd.Series[Any] | pd.DataFrame:
-        """Raw outputs, (rows, numbers of all outputs) float64, as the UDF returns them."""
+        """Converts raw outputs, (rows, values of all outputs) float64, to the UDF's return value."""
 
     def columns(self, result: str, *, nullable: bool) -> list[Column]:
-        """The columns that the user gets from the UDF's column `result`."""
+        """Returns the user's columns, made from the UDF's column `result`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """One column per output: a double, or an array of doubles where an output has several numbers a row."""
+    """One column per output: a double, or an array of doubles if the output has several values per row."""
 
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def widths(self) -> list[int]:
-        """Numbers a row of each output."""
+        """Values per row of each output (product of its shape)."""
         return [prod(shape) for shape in self.shapes]
 
     @property
@@ -106,9 +106,9 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """Raw predictions and probabilities as vectors, and the class as a double; from one output of logits.
+    """Raw predictions and probabilities as vectors, and the class as a double, all from one output of logits.
 
-    One logit z is the binary case, with raw predictions (-z, z) as Spark's LogisticRegression has.
+    A single logit z is the binary case, with the raw predictions (-z, z) of Spark's LogisticRegression.
     """
 
     width: int
@@ -116,7 +116,7 @@ class Classes:
 
     @property
     def num_classes(self) -> int:
-        """Classes that the network tells apart; one logit tells two."""
+        """Number of classes that the network tells apart; one logit tells two apart."""
         return max(2, self.width)
 
     @property
@@ -150,7 +150,7 @@ class Classes:
         return _frame(columns)
 
     def decide(self, outputs: Array) -> Array:
-        """The predicted class of each row, float64."""
+        """Returns the predicted class of each row, (rows,) float64."""
         if self.width == 1:
             # The softmax of (0, z) is the sigmoid of z.
             outputs = np.concatenate([np.zeros_like(outputs), outputs], axis=1)
@@ -159,7 +159,7 @@ class Classes:
             return best.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             scaled = np.exp(outputs - log_sum_exp(outputs)[:, None]) / np.asarray(self.thresholds)
-        # As in Spark: 0 / 0 never wins, anything else / 0 always does, the first of equal ones wins.
+        # As in Spark, 0 / 0 never wins, anything else / 0 always wins, and the first of equals wins.
         best = np.where(np.isnan(scaled), -np.inf, scaled).argmax(axis=1)
         return best.astype(np.float64)
 
@@ -177,7 +177,7 @@ class Classes:
             else:
                 margins = [logits[1] - logits[0], logits[0] - logits[1]]
             if self.width <= 2:
-                # The softmax of two, without overflow on either side.
+                # This form of the softmax of two overflows on neither side.
                 probabilities = [1 / (1 + F.exp(margin)) for margin in margins]
             else:
                 probabilities = [F.exp(value - F.col(f"{result}.total")) for value in logits]
@@ -187,7 +187,7 @@ class Classes:
         if not self._decides_in_sql:
             return [raw, probability, F.col(f"{result}.prediction")]
         low, high = (F.lit(0.0), logits[1]) if self.width == 1 else (logits[0], logits[1])
-        # In Spark SQL, NaN is larger than any number.
+        # Spark SQL sorts NaN above every number.
         return [raw, probability, ((high > low) & ~F.isnan(high)).cast("double")]
 
     @property
@@ -196,7 +196,7 @@ class Classes:
 
 
 def log_sum_exp(values: Array) -> Array:
-    """(rows,) log of the sum of the exponentials of each row, without overflow."""
+    """Returns the log of the sum of the exponentials of each row, (rows,), without overflow."""
     largest = values.max(axis=1, initial=-np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         total: Array = largest + np.log(np.exp(values - largest[:, None]).sum(axis=1))
@@ -204,13 +204,13 @@ def log_sum_exp(values: Array) -> Array:
 
 
 def _doubles(values: Array, valid: Valid) -> pd.Series[Any]:
-    """A pandas column that is an Arrow array already: no copy, and a NaN is no null."""
+    """Makes a pandas column that is an Arrow array already: it needs no copy, and NaN stays NaN."""
     array = pa.array(values, pa.float64(), mask=None if valid is None else ~valid)
     return pd.Series(pd.arrays.ArrowExtensionArray(array))
 
 
 def _lists(values: Array, valid: Valid) -> pd.Series[Any]:
-    """A pandas column of NumPy arrays. PySpark makes nulls of the NaN in them: `_with_nan` in SQL."""
+    """Makes a pandas column of NumPy arrays. PySpark turns their NaN into null; `_with_nan` undoes that."""
     rows = list(values)
     if valid is not None:
         rows = [row if there else None for row, there in zip(rows, valid.tolist(), strict=True)]
@@ -218,7 +218,7 @@ def _lists(values: Array, valid: Valid) -> pd.Series[Any]:
 
 
 def _with_nan(lists: Column) -> Column:
-    """The lists that `_lists` made, with NaN again where PySpark put nulls."""
+    """Returns the lists from `_lists` with NaN in place of the nulls that PySpark made."""
     nan = F.lit(float("nan"))
     return F.transform(lists, lambda value: F.when(value.isNull(), nan).otherwise(value))
 
@@ -232,5 +232,5 @@ def _struct(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _if_there(part: Column, value: Column, nullable: bool) -> Column:
-    """`value`, or null where the row has no result; the condition costs, so only where rows may have none."""
+    """Returns `value`, or null for a row without result; adds the costly condition only if needed."""
     return F.when(part.isNotNull(), value) if nullable else value

@@ -40,7 +40,7 @@ class Hung:
     reason: str
 
 
-class Watch:
+class HangDetector:
     """What the driver has seen of one launch of a gang. All times are seconds of one monotonic clock."""
 
     def __init__(self, num_ranks: int, timeout_seconds: float) -> None:

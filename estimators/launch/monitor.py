@@ -15,7 +15,7 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch import slots
-from ringspark.estimators.launch.hang_detector import Watch
+from ringspark.estimators.launch.hang_detector import HangDetector
 from ringspark.estimators.launch.heartbeat import Beat, Pulse, interval_seconds, read_beats
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.5
 NO_ROOM = "NoRoom"
 
 
-class Overseer:
+class Monitor:
     """A context manager around one job.
 
     Attributes:
@@ -44,18 +44,18 @@ class Overseer:
         self._num_workers = num_workers
         self._job = job
         self._count_slots = count_slots
-        self._watch = Watch(num_workers, pulse.timeout_seconds)
+        self._hang_detector = HangDetector(num_workers, pulse.timeout_seconds)
         self._full_at = time.monotonic()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ringspark-overseer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ringspark-monitor", daemon=True)
         self.verdict: Failure | None = None
 
     @property
     def beats(self) -> list[Beat]:
         """The last signs of life."""
-        return self._watch.beats
+        return self._hang_detector.beats
 
-    def __enter__(self) -> Overseer:
+    def __enter__(self) -> Monitor:
         self._thread.start()
         return self
 
@@ -80,7 +80,7 @@ class Overseer:
 
     def _look(self) -> None:
         beats = read_beats(self._pulse.run_uri, self._num_workers, self._pulse.token, self._pulse.launch)
-        self._watch.look(beats, time.monotonic())
+        self._hang_detector.look(beats, time.monotonic())
 
     def _store_takes_files(self) -> bool:
         try:
@@ -94,16 +94,16 @@ class Overseer:
     def _judge(self) -> Failure | None:
         self._look()
         now = time.monotonic()
-        hung = self._watch.hung(now)
+        hung = self._hang_detector.hung(now)
         if hung is not None and not self._store_takes_files():
             # No rank can give a sign of life either; nor is another start of them what would help.
-            self._watch.excuse(now)
+            self._hang_detector.excuse(now)
             hung = None
         if hung is not None:
             host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"
             return Failure.lost(hung.rank, host, phase, message)
-        if not self._watch.nobody_works(now):
+        if not self._hang_detector.nobody_works(now):
             self._full_at = now
             return None
         room = self._count_slots()

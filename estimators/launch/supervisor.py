@@ -25,7 +25,7 @@ from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
-from ringspark.estimators.launch.monitor import NO_ROOM, Overseer
+from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
 
@@ -124,12 +124,12 @@ class Supervisor:
             pulse=pulse,
         )
         job = SparkJob(self.spark)
-        overseer = Overseer(pulse, self.num_workers, job, self._stage.slots)
+        monitor = Monitor(pulse, self.num_workers, job, self._stage.slots)
         try:
-            with overseer:
+            with monitor:
                 rows = self._stage.run(task, self.num_workers, job)
         except Exception as error:
-            cause = self._cause(error, overseer)
+            cause = self._cause(error, monitor)
             if isinstance(cause, (WorkerError, TrainingCancelledError)):
                 job.wait_until_ended(END_SECONDS)
             raise cause from None
@@ -142,10 +142,10 @@ class Supervisor:
             raise WorkerError(failures)
         return [str(row.result) for row in rows]
 
-    def _cause(self, error: Exception, overseer: Overseer) -> Exception:
+    def _cause(self, error: Exception, monitor: Monitor) -> Exception:
         """What to tell of a job that failed."""
-        if overseer.verdict is not None:
-            return WorkerError([overseer.verdict, *_told(overseer.beats)])
+        if monitor.verdict is not None:
+            return WorkerError([monitor.verdict, *_told(monitor.beats)])
         if was_cancelled(error):
             return TrainingCancelledError(f"the training was cancelled in Spark ({_first_line(error)})")
         reason = lost_workers(error)
@@ -153,9 +153,9 @@ class Supervisor:
             return error
         blamed = _TASK.search(str(error))
         lost = _lost(
-            overseer.beats, f"its process died ({reason})", task=int(blamed[1]) if blamed else None
+            monitor.beats, f"its process died ({reason})", task=int(blamed[1]) if blamed else None
         ) or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
-        return WorkerError([*lost, *_told(overseer.beats)])
+        return WorkerError([*lost, *_told(monitor.beats)])
 
     def _final(self, error: WorkerError) -> WorkerError:
         if not error.may_pass or not self.restarts:

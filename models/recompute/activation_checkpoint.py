@@ -1,14 +1,15 @@
 """Activation checkpointing: drop activations in the forward pass, recompute them in the backward.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": a chain of n blocks cut into about
-sqrt(n) segments stores the segments' inputs and, while it goes back, one segment's activations: memory
-O(sqrt(n)) for one more forward pass. `segment_recompute.Segment` does the recomputing.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": if a chain of n blocks is cut into
+about sqrt(n) segments, it stores the segments' inputs and, during the backward pass, the activations of
+one segment. So memory is O(sqrt(n)), and the price is one more forward pass. `segment_recompute.Segment`
+does the recomputing.
 
 Invariants: only the instance attribute `forward` of the chosen modules is replaced, so the module's
 type, parameter names, state-dict keys and hooks stay; outputs and gradients stay bitwise the same,
 dropout included; buffers that a module updates in its forward pass (running means) move once, not
-twice; in evaluation, or without gradients, nothing is recomputed. Which segment a call falls into
-decides over memory alone, never over numbers.
+twice; in evaluation, or without gradients, nothing is recomputed. The segment of a call decides only
+how much memory it takes, and changes no number.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ Chain = nn.Sequential | nn.ModuleList
 
 
 def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> Net:
-    """Have some of `net`'s activations recomputed in the backward pass; changes `net` in place.
+    """Has some of `net`'s activations recomputed in the backward pass; changes `net` in place.
 
     Args:
-        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList`, itself included, with the
-            most blocks, that is items that hold parameters and, in a list, are made of several layers;
-            the outermost of equals. What a loop over a list makes between two blocks is kept.
-        policy: `"none"`; `"all"`, every block of the chain is recomputed by itself; `"sqrt"` or a number
-            from 2, so many segments of consecutive blocks, the last of which keeps its activations
-            because the backward pass needs them at once; or names of submodules, each recomputed as
-            a whole.
+        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, the
+            network itself included, and the outermost of equals. A block is an item that holds
+            parameters and, in a list, is made of several layers. Tensors that a loop over a list makes
+            between two blocks are kept.
+        policy: `"none"`; `"all"` recomputes every block of the chain by itself; `"sqrt"` or a number
+            from 2 cuts the chain into that many segments of consecutive blocks, of which the last keeps
+            its activations because the backward pass needs them at once; names of submodules recompute
+            each of them as a whole.
 
     Returns:
         `net` itself.
 
     Raises:
-        ValueError: If the policy is unknown, there is no chain to cut, or it was applied before.
+        ValueError: If the policy is unknown, there is no chain to cut, or a policy was applied before.
     """
     if policy == "none":
         return net
@@ -57,7 +59,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
             f"gradientCheckpointing={policy!r}: {_name(net)} is checkpointed already; apply it once"
         )
     if isinstance(policy, str | int):
-        # Networks side by side, such as an ensemble's, have a chain each.
+        # Each of several networks side by side, such as an ensemble's members, has its own chain.
         branches = getattr(net, "checkpoint_branches", lambda: [net])()
         for branch in branches:
             _apply_to_chain(branch, policy)
@@ -83,11 +85,11 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
         )
     path, chain = _longest_chain(net, setting)
     if policy == "all":
-        # Each once, also where a chain shares a block between two places.
+        # Every module is replaced once, also if the chain has a block in two places.
         for module in dict.fromkeys(module for block in chain for module in _callables(block)):
             _replace_forward(module, _Recompute(module))
         return
-    # Two at least, since the last segment keeps its activations: one alone would change nothing.
+    # At least two: the last segment keeps its activations, so a single one would change nothing.
     num_segments = max(2, round(math.sqrt(len(chain)))) if policy == "sqrt" else int(policy)
     if not 2 <= num_segments <= len(chain):
         raise ValueError(f"{setting} must be from 2 to {len(chain)}, the number of blocks in {path}")
@@ -114,8 +116,8 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
         if isinstance(module, nn.Sequential | nn.ModuleList):
             blocks = [block for block in module if any(True for _ in block.parameters())]
             if isinstance(module, nn.ModuleList):
-                # Its items may stand side by side (embedding tables, heads): only those made of several
-                # layers are taken for blocks, and a single layer has little to recompute anyway.
+                # The items of a list may stand side by side (embedding tables, heads), so only items made of
+                # several layers count as blocks. A single layer has little to recompute anyway.
                 blocks = [block for block in blocks if any(True for _ in block.children())]
             length = len(blocks)
             if length > best_length:
@@ -130,7 +132,7 @@ def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
-    """The block itself, or what it holds if it is a mere container, as in a list of pairs of layers."""
+    """Returns the block, or its items if it is a mere container, as in a list of pairs of layers."""
     if _has_forward(block):
         return [block]
     return [module for child in block.children() for module in _callables(child)]
@@ -168,7 +170,7 @@ def _replace_forward(module: nn.Module, forward: _StandIn) -> None:
 
 
 class _Pass:
-    """One forward pass of a network: which segment is open."""
+    """One forward pass of a network; knows the open segment."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -176,9 +178,9 @@ class _Pass:
         self._segment: Segment | None = None
 
     def segment_of(self, module: nn.Module, places: Sequence[int | None]) -> Segment | None:
-        """The segment that a call of `module` belongs to, None in the last one, which keeps everything.
+        """Returns the segment of a call of `module`; None in the last segment, which keeps everything.
 
-        A module that stands in several places of the chain is taken to be called in their order.
+        A module in several places of the chain is assumed to be called in the order of these places.
         """
         place = places[self._calls[id(module)] % len(places)]
         self._calls[id(module)] += 1
@@ -216,7 +218,7 @@ class _StandIn:
 
 
 class _MarkPass(_StandIn):
-    """Tells the blocks of a chain when a forward pass over them begins and ends."""
+    """Tells the blocks of a chain when a forward pass over them begins and when it ends."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = _Pass()
@@ -229,12 +231,12 @@ class _MarkPass(_StandIn):
 
 
 class _Recompute(_StandIn):
-    """Has the module's calls recomputed: each by itself, or with the others of its segment.
+    """Has the module's calls recomputed, each by itself or together with the others of its segment.
 
     Args:
-        module: Whose forward it stands in for.
-        places: The segment at each of the module's places in the chain, None for the last segment,
-            which keeps its activations; nothing if each call is recomputed by itself.
+        module: The module whose `forward` this replaces.
+        places: The segment number at each of the module's places in the chain; None for the last
+            segment, which keeps its activations. Empty if each call is recomputed by itself.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:
@@ -255,7 +257,7 @@ class _Recompute(_StandIn):
             if segment is None:
                 return forward(*args, **kwargs)
             return segment.call(self.module, forward, self.buffers, args, kwargs)
-        # Called from outside of the network's forward, a block of a segment is one by itself.
+        # A block that is called from outside the network's forward is a segment by itself.
         segment = Segment()
         try:
             return segment.call(self.module, forward, self.buffers, args, kwargs)

@@ -1,6 +1,6 @@
-"""Buffers that a forward pass changes, so that a second run finds them as the first did and changes copies.
+"""Records the buffers that a forward pass changes, so that a second run starts from them and changes copies.
 
-Batch normalisation would otherwise take every batch into its running mean twice, and spectral
+Otherwise batch normalisation would take every batch into its running mean twice, and spectral
 normalisation would divide by another estimate than in the forward pass.
 """
 
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-Key = tuple[str, str]  # Path of the submodule, name of the buffer.
+Key = tuple[str, str]  # (path of the submodule, name of the buffer)
 Values = dict[Key, torch.Tensor]
 
 
 class MovingBuffers:
-    """Learns which buffers of a module its forward pass changes; only those are copied before each pass.
+    """Learns which buffers of a module its forward pass changes; copies only those before each pass.
 
-    A change is told by autograd's version counter, which batch normalisation's kernels do not move: in
-    training they write their buffers without reading them, so nothing is lost. A buffer that stays the
-    same through the first pass is copied from the pass on that follows its first change.
+    Autograd's version counter shows a change. The kernels of batch normalisation do not move it, but in
+    training they write their buffers without reading them, so nothing is lost. A buffer that the first
+    pass leaves unchanged is copied only from the pass after its first change.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class MovingBuffers:
 
     @contextlib.contextmanager
     def recorded(self, module: nn.Module) -> Iterator[Values]:
-        """Around a forward pass: yields what is filled at its end, the changed buffers as they were."""
+        """Wraps a forward pass; yields a dict that at its end holds the old values of changed buffers."""
         recorded: Values = {}
         before = _buffers(module)
         versions = {key: buffer._version for key, buffer in before.items()}
@@ -50,10 +50,10 @@ class MovingBuffers:
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, recorded: Values) -> Iterator[None]:
-    """Around a second run: copies in the place of all buffers, of what was recorded or else as they are.
+    """Wraps a second run: replaces all buffers by copies of their recorded or else their present values.
 
-    They are swapped, not written back: writing in place would trip autograd's version check on tensors
-    that the forward pass saved.
+    The buffers are swapped instead of written back, because writing in place would trip autograd's version
+    check on tensors that the forward pass saved.
     """
     kept = [(path, owner, dict(owner._buffers)) for path, owner in module.named_modules() if owner._buffers]
     for path, owner, buffers in kept:

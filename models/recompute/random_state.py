@@ -1,8 +1,8 @@
-"""The state of every generator that a forward pass may draw from, so that it can draw the same again.
+"""The state of every generator that a forward pass may draw from, so that a rerun draws the same numbers.
 
 Dropout draws from torch's generators; a user's block may also draw from Python's `random` or from NumPy's
-global generator. States are looked at twice per block and step, and hardly a network draws from the last
-two, so a state that has not changed is not copied again.
+global generator. The states are read twice per block and step, but few networks draw from the last two,
+so an unchanged state is not copied again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Cuda = dict[torch.device, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RandomState:
-    """The generators at one moment; None for one that is as it should be.
+    """The states of the generators at one moment; None for a generator that needs no restoring.
 
     Attributes:
-        python: Of the module `random`.
-        numpy: Of NumPy's global generator.
-        cpu: Of torch on the CPU.
-        cuda: Of torch on each CUDA device that is in use.
+        python: State of the module `random`.
+        numpy: State of NumPy's global generator.
+        cpu: State of torch's generator on the CPU.
+        cuda: State of torch's generator on each CUDA device in use.
     """
 
     python: tuple[Any, ...] | None
@@ -37,7 +37,7 @@ class RandomState:
     cuda: Cuda | None
 
     def since(self, other: RandomState | None) -> RandomState:
-        """This state without what is the very same in `other`."""
+        """Returns this state without the parts that are the same object in `other`."""
         if other is None:
             return self
         return RandomState(
@@ -48,7 +48,7 @@ class RandomState:
         )
 
     def now_of_torch(self) -> RandomState:
-        """This state with torch's generators as they are now."""
+        """Returns this state with the present states of torch's generators."""
         cpu, cuda = _torch_state(self.cuda or ())
         return replace(
             self,
@@ -68,14 +68,14 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-# The state last looked at, and NumPy's as raw memory: what has not changed since is the same object again.
-# Python's alone takes 22 KB, so the states of some hundred blocks could outweigh what recomputing saves.
+# The last state, and NumPy's part as raw memory: an unchanged part is returned as the same object again.
+# Python's part alone takes 22 KB, so the states of some hundred blocks could outweigh the memory saved.
 _latest: RandomState | None = None
 _latest_numpy_bytes = b""
 
 
-def random_state(tensors: Iterable[torch.Tensor]) -> RandomState:
-    """The present state of all generators; of CUDA's, those of the tensors' devices."""
+def current_state(tensors: Iterable[torch.Tensor]) -> RandomState:
+    """Returns the present state of all generators; for CUDA only those of the tensors' devices."""
     global _latest
     python = random.getstate()
     cpu, cuda = _torch_state({tensor.device for tensor in tensors if tensor.is_cuda})
@@ -95,8 +95,8 @@ def random_state(tensors: Iterable[torch.Tensor]) -> RandomState:
 
 @contextlib.contextmanager
 def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Leaves all generators as they were before the block."""
-    before = random_state(tensors)
+    """Restores all generators after the block to their states before it."""
+    before = current_state(tensors)
     try:
         yield
     finally:
@@ -108,11 +108,11 @@ def _torch_state(devices: Iterable[torch.device]) -> tuple[torch.Tensor, Cuda]:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """NumPy's state; the last one if it is the same.
+    """Returns NumPy's state; the last object again if it has not changed.
 
-    Copying it out takes NumPy some 100 us, so its memory is compared first. The memory says nothing of
-    the second half of a pair of normal numbers, which waits beside it: a state in which one waits is
-    always copied. Without one, the memory must change before one waits again.
+    NumPy takes some 100 us to copy its state, so the raw memory is compared first. The memory does not
+    show whether the second number of a pair of normal numbers waits beside it, so a state with a waiting
+    number is always copied. From a state without one, the memory must change before a number waits again.
     """
     global _latest_numpy_bytes
     generator = np.random.mtrand.get_bit_generator()
@@ -128,8 +128,8 @@ def _numpy_state() -> tuple[Any, ...]:
     return state  # type: ignore[no-any-return]
 
 
-_MT19937_BYTES = 624 * 4 + 4  # The key and the position in it.
-_HAS_GAUSS = 3  # Where `get_state` tells that a normal number waits.
+_MT19937_BYTES = 624 * 4 + 4  # the key and the position in it
+_HAS_GAUSS = 3  # index in `get_state` of the flag that a normal number waits
 
 
 def _same_numpy(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
@@ -139,8 +139,8 @@ def _same_numpy(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 
 
 def _same_tensors(first: torch.Tensor, second: torch.Tensor) -> bool:
-    # Not by an operation of torch: whoever watches or fakes those (a FLOP counter, a plan of memory) would
-    # take it for one of the network's.
+    # Compares memory without an operation of torch: a FLOP counter or a plan of memory, which watch or fake
+    # operations, would count it as one of the network's.
     return first.numel() == second.numel() and _memory(first) == _memory(second)
 
 

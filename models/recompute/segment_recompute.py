@@ -1,14 +1,14 @@
-"""A segment: calls of modules that keep their inputs only, and are run again when the backward pass comes.
+"""A segment: calls of modules that keep only their inputs, and run again when the backward pass reaches them.
 
-As in `torch.utils.checkpoint` (non-reentrant), the autograd graph is that of the forward pass, and running
-again only supplies the VALUES of what its operations saved. So the calls of one segment need not follow
-each other in one function: what the network's own loop does between two blocks (masks, skipped blocks,
-lists of hidden states) is outside of the segment, is never run again and keeps what it saves.
+As in `torch.utils.checkpoint` (non-reentrant), the autograd graph is that of the forward pass, and the
+rerun only supplies the VALUES that its operations saved. So the calls of one segment need not follow each
+other in one function: the work of the network's own loop between two blocks (masks, skipped blocks, lists
+of hidden states) is outside the segment; it never runs again and keeps the tensors that it saves.
 
-Invariants: a tensor that a call of the segment made is made again, not kept; every other tensor that a
-call is given is kept, through autograd like the tensors that an operation saves, so that outer hooks
-(offload, compression) see it and a change in place is noticed. Nothing in the graph refers to a later
-part of it, so a graph without a backward pass is freed at once.
+Invariants: a tensor made by a call of the segment is made again and not kept; every other argument of a
+call is kept, through autograd like the tensors that an operation saves, so that outer hooks (offload,
+compression) see it and a change in place is noticed. Nothing in the graph refers to a later part of it, so
+a graph without a backward pass is freed at once.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ringspark.models.recompute.moving_buffers import MovingBuffers, Values, replaced
-from ringspark.models.recompute.random_state import RandomState, keep_random_state, random_state
+from ringspark.models.recompute.random_state import RandomState, current_state, keep_random_state
 
 Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor among the arguments of a call."""
+    """Takes the place of a tensor among the arguments of a call."""
 
     number: int
 
 
 @dataclass(kw_only=True)
 class _Call:
-    """How to run a module again.
+    """Everything needed to run a module again.
 
     Attributes:
-        arguments: Leaves of (args, kwargs), tensors as slots.
-        random: The generators that are not where the call before leaves them.
-        autocast: (device type, enabled, dtype) each.
-        buffers: Those that the call changed, as they were before it.
-        outputs: The slot of each leaf of what the call returned, None for what is no tensor.
+        arguments: Leaves of (args, kwargs), with slots in place of tensors.
+        random: States of the generators that the previous call does not leave as this call needs them.
+        autocast: (device type, enabled, dtype) for each device type.
+        buffers: Values that the changed buffers had before the call.
+        outputs: Slot of each leaf of the return value; None for a leaf that is not a tensor.
     """
 
     module: nn.Module
@@ -61,7 +61,7 @@ class _Call:
 
 
 class _Holder:
-    """What the graph holds in the place of a saved tensor."""
+    """Takes the place of a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "segment", "value")
 
@@ -71,12 +71,12 @@ class _Holder:
 
 
 class Segment:
-    """Calls of modules that are run again together, once per backward pass."""
+    """Calls of modules that run again together, once per backward pass."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._num_slots = 0
-        # By id, while the tensor lives and has not changed since: its version and its slot.
+        # id of a tensor -> (tensor, version, slot); valid while the tensor lives and is unchanged.
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._kept: dict[int, tuple[Node, bool]] = {}
         self._used: set[int] = set()
@@ -92,10 +92,10 @@ class Segment:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Runs `forward`, the module's own, and keeps how to run it again instead of what it saves."""
+        """Runs the module's own `forward`; records how to run it again instead of the tensors it saves."""
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        random = random_state(tensors)
+        random = current_state(tensors)
         call = _Call(
             module=module,
             forward=forward,
@@ -110,12 +110,12 @@ class Segment:
         call.outputs = [
             self._new_slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(output)
         ]
-        # Dropout is the rule: its state need not be stored again for the next call.
+        # Most calls draw dropout from torch, so the next call need not store torch's state again.
         self._random = random.now_of_torch()
         return output
 
     def close(self) -> None:
-        """Forgets what only further calls would need."""
+        """Forgets everything that only further calls would need."""
         self._known.clear()
         self._random = None
 
@@ -123,7 +123,7 @@ class Segment:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         known, version, slot = self._known.get(id(leaf), (None, 0, 0))
-        # A tensor that was changed in place between two calls is not what the earlier call made.
+        # A tensor that was changed in place between two calls is no longer what the earlier call made.
         if known is None or known() is not leaf or version != leaf._version:
             slot = self._new_slot(leaf)
             self._kept[slot] = _keep(leaf), leaf.requires_grad
@@ -143,7 +143,7 @@ class Segment:
         return holder
 
     def run_again(self) -> None:
-        """Gives every holder that the graph still has its value; leaves no other trace."""
+        """Fills every holder that the graph still has; leaves no other trace."""
         values = {
             slot: node.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[attr-defined]
             for slot, (node, requires_grad) in self._kept.items()
@@ -163,7 +163,7 @@ class Segment:
         args, kwargs = tree_unflatten(leaves, call.spec)
 
         def forward() -> Any:
-            # Last of all: a hook of the module may have drawn, before the forward pass too.
+            # Restored last, because a hook of the module may have drawn before the forward pass.
             call.random.restore()
             with saved_tensors_hooks(refill.pack, lambda tensor: tensor), replaced(call.module, call.buffers):
                 output = call.forward(*args, **kwargs)
@@ -175,18 +175,18 @@ class Segment:
         token = _AGAIN.set((call.module, forward))
         try:
             with _autocast(call.autocast):
-                # Not `forward` alone: fully sharded modules gather their parameters in their hooks.
+                # The module is called with its hooks: fully sharded modules gather their parameters there.
                 call.module(*args, **kwargs)
         finally:
             _AGAIN.reset(token)
 
 
-# The module that is about to be run again, and what its forward is to do then.
+# The module that is about to run again, and the function that its forward must call then.
 _AGAIN: ContextVar[tuple[nn.Module, Forward] | None] = ContextVar("_AGAIN", default=None)
 
 
 def take_rerun(module: nn.Module) -> Forward | None:
-    """What the forward of `module` must do if it is now called to be run again, None if it is not."""
+    """Returns what the forward of `module` must call if this call is a rerun; None if it is not."""
     pending = _AGAIN.get()
     if pending is None or pending[0] is not module:
         return None
@@ -203,11 +203,11 @@ def _unpack(holder: _Holder) -> torch.Tensor:
 
 
 class _AllRefilled(Exception):  # noqa: N818
-    """Ends a rerun where the last saved tensor was made: what follows in the module is of no use."""
+    """Ends a rerun once the last saved tensor is made: the rest of the module would be of no use."""
 
 
 class _Refill:
-    """Puts what a rerun saves into the holders, in their order."""
+    """Puts the tensors that a rerun saves into the holders, in their order."""
 
     def __init__(self, holders: Sequence[weakref.ref[_Holder]], saved: Sequence[tuple[Any, ...]]) -> None:
         self._holders = list(holders)
@@ -230,7 +230,7 @@ class _Refill:
             holder.value = value
         if self._count == len(self._holders):
             raise _AllRefilled
-        # A rerun may differentiate too, as a network of forces does.
+        # A rerun may differentiate as well: a network for forces does.
         return value
 
     def check_complete(self, calls: Sequence[_Call]) -> None:
@@ -246,7 +246,7 @@ class _Refill:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a tensor as an operation does, for the sake of outer hooks and of the version check."""
+    """Saves a tensor like an operation does, so that outer hooks and the version check see it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _keep(tensor: torch.Tensor) -> Node:
-    # Detached, or the segment would hold the graph between its calls, which holds the segment.
+    # Detached: otherwise the segment would hold the graph between its calls, which holds the segment.
     anchor = torch.empty(0, requires_grad=True)
     node = _Keep.apply(anchor, tensor if tensor.is_leaf else tensor.detach()).grad_fn  # type: ignore[no-untyped-call]
     assert isinstance(node, Node)

@@ -1,7 +1,7 @@
-"""Kind "array": every row an array of one shape, of any number of dimensions.
+"""Kind "array": every row is an array of the same shape, of any number of dimensions.
 
-Stored as flat lists in row-major order, the shape in the manifest: nested lists
-would cost a level of Parquet's repetition for each dimension at every read.
+Rows are stored as flat lists in row-major order, and the shape in the manifest:
+nested lists would cost one level of Parquet's repetition per dimension at every read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from ringspark.pipelines.kinds.base import (
     matching_dtype,
 )
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
-from ringspark.pipelines.rows import Array as NumpyArray
-from ringspark.pipelines.rows import Rows
+from ringspark.pipelines.rows import NumpyArray, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Array(Kind):
-    """An array of one shape a row; a batch holds (rows, *shape).
+    """One array per row, all of the same shape; a batch holds (rows, *shape).
 
     Attributes:
-        dtype: NumPy dtype name of the elements; given by the Spark type when empty.
-        shape: Shape of a row; found while writing when None.
+        dtype: NumPy dtype name of the elements; if empty, the Spark type decides.
+        shape: Shape of one row; if None, the write finds it.
         nullable: Whether null rows were kept: they are stored empty and read as zeros.
     """
 
@@ -108,7 +107,7 @@ class Array(Kind):
 
     @property
     def row_shape(self) -> Shape:
-        """Shape of one row."""
+        """Shape of one row, without the batch dimension."""
         assert self.shape is not None, "the shape is not known before the write"
         return self.shape
 
@@ -124,7 +123,7 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
     """Returns the dtype of the numbers in Spark's (nested) array type.
 
     Raises:
-        ValueError: It is no array of numbers or booleans, or not `depth` deep.
+        ValueError: The type is not an array of numbers or booleans, or is not `depth` levels deep.
     """
     element, found = data_type, 0
     while (inner := getattr(element, "elementType", None)) is not None:
@@ -144,7 +143,7 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
 
 
 def flatten(values: Any, dtype: str) -> tuple[Any, list[NumpyArray]]:
-    """Flattens the nested lists of each row into one list a row.
+    """Flattens the nested lists of each row into one list per row.
 
     Returns:
         The lists, and the lengths found at each level of nesting.

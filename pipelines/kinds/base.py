@@ -1,8 +1,9 @@
 """`Kind`: how one column is checked, stored in Parquet, read back and handed to a batch.
 
-A kind is at once what the user chooses (`Padded(value=0)`), what travels to the
-tasks, and, completed by what the tasks saw, what the manifest keeps. One kind a
-file, all in `KINDS`; the shuffle in between sees only `rows.Rows`.
+One object plays three parts: the user chooses it (`Padded(value=0)`), it travels
+to the tasks, and the manifest keeps it, completed by what the tasks saw. Each
+kind has its file and is listed in `KINDS`; the shuffle in between sees only
+`rows.Rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -43,7 +44,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class BatchArray:
-    """One array that a column gives to a batch.
+    """Description of one array that a column gives to a batch.
 
     Attributes:
         dtype: NumPy dtype name.
@@ -58,7 +59,7 @@ class BatchArray:
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """What one column is. Frozen; every field is a JSON value.
+    """The kind of one column. Instances are frozen, and every field is a JSON value.
 
     Attributes:
         tag: The kind's name in the manifest.
@@ -98,8 +99,8 @@ class Kind(ABC):
             ValueError: A value cannot be stored; the text completes "column 'x' ...".
         """
 
-    def measured(self, arrays: Sequence[Any]) -> Array:
-        """Returns the numbers of the stored arrays that statistics are over."""
+    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+        """Returns the numbers in the stored arrays that the statistics cover."""
         return numbers(arrays[-1])
 
     # -------------------------------------------------------------- on the driver, after the write
@@ -108,7 +109,7 @@ class Kind(ABC):
         """Returns the kind completed by the shapes that the tasks saw.
 
         Raises:
-            ValueError: The shapes do not fit the kind; says what to do.
+            ValueError: The shapes do not fit the kind; the message says what to do.
         """
         return self
 
@@ -119,11 +120,12 @@ class Kind(ABC):
         """Brings stored columns (Arrow arrays without nulls, one chunk) into memory.
 
         Raises:
-            ValueError: They do not hold what the kind says; the text completes "column 'x' ...".
+            ValueError: The columns hold something else than the kind says; the text completes
+                "column 'x' ...".
         """
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
-        """Returns the arrays of a batch from rows of varying length; dense rows are their own."""
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
+        """Returns the arrays of a batch from rows of varying length; dense rows need no such step."""
         raise NotImplementedError(f"kind {self.tag!r} decodes to dense rows")
 
     def batch_names(self, name: str) -> tuple[str, ...]:
@@ -132,12 +134,12 @@ class Kind(ABC):
 
     @abstractmethod
     def arrays(self, name: str) -> dict[str, BatchArray]:
-        """Returns what `finish` returns, described."""
+        """Returns, by name, a description of each array that `finish` returns."""
 
     @property
     @abstractmethod
     def row_bytes(self) -> int:
-        """Bytes of one row in a batch, about."""
+        """Approximate number of bytes that one row takes in a batch."""
 
     # ----------------------------------------------------------------------------------- as a value
 
@@ -154,16 +156,16 @@ class Kind(ABC):
 
 
 def matching_dtype(name: str, asked: str, found: str) -> str:
-    """Returns the dtype of a Spark type, unless the user asked for another: nothing is cast here."""
+    """Returns the dtype of a Spark type; refuses if the user asked for another, as nothing is cast here."""
     if asked and asked != found:
         raise ValueError(f"column {name!r} holds {found} where {asked} was asked for; cast it in Spark first")
     return found
 
 
-def numbers(values: Any) -> Array:
-    """Returns the numbers of an Arrow array, or of all its lists, as NumPy; a view where it can be."""
+def numbers(values: Any) -> NumpyArray:
+    """Returns the numbers of an Arrow array, or of all its lists, as NumPy; a view where possible."""
     leaf = values.flatten() if is_list(values.type) else values
-    array: Array = leaf.to_numpy(zero_copy_only=False)
+    array: NumpyArray = leaf.to_numpy(zero_copy_only=False)
     return array
 
 
@@ -172,9 +174,9 @@ def is_list(data_type: Any) -> bool:
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type))
 
 
-def list_offsets(values: Any) -> Array:
+def list_offsets(values: Any) -> NumpyArray:
     """Returns (rows + 1,) int64 offsets from 0 of an Arrow list array without nulls."""
-    offsets: Array = values.offsets.to_numpy().astype(np.int64)
+    offsets: NumpyArray = values.offsets.to_numpy().astype(np.int64)
     return offsets if not len(offsets) or offsets[0] == 0 else offsets - offsets[0]
 
 
@@ -186,12 +188,13 @@ def number_type(dtype: str) -> Any:
 def list_type(dtype: str) -> Any:
     """Returns the Arrow type of lists of numbers.
 
-    Elements that cannot be null carry no definition levels: smaller files, faster reads.
+    The elements are declared non-null, so Parquet stores no definition levels for them: files are
+    smaller and reads faster.
     """
     return pa.list_(pa.field("element", number_type(dtype), nullable=False))
 
 
-def make_lists(offsets: Array, leaf: Any, dtype: str) -> Any:
+def make_lists(offsets: NumpyArray, leaf: Any, dtype: str) -> Any:
     """Returns an Arrow list array from offsets that start at 0 and its elements."""
     leaf = pa.array(leaf, number_type(dtype)) if isinstance(leaf, np.ndarray) else leaf
     if len(offsets) and offsets[-1] > np.iinfo(np.int32).max:
@@ -218,6 +221,6 @@ def decode_lists(column: Any, dtype: str) -> RaggedRows:
     return RaggedRows(list_offsets(column), (leaf.to_numpy(zero_copy_only=False),))
 
 
-def range_of(values: Array) -> tuple[Shape, Shape] | None:
-    """Returns the smallest and the largest of some lengths as shapes of one dimension."""
+def range_of(values: NumpyArray) -> tuple[Shape, Shape] | None:
+    """Returns the smallest and the largest of the lengths as shapes of one dimension."""
     return None if not len(values) else ((int(values.min()),), (int(values.max()),))

@@ -1,7 +1,7 @@
-"""Kind "binary": bytes with a decoder, e.g. images. Stored as they are, decoded in the reader.
+"""Kind "binary": bytes with a decoder, e.g. images. They are stored unchanged and decoded in the reader.
 
-The compressed bytes are what is written, shuffled and held in memory; arrays
-are made when a batch is put together.
+Files, shuffle and memory hold the compressed bytes; the arrays are made only
+when a batch is put together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -30,42 +30,42 @@ class Decoder(ABC):
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of what `data` holds, from its header alone."""
+        """Returns shape and dtype of the array in `data`; reads its header only."""
 
     @abstractmethod
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         """Returns the array."""
 
 
 class RawDecoder(Decoder):
-    """The numbers themselves in row-major order, little-endian."""
+    """Decodes the bare numbers: little-endian, in row-major order."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         size = np.dtype(dtype).itemsize * prod(shape)
         return (shape, dtype) if len(data) == size else ((len(data),), "uint8")
 
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
 class NpyDecoder(Decoder):
-    """What `numpy.save` writes; never a pickle."""
+    """Decodes the format that `numpy.save` writes; pickles are refused."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         array = self.decode(data, shape, dtype)
         return array.shape, array.dtype.name
 
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         read: Any = np.lib.format.read_array  # NumPy has no types for it
-        array: Array = read(io.BytesIO(data), allow_pickle=False)
+        array: NumpyArray = read(io.BytesIO(data), allow_pickle=False)
         return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 class ImageDecoder(Decoder):
-    """JPEG, PNG and what else Pillow reads: (height, width, channels), or (height, width) for grey."""
+    """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey."""
 
     _MODES: ClassVar[dict[int, str]] = {1: "L", 3: "RGB", 4: "RGBA"}
-    # Of eight bits a channel. Pillow clips deeper ones, e.g. PNGs of 16 bits, when it converts them.
+    # Pillow's modes of eight bits per channel. It clips deeper ones, e.g. 16-bit PNGs, when it converts them.
     _EIGHT_BITS: ClassVar[set[str]] = {
         "1",
         "L",
@@ -87,7 +87,7 @@ class ImageDecoder(Decoder):
                 raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
             return (image.height, image.width, *shape[2:]), "uint8"
 
-    def decode(self, data: bytes, shape: Shape, dtype: str) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         with _pillow().open(io.BytesIO(data)) as image:
             mode = self._MODES[shape[2] if len(shape) == 3 else 1]
             return np.asarray(image if image.mode == mode else image.convert(mode)).reshape(
@@ -104,7 +104,7 @@ class Binary(Kind):
 
     Attributes:
         decoder: A key of `DECODERS`.
-        shape: Shape of every decoded row. For "image" (height, width) or (height, width, channels).
+        shape: Shape of every decoded row; for "image" it is (height, width) or (height, width, channels).
         dtype: NumPy dtype name of the decoded rows.
         nullable: Whether null rows were kept: they are stored empty and read as zeros.
     """
@@ -153,7 +153,7 @@ class Binary(Kind):
             data = value.as_py()
             try:
                 shape, dtype = decoder.describe(data, self.shape, self.dtype)
-            except Exception as error:  # decoders raise what they like
+            except Exception as error:  # a decoder may raise anything
                 raise ValueError(self._unreadable(data, error)) from None
             if (shape, dtype) != (self.shape, self.dtype):
                 raise ValueError(
@@ -161,8 +161,8 @@ class Binary(Kind):
                 )
         return Encoded([values.cast(pa.binary())])
 
-    def measured(self, arrays: Sequence[Any]) -> Array:
-        # Of bytes, the sizes say more than the values.
+    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+        # For bytes, statistics of the sizes say more than those of the values.
         offsets = _offsets(arrays[0])
         return np.diff(offsets)
 
@@ -177,7 +177,7 @@ class Binary(Kind):
         data = np.frombuffer(buffer, np.uint8) if buffer is not None else np.zeros(0, np.uint8)
         return RaggedRows(_offsets(column), (data,))
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         decoder, (data,) = DECODERS[self.decoder](), rows.parts
         offsets = rows.offsets.tolist()
         decoded = np.zeros((len(offsets) - 1, *self.shape), dtype=self.dtype)
@@ -214,7 +214,7 @@ class Binary(Kind):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}] from {self.decoder}"
 
 
-def _offsets(values: Any) -> Array:
+def _offsets(values: Any) -> NumpyArray:
     """Returns the (rows + 1,) offsets of a binary array into its buffer."""
     buffer = values.buffers()[1]
     if buffer is None:

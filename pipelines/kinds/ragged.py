@@ -1,8 +1,8 @@
 """Kinds "ragged" and "padded": arrays whose length varies from row to row.
 
-Both are stored as they are. They differ in the batch: "ragged" gives all values
+Both are stored unpadded. They differ in the batch: "ragged" gives all values
 end to end with offsets, as `torch.nn.EmbeddingBag` takes them; "padded" gives a
-rectangle and the lengths.
+rectangular array and the lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringspark.pipelines.kinds.base import (
     matching_dtype,
     range_of,
 )
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -58,7 +58,7 @@ class Ragged(Kind):
         (column,) = columns
         return decode_lists(column, self.dtype)
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         compact = rows.compact()
         return {f"{name}.values": compact.parts[0], f"{name}.offsets": compact.offsets}
 
@@ -73,7 +73,7 @@ class Ragged(Kind):
 
     @property
     def row_bytes(self) -> int:
-        # The length is anyone's guess; this only sizes the blocks that are put together at once.
+        # A guess of 32 elements, since the length is unknown: it only sizes the blocks of batches.
         return 32 * int(np.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
@@ -86,8 +86,9 @@ class Padded(Kind):
 
     Attributes:
         dtype: NumPy dtype name of the elements; given by the Spark type when empty.
-        length: Elements of a row in the batch; the longest row's when None. A longer row is refused.
-        value: What fills the end of shorter rows.
+        length: Number of elements per row in the batch; None takes the length of the longest row. A
+            longer row is refused.
+        value: The number that fills the end of shorter rows.
     """
 
     tag: ClassVar[str] = "padded"
@@ -102,7 +103,7 @@ class Padded(Kind):
             )
         dtype = matching_dtype(name, self.dtype, element_dtype(name, data_type, depth=1))
         is_number = isinstance(self.value, (int, float))
-        # Floats take any number, rounded; to integers and booleans it must be one of theirs.
+        # A float column takes any number, rounded; an integer or boolean one must hold it exactly.
         if is_number and np.dtype(dtype).kind != "f":
             is_number = self.value % 1 == 0 and bool(np.asarray(self.value).astype(dtype) == self.value)
         if not is_number:
@@ -131,7 +132,7 @@ class Padded(Kind):
         (column,) = columns
         return decode_lists(column, self.dtype)
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         assert self.length is not None
         compact = rows.compact()
         lengths = np.diff(compact.offsets)

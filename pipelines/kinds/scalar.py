@@ -1,8 +1,8 @@
-"""Kind "scalar": one number or boolean a row, in exactly the width that Spark has.
+"""Kind "scalar": one number or boolean per row, of exactly the width that it has in Spark.
 
 Dates are stored as int32 days and timestamps as int64 microseconds since
 1970-01-01 UTC (a timestamp without a zone: since 1970-01-01 in its own clock).
-Decimals of up to 15 digits become float64, which holds each of them apart.
+Decimals of up to 15 digits become float64, which tells all of them apart.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ EXACT_DECIMAL_DIGITS = 15
 
 @dataclass(frozen=True)
 class Scalar(Kind):
-    """One number or boolean a row; a batch holds (rows,).
+    """One number or boolean per row; a batch holds (rows,).
 
     Attributes:
-        dtype: NumPy dtype name; given by the Spark type when empty.
+        dtype: NumPy dtype name; if empty, the Spark type decides.
     """
 
     tag: ClassVar[str] = "scalar"
@@ -74,7 +74,7 @@ class Scalar(Kind):
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         if pa.types.is_timestamp(values.type):
-            # Safe: Spark's own unit; anything finer raises rather than lose digits.
+            # Microseconds are Spark's own unit; the cast raises on anything finer, so no digit is lost.
             values = values.cast(pa.timestamp("us", values.type.tz)).view(pa.int64())
         elif pa.types.is_date32(values.type):
             values = values.view(pa.int32())

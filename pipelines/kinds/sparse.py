@@ -1,4 +1,4 @@
-"""Kind "sparse": Spark ML vectors kept sparse, to the batch, in compressed sparse rows (CSR)."""
+"""Kind "sparse": Spark ML vectors that stay sparse up to the batch, as compressed sparse rows (CSR)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.pipelines.kinds.base import (
     range_of,
 )
 from ringspark.pipelines.kinds.vector import Vectors, check_vector, vector_struct
-from ringspark.pipelines.rows import Array, RaggedRows, Rows
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sparse(Kind):
-    """A sparse vector a row; a batch holds `name.indptr`, `name.indices` and `name.data`.
+    """One sparse vector per row; a batch holds `name.indptr`, `name.indices` and `name.data`.
 
-    The three are what `scipy.sparse.csr_matrix((data, indices, indptr), shape=(rows, size))` and
-    `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))` take: indptr int64 (rows + 1,),
-    indices int32, data of `dtype`. A dense row among them keeps all its values.
+    `scipy.sparse.csr_matrix((data, indices, indptr), shape=(rows, size))` and
+    `torch.sparse_csr_tensor(indptr, indices, data, (rows, size))` take the three as they are: indptr
+    int64 (rows + 1,), indices int32, data of `dtype`. A dense row among them keeps all its values.
 
     Attributes:
-        dtype: "float32", or "float64" to keep what Spark has bit for bit.
-        size: Elements of a vector, zeros included; found while writing when None.
+        dtype: "float32", or "float64" to keep Spark's values bit for bit.
+        size: Number of elements per vector, zeros included; if None, the write finds it.
     """
 
     tag: ClassVar[str] = "sparse"
@@ -85,7 +85,7 @@ class Sparse(Kind):
             raise ValueError("has other numbers of indices than of values")
         return RaggedRows(data.offsets, (*indices.parts, *data.parts))
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, Array]:
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         compact = rows.compact()
         indices, data = compact.parts
         return {f"{name}.indptr": compact.offsets, f"{name}.indices": indices, f"{name}.data": data}
@@ -102,7 +102,7 @@ class Sparse(Kind):
 
     @property
     def row_bytes(self) -> int:
-        return 32 * (4 + int(np.dtype(self.dtype).itemsize))  # as for ragged rows, a guess
+        return 32 * (4 + int(np.dtype(self.dtype).itemsize))  # the same guess as for ragged rows
 
     def __str__(self) -> str:
         return f"{self.dtype}[{self.size} sparse]"

@@ -1,7 +1,7 @@
 """Kinds "vocabulary" and "hash": strings become int64 ids while they are written.
 
-The user chooses: a vocabulary gives every known string an id of its own, a
-hash needs no pass over the data and no table but lets strings share an id.
+The user chooses: a vocabulary gives every known string its own id; a hash needs
+neither a pass over the data nor a table, but different strings may share an id.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Vocabulary(_Ids):
     """The id of a string is its place in `words`; any other string, and a null, is `len(words)`.
 
     Attributes:
-        words: The known strings. None lets `write_shards` count them first, in a job of its own; the
-            most frequent gets 0, ties are in the order of the alphabet (as Spark's StringIndexer).
-        max_size: Keeps only so many of the most frequent.
-        min_count: Keeps only strings that occur at least so often.
+        words: The known strings. None lets `write_shards` count them first, in a separate job; the
+            most frequent gets 0, and ties are sorted alphabetically (as in Spark's StringIndexer).
+        max_size: How many of the most frequent strings to keep; None keeps all.
+        min_count: How often a string must occur to be kept.
     """
 
     tag: ClassVar[str] = "vocabulary"
@@ -84,7 +84,7 @@ class Vocabulary(_Ids):
             raise ValueError("max_size and min_count of Vocabulary must be at least 1")
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
-        return source.cast("string")  # without its collation
+        return source.cast("string")  # the cast drops the collation
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         assert self.words is not None
@@ -111,8 +111,8 @@ class HashBuckets(_Ids):
     In Spark SQL: `pmod(xxhash64(seed, column), num_buckets)` with `seed` a bigint.
 
     Attributes:
-        num_buckets: Ids are from 0 to `num_buckets - 1`.
-        seed: Any whole number of 64 bits.
+        num_buckets: Number of ids, which run from 0 to `num_buckets - 1`.
+        seed: Any 64-bit whole number.
     """
 
     tag: ClassVar[str] = "hash"
@@ -127,9 +127,9 @@ class HashBuckets(_Ids):
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         from pyspark.sql import functions as F
 
-        # Without its collation: equal strings are those of equal bytes, as in a vocabulary.
+        # The cast drops the collation, so strings are equal if their bytes are, as in a vocabulary.
         hashed = F.xxhash64(F.lit(self.seed).cast("bigint"), source.cast("string"))
-        # The hash of a null is a number like any other; a null has to stay one.
+        # xxhash64 gives a number for a null too, but a null must stay a null.
         return F.when(source.isNotNull(), F.pmod(hashed, F.lit(self.num_buckets).cast("bigint")))
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
@@ -146,7 +146,7 @@ def learned(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Refuses a seed that is no whole number of 64 bits."""
+    """Refuses a seed that is not a 64-bit whole number."""
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"{name} must be a whole number of 64 bits, got {seed!r}")
 

@@ -1,9 +1,9 @@
 """Kind "vector": Spark ML vectors as dense arrays, without a pass through Python rows.
 
-A column may mix dense and sparse rows (`VectorAssembler` picks the smaller for
-each row); both cross to Python as they are, and whole batches are written out
-at once. Inside the struct that crosses no array is ever null: Spark takes
-several times as long over null arrays.
+A column may mix dense and sparse rows (`VectorAssembler` picks the smaller form
+for each row). Both forms cross to Python unchanged, and Python makes whole
+batches dense at once. No array inside the struct that crosses is ever null:
+null arrays cost Spark several times as long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ringspark.pipelines.kinds.array import Array
 from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists, range_of
-from ringspark.pipelines.rows import Array as NumpyArray
+from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 SPARK_FLOATS = {"float32": "float", "float64": "double"}
 
-# Zeros written out for a sparse row; beyond this, storing them is hardly what anyone wants.
+# The longest vector whose zeros are written out; hardly anyone wants to store more of them.
 MAX_DENSE_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Vector(Array):
-    """A vector a row, dense; a batch holds (rows, size).
+    """One dense vector per row; a batch holds (rows, size).
 
     Attributes:
-        dtype: "float32", or "float64" to keep what Spark has bit for bit.
+        dtype: "float32", or "float64" to keep Spark's values bit for bit.
     """
 
     tag: ClassVar[str] = "vector"
@@ -72,13 +72,13 @@ class Vector(Array):
 
 
 class Vectors:
-    """A batch of vectors as `vector_struct` hands it over, taken apart.
+    """The parts of a batch of vectors in the form that `vector_struct` gives.
 
     Attributes:
-        sizes: (rows,) elements of each vector, zeros included.
-        offsets: (rows + 1,) where the row's numbers start.
-        numbers: The numbers that are given, of all rows.
-        is_dense: (rows,) whether all elements of a row are given.
+        sizes: (rows,) number of elements of each vector, zeros included.
+        offsets: (rows + 1,) index in `numbers` at which each row starts.
+        numbers: The stored numbers of all rows, end to end.
+        is_dense: (rows,) whether a row stores all its elements.
     """
 
     def __init__(self, values: Any) -> None:
@@ -86,13 +86,13 @@ class Vectors:
         self.sizes: NumpyArray = sizes.to_numpy(zero_copy_only=False)
         self.offsets = list_offsets(numbers)
         self.numbers: NumpyArray = numbers.flatten().to_numpy()
-        # A sparse row has an index for each of its numbers, a dense one has none.
+        # A sparse row has an index for each number, a dense row has none.
         self.is_dense: NumpyArray = (np.diff(list_offsets(self._indices)) == 0) & (
             np.diff(self.offsets) == self.sizes
         )
 
     def places(self) -> NumpyArray:
-        """Returns, for each number, which element of its vector it is; int64."""
+        """Returns, for each number, its index within its vector, as int64."""
         counts = np.diff(self.offsets)
         if not self.is_dense.any():
             return np.asarray(self._indices.flatten().to_numpy(), dtype=np.int64)
@@ -102,7 +102,7 @@ class Vectors:
 
 
 def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
-    """Refuses other Spark types and dtypes for a kind of vectors."""
+    """Refuses a Spark type that is not a vector, and a dtype other than float32 and float64."""
     if dtype not in SPARK_FLOATS:
         raise ValueError(f"dtype of {tag} column {name!r} must be float32 or float64, got {dtype!r}")
     if not is_vector(data_type):
@@ -110,7 +110,7 @@ def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
 
 
 def is_vector(data_type: DataType) -> bool:
-    """Whether a Spark type is that of ML vectors."""
+    """Whether a Spark type is the type of ML vectors."""
     # By name, so that pyspark.ml need not be imported; Spark Connect rebuilds the same class.
     return type(data_type).__name__ == "VectorUDT"
 

@@ -19,7 +19,7 @@ READERS: dict[str, str] = {
     "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
     "arrow": "ringspark.pipelines.readers.arrow_reader:ArrowReader",
 }
-"""Engine name -> "module:class". By name, so that Petastorm is imported only where it is used."""
+"""Engine name -> "module:class". Strings, so that Petastorm is imported only where it is used."""
 
 DEFAULT_CACHE_BYTES = 2 << 30
 
@@ -41,9 +41,9 @@ def open_reader(
     """Opens one shard's reader over all files of `manifest`.
 
     Args:
-        manifest: What to read; `manifest.select("train")` for one split.
+        manifest: The shards to read; `manifest.select("train")` gives one split.
         columns: Names of the columns to read; all by default.
-        shard: Which of `num_shards` this is.
+        shard: Index of this shard among `num_shards`.
         num_shards: How many readers share every batch.
         batch_size: Rows per step over all shards.
         seed: Any whole number; the same on all shards.
@@ -52,7 +52,7 @@ def open_reader(
         shuffle: False keeps the order of the files.
         cache: "memory" or "disk" keeps decoded row groups for the epochs that follow; None reads the
             files in every epoch.
-        cache_bytes: How many bytes of them at most; the rest is read again.
+        cache_bytes: The most bytes that the cache may hold; what does not fit is read again.
 
     Raises:
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out

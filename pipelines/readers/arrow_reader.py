@@ -1,4 +1,4 @@
-"""Reads row groups with pyarrow alone: any pyarrow from 14 on, no other dependency."""
+"""Reads row groups with pyarrow (any version from 14 on) and no other dependency."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class ArrowReader(ShardReader):
                 stack.close()
 
     def _open(self, index: int) -> tuple[Any, ExitStack]:
-        """Returns the Parquet file of a row group, and what closes it."""
+        """Returns the Parquet file of a row group, and the stack that closes it."""
         uri, _ = self.locate(index)
         is_local = storage.is_local(uri)
         with ExitStack() as stack:
             source: Any = pa.memory_map(uri) if is_local else self._range_file(index)
-            # In a store the columns of a row group that lie side by side are one request.
+            # In a store, one request fetches all columns of a row group that lie side by side.
             file = pq.ParquetFile(stack.enter_context(source), pre_buffer=not is_local)
             problem = row_group_problem(self._located[index][0], file.metadata)
             if problem is not None:

@@ -1,12 +1,12 @@
 """From row groups to batches: everything that all readers share.
 
 An engine only has to yield row groups, as Arrow tables, in the order it is
-told. What belongs to which batch is `plan_epoch`'s business and is done here
-once, so every engine gives the same bytes. Row groups are permuted and cut into
-lanes when they arrive; batches are put together for many steps at a time (a
-block), because one large gather is several times faster than a small one per
-step. Reading, permuting and putting together each run ahead in a thread of their
-own: nearly all of their time is spent outside Python's lock.
+told. `plan_epoch` decides which row belongs to which batch, and this module
+follows it for all engines, so every engine gives the same bytes. Row groups are
+permuted and cut into lanes when they arrive; batches are put together for many
+steps at a time (a block), because one large gather is several times faster than
+a small one per step. Reading, permuting and putting together each run ahead in
+a separate thread; they spend nearly all their time outside Python's lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.epoch_plan import EpochPlan, Piece, RowGroupReads, ShardPlan, plan_epoch
+from ringspark.pipelines.epoch_plan import EpochPlan, LanePiece, RowGroupReads, ShardPlan, plan_epoch
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import LaneBuffer, RowGroup, assemble
 from ringspark.pipelines.readers.cache import RowGroupCache
@@ -34,8 +34,8 @@ from ringspark.pipelines.rows import RaggedRows, take
 
 Batch = dict[str, npt.NDArray[Any]]
 
-# A block is put together at once, column by column: large enough that NumPy calls do not count
-# (with half the rows, a tenth more time), small enough to be of no weight beside the row groups.
+# A block is put together at once, column by column. It is large enough that the cost of NumPy calls does
+# not count (half the rows take a tenth more time), and takes little memory beside the row groups.
 _BLOCK_ROWS = 98_304
 _BLOCK_COLUMN_BYTES = 3 << 20
 _BLOCK_BYTES = 8 << 20
@@ -44,22 +44,22 @@ _PREFETCHED_ROW_GROUPS = 2
 
 
 class ShardReader(ABC):
-    """Reads one shard's batches of any epoch. Made by `open_reader`; one engine a subclass.
+    """Reads one shard's batches of any epoch. `open_reader` makes it; each engine is a subclass.
 
     Attributes:
-        manifest: The shards; every file of it is read, so `select` a split first.
+        manifest: The shards; the reader reads every file of them, so `select` a split first.
         columns: The columns of a batch, in order.
-        shard: Which shard this is.
-        num_shards: How many there are.
+        shard: Index of this shard.
+        num_shards: Number of shards.
         batch_size: Rows per step over all shards.
-        seed: Seed of the order.
+        seed: Seed of the order of the rows.
         shuffle: False keeps the order of the files.
-        cache: Row groups that were read before; None to read them again in every epoch.
+        cache: Row groups that were read before; None if every epoch reads them again.
     """
 
     engine: ClassVar[str]
     reads_ahead: ClassVar[bool] = False
-    """Whether the engine reads in a thread of its own."""
+    """Whether the engine reads in its own thread."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class ShardReader(ABC):
         self._checked_files: set[str] = set()
         self._row_groups = manifest.row_groups
         self._located = manifest.locate()
-        self.plan(0).shard(shard)  # refuses numbers out of range here rather than in the first epoch
+        self.plan(0).shard(shard)  # refuses numbers out of range now instead of in the first epoch
 
     @property
     def num_steps(self) -> int:
-        """Steps of every epoch, the same on every shard."""
+        """Number of steps in every epoch, the same on every shard."""
         return -(-sum(self._row_groups) // self.batch_size)
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -110,16 +110,16 @@ class ShardReader(ABC):
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """Yields the shard's batches of an epoch, one for every step from `start_step`.
 
-        A thread reads ahead. Close the iterator, or let it end, and the thread is gone.
+        A thread reads ahead. It ends when the iterator is closed or reaches its end.
 
         Yields:
             Name -> array of shape (rows, ...), in the order of the epoch's positions; writable, and
             shared with no other batch. Ragged and sparse columns give several arrays, see their
-            kinds. A shard without rows in a step gets arrays of 0 rows. Rows differ by a few between
-            steps; the sum over shards does not.
+            kinds. A shard without rows in a step gets arrays of 0 rows. A shard's number of rows
+            differs by a few between steps; the sum over shards does not.
 
         Raises:
-            RuntimeError: A row group cannot be read; names the file and the row group.
+            RuntimeError: A row group cannot be read; the message names the file and the row group.
         """
         if not 0 <= start_step <= self.num_steps:
             raise ValueError(f"start_step must be from 0 to {self.num_steps}, got {start_step}")
@@ -130,20 +130,20 @@ class ShardReader(ABC):
         """Yields the row groups with these indexes as Arrow tables, in exactly this order.
 
         Indexes count over the files of the manifest in order. They may repeat. A table holds at least
-        `stored_names`. An error is raised as it is, in place of the first row group that cannot be
-        read. Closing the iterator frees files and threads.
+        the columns `stored_names`. The engine raises its error unchanged, in place of the first row group
+        that it cannot read. Closing the iterator frees files and threads.
         """
 
     @property
     def stored_names(self) -> list[str]:
-        """Names of the Parquet columns to read."""
+        """Returns the names of the Parquet columns to read."""
         return [name for column in self.columns for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
-        """Yields the columns of row groups in this order, from the cache where they are there.
+        """Yields the columns of row groups in this order; takes them from the cache if it has them.
 
         Raises:
-            RuntimeError: A row group cannot be read; names the file and the row group.
+            RuntimeError: A row group cannot be read; the message names the file and the row group.
         """
         cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
         missing = [index for index in indexes if index not in cached]
@@ -163,7 +163,7 @@ class ShardReader(ABC):
                 yield row_group
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Returns the URI of the file, and the row group within it, of a row group index."""
+        """Returns, for an index, the URI of the file and the number of the row group within it."""
         file, row_group = self._located[index]
         return storage.join(self.manifest.uri, file.path), row_group
 
@@ -185,7 +185,7 @@ class ShardReader(ABC):
         )
 
     def _tables(self, indexes: Sequence[int]) -> Iterator[Any]:
-        """Yields the row groups as tables; begins again where a store failed for the moment."""
+        """Yields the row groups as tables; after a passing failure of the store, begins again there."""
         done, retries = 0, Retries()
         while done < len(indexes):
             try:
@@ -233,7 +233,7 @@ class ShardReader(ABC):
                 yield from block
 
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
-        """Yields the batches of several steps at once."""
+        """Yields lists that each hold the batches of several steps."""
         reads = plan.reads(start_step)
         lanes, cycle = [LaneBuffer() for _ in plan.deal.lanes], plan.deal.lane_cycle
         waiting = deque(reads.first_steps.tolist())
@@ -253,8 +253,8 @@ class ShardReader(ABC):
                     for start, stop in pairwise(bounds)
                 ]
 
-    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[Piece, RowGroup]]]:
-        """Yields what each row group gives to the lanes, in the lanes' order."""
+    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[LanePiece, RowGroup]]]:
+        """Yields the pieces that each row group gives to the lanes, in the lanes' order."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [
@@ -274,7 +274,7 @@ class ShardReader(ABC):
         return batch
 
     def _empty(self) -> RowGroup:
-        """Returns every column without rows."""
+        """Returns every column with no rows."""
         return {
             name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
             for name, kind in self._kinds.items()
@@ -286,10 +286,10 @@ class ShardReader(ABC):
 
 
 def block_steps(widths: Sequence[int], num_shards: int, batch_size: int) -> int:
-    """Returns the steps of a block.
+    """Returns the number of steps in a block.
 
     Args:
-        widths: Bytes of a row of every column.
+        widths: Bytes per row of every column.
     """
     rows = min(_BLOCK_ROWS, _BLOCK_COLUMN_BYTES // max(widths), num_shards * _BLOCK_BYTES // sum(widths))
     return max(1, rows // batch_size)

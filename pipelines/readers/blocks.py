@@ -1,8 +1,8 @@
-"""Batches out of lanes: the rows of many steps are put into the order of positions at once.
+"""Makes batches from lanes: puts the rows of many steps into the order of positions at once.
 
-Which lane a position takes its next row from repeats with a short cycle (see
-`lanes`), so the rows of a lane go to every n-th place of the block: plain
-strided copies, several times faster than a gather of single rows.
+Positions take their rows from the lanes in a short repeating cycle (see
+`lanes`), so the rows of a lane go to every n-th place of the block. That is a
+plain strided copy, several times faster than a gather of single rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ringspark.pipelines.rows import RaggedRows, Rows, cut, join, take
 
 RowGroup = dict[str, Rows]
 
-# Rows of a piece: the columns, and which of their rows.
+# Some rows of a piece: its columns, then the first row and the row after the last.
 _Part = tuple[RowGroup, int, int]
 
 
 class LaneBuffer:
-    """The rows of one lane that are in memory and not used yet, in order."""
+    """The rows of one lane that are in memory and not yet used, in order."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[int, int, RowGroup]] = deque()  # (first local row, stop, columns)
@@ -36,7 +36,7 @@ class LaneBuffer:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
 
     def take(self, num_rows: int) -> list[_Part]:
-        """Removes the next rows; returns pieces, and which of their rows."""
+        """Removes the next rows; returns the pieces that hold them, each with its range of rows."""
         taken = []
         while num_rows:
             start, stop, piece = self._pieces[0]
@@ -62,11 +62,11 @@ def assemble(
     """Takes the rows of the shard's positions `start` to `stop` from the lanes, in their order.
 
     Args:
-        lanes: The shard's lanes; they hold the rows.
+        lanes: The shard's lanes, which hold the rows.
         lane_cycle: Position i takes the next row of lane `lane_cycle[i % len(lane_cycle)]`.
-        start: First position, counting those of the shard only.
-        stop: Position after the last.
-        empty: Every column without rows.
+        start: First position; only the shard's positions are counted.
+        stop: The position after the last one.
+        empty: Every column with no rows.
     """
     num_rows = stop - start
     if not num_rows:
@@ -91,7 +91,7 @@ def assemble(
 
 
 def _places(lane_cycle: npt.NDArray[np.int64], lane: int, start: int, num_rows: int) -> list[int]:
-    """Returns the first places in the block, one for each time that the lane is in the cycle."""
+    """Returns the lane's first places in the block, one for each time the lane occurs in the cycle."""
     turns = (np.flatnonzero(lane_cycle == lane) - start) % len(lane_cycle)
     return [place for place in sorted(turns.tolist()) if place < num_rows]
 
@@ -99,13 +99,13 @@ def _places(lane_cycle: npt.NDArray[np.int64], lane: int, start: int, num_rows: 
 def _copies(
     parts: Sequence[Sequence[_Part]], places: Sequence[Sequence[int]], step: int
 ) -> list[tuple[RowGroup, slice, slice]]:
-    """Returns what to copy for every dense column: from which rows of a piece to which of the block."""
+    """Returns the copies to make for every dense column: (piece, rows of the piece, rows of the block)."""
     copies = []
     for lane_parts, lane_places in zip(parts, places, strict=True):
         done, turns = 0, len(lane_places)
         for piece, first, last in lane_parts:
             for turn, place in enumerate(lane_places):
-                # The lane's row t goes to turn t % turns, and there to round t // turns.
+                # Row t of the lane goes to turn t % turns, in round t // turns.
                 skipped = (turn - done) % turns
                 count = len(range(first + skipped, last, turns))
                 begin = place + (done + skipped) // turns * step

@@ -1,8 +1,8 @@
-"""Decoded row groups kept after the first epoch, in memory or in memory-mapped local files.
+"""Keeps decoded row groups after the first epoch, in memory or in memory-mapped local files.
 
 Every epoch reads every row group once, so nothing is evicted: what fits stays,
-the rest is read again. A row group from the cache is never written to: the
-shuffle takes copies.
+and the rest is read again. Nobody writes to a row group from the cache, because
+the shuffle takes copies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ringspark.pipelines.rows import Array, RaggedRows, Rows, num_bytes
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, num_bytes
 
 RowGroup = dict[str, Rows]
 
 
 class RowGroupCache(ABC):
-    """Row groups by their index, up to a number of bytes."""
+    """Row groups by index, up to a given number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:
@@ -32,11 +32,11 @@ class RowGroupCache(ABC):
 
     @abstractmethod
     def __contains__(self, index: int) -> bool:
-        """Whether the row group is there."""
+        """Whether the cache holds the row group."""
 
     @abstractmethod
     def get(self, index: int) -> RowGroup:
-        """Returns a row group that is there."""
+        """Returns a row group that the cache holds."""
 
     def put(self, index: int, row_group: RowGroup) -> None:
         """Keeps a row group if it fits."""
@@ -67,12 +67,12 @@ class MemoryCache(RowGroupCache):
 
 
 class DiskCache(RowGroupCache):
-    """Cache "disk": uncompressed files in a temporary folder, mapped when used, removed at the end."""
+    """Cache "disk": uncompressed files in a temporary folder, mapped on use and removed at the end."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes)
         self._folder = Path(tempfile.mkdtemp(prefix="ringspark-cache-"))
-        self._row_groups: dict[int, dict[str, int]] = {}  # name -> arrays of it, 0 for a dense one
+        self._row_groups: dict[int, dict[str, int]] = {}  # column name -> number of its parts, 0 if dense
         self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
 
     def __contains__(self, index: int) -> bool:
@@ -96,16 +96,16 @@ class DiskCache(RowGroupCache):
                 arrays[name] = 0
         self._row_groups[index] = arrays
 
-    def _save(self, index: int, column: int, arrays: list[Array]) -> None:
+    def _save(self, index: int, column: int, arrays: list[NumpyArray]) -> None:
         for number, array in enumerate(arrays):
             np.save(self._path(index, column, number), array, allow_pickle=False)
 
     def _load(self, index: int, column: int, parts: int) -> Rows:
-        def mapped(number: int) -> Array:
+        def mapped(number: int) -> NumpyArray:
             path = self._path(index, column, number)
             try:
-                array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except ValueError:  # nothing can be mapped of an empty array
+                array: NumpyArray = np.load(path, mmap_mode="r", allow_pickle=False)
+            except ValueError:  # an empty array cannot be mapped
                 array = np.load(path, allow_pickle=False)
             return array
 
@@ -118,7 +118,7 @@ class DiskCache(RowGroupCache):
 
 
 def _remove(folder: Path, owner: int) -> None:
-    # A forked child has this cache too, and lets go of it earlier.
+    # A forked child inherits the cache and may end earlier; it must not remove the folder.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 

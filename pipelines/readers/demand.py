@@ -1,4 +1,4 @@
-"""How much a reader holds at once, from the plan alone: for whoever must know before anything is read."""
+"""Computes from the plan alone how much a reader holds at once, before anything is read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ringspark.pipelines.kinds import Array, Scalar, Vector
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.readers.base import block_steps
 
-# Kinds whose rows all take `row_bytes`; those of other kinds may take next to nothing.
+# Kinds whose rows all take `row_bytes`; rows of other kinds may take next to nothing.
 _DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets)
 
-# The block in use and the one being made; a queue between them may hold more.
+# The block in use and the block being made; a queue between them may hold more.
 _BLOCKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsInFlight:
-    """Bytes.
+    """The bytes that a reader holds at one moment.
 
     Attributes:
-        row_groups: Rows that were read and wait in the lanes for their batch, and the row group at work.
-        blocks: Rows put together to batches.
+        row_groups: Bytes of the rows that wait in the lanes for their batch, and of the row group being read.
+        blocks: Bytes of the rows that are put together to batches.
     """
 
     row_groups: int
@@ -42,11 +42,11 @@ def rows_in_flight(
     batch_size: int,
     shuffle: bool,
 ) -> RowsInFlight:
-    """What one shard's reader holds in the middle of an epoch, at least, without a cache.
+    """Returns the least that one shard's reader holds in the middle of an epoch, without a cache.
 
     Args:
-        columns: Those that are read.
-        row_groups: Rows of every row group.
+        columns: The columns that are read.
+        row_groups: Number of rows of every row group.
     """
     widths = [column.kind.row_bytes for column in columns]
     row_bytes = sum(c.kind.row_bytes for c in columns if isinstance(c.kind, _DENSE))
@@ -60,7 +60,7 @@ def rows_in_flight(
     for index, lane in enumerate(deal.lanes):
         if not lane.length:
             continue
-        # The lanes are used up at one pace: half way through the epoch each is half way through its rows.
+        # All lanes are used up at the same pace: half way through the epoch, each has used half its rows.
         group = int(np.searchsorted(plan.group_starts, lane.start + lane.length // 2, side="right")) - 1
         start, stop = np.clip(plan.group_starts[group : group + 2] - lane.start, 0, lane.length).tolist()
         held += deal.count(index, stop) - deal.count(index, start)

@@ -1,12 +1,12 @@
-"""Stand-ins that let Petastorm run on the pyarrow and NumPy of today.
+"""Stand-ins that let Petastorm run on today's pyarrow and NumPy.
 
 Petastorm 0.12 and 0.13 are written against parts of pyarrow that versions 15 and 16 removed (the modules
 `pyarrow.filesystem` and `pyarrow.hdfs`, the legacy Parquet dataset and its pieces) and against two names that
 NumPy 2 removed. This file replaces as much of them as engine "petastorm" uses.
 
 Nobody else sees the stand-ins. The two modules are in `sys.modules` only while Petastorm is imported. All
-else is put into Petastorm's own modules and never into pyarrow or NumPy. There a dataset over `Files` is ours
-and every other is pyarrow's own, so that users of Petastorm itself keep what their pyarrow has.
+other stand-ins go into Petastorm's own modules, never into pyarrow or NumPy. There a dataset over `Files` is
+ours and every other dataset is pyarrow's, so that users of Petastorm itself keep what their pyarrow has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-# What Petastorm imports from the removed modules. It needs the names only for what the engine does not use.
+# The names that Petastorm imports from the removed modules. The engine uses none of the code behind them.
 _REMOVED = {"pyarrow.filesystem": "LocalFileSystem", "pyarrow.hdfs": "HadoopFileSystem"}
 _USE_PARQUET = ("petastorm.reader", "petastorm.arrow_reader_worker", "petastorm.etl.dataset_metadata")
 
@@ -32,7 +32,7 @@ _import_lock = threading.Lock()
 
 @contextmanager
 def petastorm_importable() -> Iterator[None]:
-    """Inside, Petastorm can be imported; afterwards, what was imported runs here."""
+    """Makes Petastorm importable inside the block, and leaves the imported modules able to run."""
     with _import_lock:
         missing = [name for name in _REMOVED if name not in sys.modules and find_spec(name) is None]
         try:
@@ -50,14 +50,14 @@ def petastorm_importable() -> Iterator[None]:
 
 
 class Files(ABC):
-    """What the engine gives Petastorm as its file system."""
+    """The file system that the engine gives Petastorm."""
 
     @abstractmethod
     def open(self, path: str) -> Any:
         """Opens a file for `pq.ParquetFile`."""
 
 
-class Piece:
+class DatasetPiece:
     """The part of `pq.ParquetDatasetPiece` that Petastorm uses: a file, or one row group of it."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Piece:
 
 
 class Dataset:
-    """The part of the legacy `pq.ParquetDataset` that Petastorm uses, over given files and nothing else."""
+    """The part of the legacy `pq.ParquetDataset` that Petastorm uses, over exactly the given files."""
 
     # There is no summary file, so Petastorm takes schema and row groups from the footers.
     metadata = common_metadata = None
@@ -83,7 +83,7 @@ class Dataset:
     def __init__(self, paths: Sequence[str], files: Files) -> None:
         self.paths = paths
         self.fs = files
-        self.pieces = [Piece(path, files.open) for path in paths]
+        self.pieces = [DatasetPiece(path, files.open) for path in paths]
 
 
 class _Parquet(ModuleType):
@@ -101,12 +101,12 @@ class _Parquet(ModuleType):
     @staticmethod
     def ParquetDatasetPiece(path: str, open_file_func: Any = None, **place: Any) -> Any:  # noqa: N802
         if isinstance(getattr(open_file_func, "__self__", None), Files):
-            return Piece(path, open_file_func, **place)
+            return DatasetPiece(path, open_file_func, **place)
         return pq.ParquetDatasetPiece(path, open_file_func=open_file_func, **place)
 
 
 class _NumPy(ModuleType):
-    """NumPy 2 with the two names of before, as Petastorm's schema sees it."""
+    """NumPy 2 with the two removed names, as Petastorm's schema sees it."""
 
     unicode_ = np.str_
     string_ = np.bytes_

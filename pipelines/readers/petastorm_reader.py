@@ -1,11 +1,11 @@
 """Reads row groups with Petastorm: its Reader, ventilator, thread pool and Arrow worker.
 
-Petastorm decides by itself what a shard reads and in which order, converts
-lists row by row, and loads files it finds in the folder. Here three of its own
-hooks are overridden instead: the choice of row groups (exactly those asked for,
-repeats included, from exactly the manifest's files), the worker's read (the
-table as it is, where the original copies it), and the results reader (hands the
-Arrow table on, so that its columns become the same arrays as for "arrow").
+On its own, Petastorm decides what a shard reads and in which order, converts
+lists row by row, and loads the files it finds in the folder. This module
+overrides three of its hooks: the choice of row groups now takes exactly those
+asked for, repeats included, from exactly the manifest's files; the worker's read
+keeps the table where the original copies it; and the results reader hands the
+Arrow table on, so that its columns become the same arrays as for "arrow".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ with petastorm_importable():
     from petastorm.workers_pool import EmptyResultError
     from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
 
-# Row groups that Petastorm holds in advance.
+# Number of row groups that Petastorm reads in advance.
 _READ_AHEAD = 4
 
 
@@ -57,7 +57,7 @@ class PetastormReader(ShardReader):
             traceback.clear_frames(closed.__traceback__)
             raise
         except Exception as error:
-            # The frames hold Petastorm's pool that reads the footers: its threads live as long.
+            # The frames hold the pool that reads the footers; its threads would live as long as they do.
             traceback.clear_frames(error.__traceback__)
             raise self._footer_error(error) from error
         try:
@@ -68,7 +68,7 @@ class PetastormReader(ShardReader):
             reader.join()
 
     def row_groups_of(self, index: int) -> int:
-        """Returns how many row groups the manifest says that the file of a row group has."""
+        """Returns how many row groups the file of a row group has, by the manifest."""
         return len(self._located[index][0].row_groups)
 
     def opened_files(self) -> Files:
@@ -86,9 +86,9 @@ class PetastormReader(ShardReader):
         return _RemoteFiles({storage.join(folder, file.path): opener(file) for file in self.manifest.files})
 
     def _footer_error(self, error: Exception) -> Exception:
-        """Petastorm reads all footers first and does not say over which file it stumbled."""
+        """Returns the error with the file's name: Petastorm reads all footers first and does not name it."""
         if not storage.is_local(self.manifest.uri) and may_pass(error):
-            return error  # the store's failure: it names the file, and to ask for all files is no help
+            return error  # the store's failure names the file, and asking for all files would not help
         try:
             self.manifest.verify_files()
         except ValueError as problem:
@@ -107,10 +107,10 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         super().__init__(
             reader.opened_files(),
             files,
-            # Petastorm takes names as regular expressions.
+            # Petastorm reads names as regular expressions.
             schema_fields=[f"^{re.escape(name)}$" for name in reader.stored_names],
             shuffle_row_groups=False,
-            # One worker: the order of the results is the order of the requests in every version.
+            # With one worker, results come in the order of the requests in every version.
             reader_pool=ThreadPool(1, results_queue_size=_READ_AHEAD),
             num_epochs=1,
             worker_class=_TableWorker,
@@ -132,7 +132,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
 
 
 class _LocalFiles(Files):
-    """Opens Arrow's own files: Petastorm never closes them, these close without a warning."""
+    """Opens Arrow's own files: Petastorm never closes its files, and these close without a warning."""
 
     def open(self, path: str) -> Any:
         return pa.memory_map(path)
@@ -161,7 +161,7 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
         except WorkerTerminationRequested:
             raise
         except Closed:
-            # The pool hands on nothing but an Exception; without one its consumer waits for ever.
+            # The pool hands on only an Exception; without one its consumer would wait for ever.
             self.publish_func(_ConsumerGone())
         except Exception as error:
             # The pool raises a published error in the consumer; an error that leaves this
@@ -170,14 +170,14 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
 
     def _read_with_shuffle_row_drop(self, piece: Any, pq_file: Any, column_names: Any, *args: Any) -> Any:
         if isinstance(self._filesystem, _RemoteFiles):
-            # Petastorm's own file asks the store for every column by itself.
+            # Petastorm's own file would send the store a request per column.
             source = self._filesystem.open(piece.path)
             pq_file = pq.ParquetFile(source, metadata=pq_file.metadata, pre_buffer=True)
         return pq_file.read_row_group(piece.row_group, columns=sorted(column_names), use_threads=False)
 
 
 class _ConsumerGone(Exception):  # noqa: N818
-    """Closed, on its way through Petastorm's pool."""
+    """Carries `Closed` through Petastorm's pool."""
 
 
 class _TableResults:
@@ -191,7 +191,7 @@ class _TableResults:
         except _ConsumerGone:
             raise Closed from None
         except EmptyResultError:
-            # Petastorm 0.13 looks first whether its workers are idle, then whether all work was handed
-            # out. When the last row group is handed out between the two it believes to be at the end,
-            # and would drop it. Asked again, all work has been handed out, and the answer is right.
+            # Petastorm 0.13 checks first whether its workers are idle, then whether all work was handed
+            # out. If the last row group is handed out between the two checks, it takes this for the end
+            # and would drop the row group. At the second call all work is out, and the answer is right.
             return workers_pool.get_results()

@@ -1,9 +1,10 @@
 """Runs an iterator ahead of its consumer in one thread.
 
 The thread never outlives the iterator: it ends with the source, with an error
-(raised where the consumer waits), or when the consumer closes early. What waits
-in such a thread asks `closed_check()`, taken in that thread, whether the wait is
-still of use: closing the outermost iterator also ends the ones it reads from.
+(raised where the consumer waits), or when the consumer closes early. Code that
+waits in such a thread asks the function from `closed_check()`, called in that
+thread, whether anybody still wants the result. So closing the outermost iterator
+also ends the iterators that it reads from.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _thread = threading.local()
 
 
 class Closed(BaseException):
-    """The consumer has gone: ends a wait in its favour. No Exception, for these are tried again."""
+    """Ends a wait because the consumer has gone. Not an Exception, because those are tried again."""
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns what tells whether the consumer of the calling thread's items has gone; None without one."""
+    """Returns a function that says whether the calling thread's consumer has gone; None without one."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
@@ -42,12 +43,12 @@ class _End:
 def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
     """Yields what `source` yields, with up to `depth` items made in advance.
 
-    The source is run, and closed if it is a generator, in a thread of its own that starts with the
-    first item asked for.
+    A separate thread runs the source, and closes it if it is a generator. The thread starts when the
+    first item is asked for.
 
     Args:
-        source: Used by the thread alone from now on.
-        depth: Items held at most, besides the one being made and the one being used.
+        source: The iterator; only the thread may use it from now on.
+        depth: Most items to hold, besides the one being made and the one being used.
     """
     assert depth >= 1, depth
     items: queue.Queue[T | _Failure | _End] = queue.Queue(maxsize=depth)
@@ -85,7 +86,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
             last = _Failure(error)
         try:
             if isinstance(source, Generator):
-                # In this thread: a generator can only be closed where it is not running.
+                # Closed in this thread, because a generator cannot be closed while another thread runs it.
                 source.close()
         except BaseException as error:
             last = _Failure(error)

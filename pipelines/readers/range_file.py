@@ -1,9 +1,9 @@
-"""A Parquet file in a store, read range by range: what Arrow asks for is what the store is asked for.
+"""A Parquet file in a store, read range by range: the store is asked for exactly what Arrow asks for.
 
-fsspec's own files read ahead by whole blocks (50 MiB on S3), which for a few
-columns of a row group fetches most of the file. They also ask for the size,
-which the manifest knows, and cannot be interrupted: a read that stalls would
-hold its thread until the store's own timeouts and retries have all passed.
+fsspec's own files read ahead by whole blocks (50 MiB on S3), so a few columns of
+a row group would fetch most of the file. They also ask for the size, which the
+manifest knows. And they cannot be interrupted: a stalled read would hold its
+thread until all of the store's own timeouts and retries have passed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.readers.prefetch import Closed
 
 READ_SECONDS = 180.0
-"""For one range, the retries of the store's client included: these can add up to half an hour."""
+"""Time limit for one range with all retries of the store's client, which could add up to half an hour."""
 
 _POLL_SECONDS = 0.05
-# Footers are read anew with every opening of a file; Arrow asks for the last 64 KiB first.
+# Every opening of a file reads its footer again; Arrow asks for the last 64 KiB first.
 _LARGEST_TAIL = 1 << 20
 _ALL_TAILS = 64 << 20
 
 
 class Tails:
-    """The ends of files that were read once, where Parquet has its footers. Shared by threads."""
+    """Cache of the ends of files, where Parquet has its footers. Threads may share it."""
 
     def __init__(self) -> None:
         self._tails: dict[str, bytes] = {}
@@ -37,11 +37,11 @@ class Tails:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> bytes:
-        """Returns the end of a file, as much as is known of it."""
+        """Returns the known end of a file; empty if nothing of it is known."""
         return self._tails.get(path, b"")
 
     def put(self, path: str, tail: bytes) -> None:
-        """Keeps a longer end of a file if it fits."""
+        """Keeps the end of a file if it is longer than the known one and fits."""
         with self._lock:
             more = len(tail) - len(self.get(path))
             if more > 0 and len(tail) <= _LARGEST_TAIL and self._num_bytes + more <= _ALL_TAILS:
@@ -50,18 +50,18 @@ class Tails:
 
 
 class RangeFile(io.RawIOBase):
-    """A file to read of which every `read` is one ranged request."""
+    """A read-only file that turns every `read` into one ranged request."""
 
     def __init__(
         self, uri: str, num_bytes: int, tails: Tails, closed: Callable[[], bool] | None = None
     ) -> None:
-        """Makes the file; nothing is asked for yet.
+        """Makes the file; sends no request yet.
 
         Args:
-            uri: Of the file.
-            num_bytes: Its size.
-            tails: Where the ends of files are kept.
-            closed: Asked while a read waits: true ends it.
+            uri: URI of the file.
+            num_bytes: Size of the file in bytes.
+            tails: Cache for the ends of files.
+            closed: Called while a read waits; True ends the wait.
         """
         self._uri = uri
         self._fs, self._path = storage.filesystem(uri)
@@ -84,7 +84,7 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position; costs nothing."""
+        """Moves the position; sends no request."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
         self._position = start + offset
         return self._position
@@ -93,8 +93,8 @@ class RangeFile(io.RawIOBase):
         """Returns bytes from the position on.
 
         Raises:
-            OSError: They cannot be had now; FileNotFoundError and PermissionError where trying again
-                is of no use.
+            OSError: The bytes cannot be read now; it is a FileNotFoundError or PermissionError if
+                trying again is of no use.
             Closed: The consumer has gone.
         """
         start = self._position
@@ -120,7 +120,7 @@ class RangeFile(io.RawIOBase):
         with storage.store_errors(f"bytes {start} to {stop} of {self._path.rpartition('/')[2]!r}"):
             data = self._read_range(start, stop)
             if len(data) != stop - start:
-                # To Arrow a short read is a damaged file, which is not read again.
+                # Arrow would take a short read for a damaged file, which is not read again.
                 raise OSError(f"{len(data)} bytes came")
         return data
 
@@ -133,7 +133,7 @@ class RangeFile(io.RawIOBase):
 
     def _read_range(self, start: int, stop: int) -> bytes:
         if not getattr(self._fs, "async_impl", False):
-            # HDFS and the like: one open file is cheaper than one a range, and nothing can interrupt it.
+            # HDFS and the like: one open file is cheaper than one per range; its reads cannot be interrupted.
             if self._file is None:
                 self._file = self._fs.open(self._path, "rb")
             self._file.seek(start)

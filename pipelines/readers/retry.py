@@ -1,6 +1,6 @@
-"""Which read errors pass, and how long to wait for that.
+"""Decides which read errors may pass by themselves, and how long to wait.
 
-The policy, for row groups in a store; local files are read once:
+The policy for row groups in a store (local files are read once):
 
 - The store's own client tries first (s3fs: botocore 5 times, most errors 5 times
   around that), within seconds and without a word. `range_file.READ_SECONDS`
@@ -10,18 +10,17 @@ The policy, for row groups in a store; local files are read once:
   are not read again, and none is handed on twice. A row group that is read
   resets the count: a long epoch may meet many interruptions.
 - Each further attempt is logged as a warning with its cause.
-- Errors that a second look does not change end the reading at once: what is
-  missing or forbidden, a request that the store calls invalid, data that
-  disagree with the manifest. The answer 503 (SlowDown), the errors 500,
-  connections that are refused, reset or silent, and bodies that end too early
-  are tried again.
+- Errors that another attempt cannot cure end the reading at once: a file that is
+  missing or forbidden, a request that the store calls invalid, data that disagree
+  with the manifest. The answers 503 (SlowDown) and 500, connections that are
+  refused, reset or silent, and bodies that end too early are tried again.
 - The last error reaches the consumer as one RuntimeError that names the file,
   the row group, the attempts, the cause and the remedy.
 - Closing the batches ends a wait, and a read that is under way.
 
-Small requests (sizes, listings, manifests) rest on the client's own attempts,
-except where a reader makes them for a row group. Writes do too: a task that
-fails is Spark's to run again.
+Small requests (sizes, listings, manifests) rely on the client's own attempts,
+except where a reader makes them for a row group. So do writes, because Spark
+runs a failed task again.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ FIRST_WAIT_SECONDS = 0.5
 
 _POLL_SECONDS = 0.05
 
-# A second look changes none of these. Arrow raises OSError for damaged files too: those are told
-# from a lost connection only by trying again.
+# Errors that no further attempt can cure. Arrow raises a bare OSError for damaged files too; only another
+# attempt tells them from a lost connection.
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -76,14 +75,14 @@ class Retries:
         self.attempts = 1
 
     def reset(self) -> None:
-        """Begins anew: a row group was read."""
+        """Starts the count again, after a row group was read."""
         self.attempts = 1
 
     def again(self, uri: str, error: Exception) -> bool:
-        """Waits and returns true, or returns false when it is not worth another attempt.
+        """Waits and returns True, or returns False at once if another attempt is of no use.
 
         Raises:
-            Closed: The consumer has gone meanwhile.
+            Closed: The consumer went away during the wait.
         """
         if storage.is_local(uri) or not may_pass(error) or self.attempts >= MAX_ATTEMPTS:
             return False
@@ -103,7 +102,7 @@ class Retries:
 
 
 def _wait(seconds: float) -> None:
-    """Waits as long as somebody wants what comes afterwards."""
+    """Waits, unless the consumer goes away meanwhile."""
     is_closed = closed_check()
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:

@@ -1,1 +1,1 @@
-"""Reusing shards: the cache of those written, and what decides that two plans give the same rows."""
+"""Reuses shards: a cache of written shards, and the rules by which two plans give the same rows."""

@@ -35,17 +35,17 @@ class Entry:
     """The content of an `entry.json`.
 
     Attributes:
-        key: SHA-256 of all that determines the rows.
-        run: Folder of the valid shards, inside the entry's folder.
-        refusal: Why these shards must not be reused; None if they may be.
-        created: When, in UTC, ISO 8601.
-        rows: Rows of all splits.
-        num_bytes: Bytes of all shards.
+        key: SHA-256 of everything that determines the rows, in hexadecimal.
+        run: Name of the folder of the valid shards, inside the entry's folder.
+        refusal: Reason why these shards must not be reused; None if they may be.
+        created: UTC time of the write, ISO 8601.
+        rows: Number of rows over all splits.
+        num_bytes: Size of all shards in bytes.
         columns: Names of the columns.
-        plan: The analysed plan.
-        plan_summary: Its operators, from the result down.
+        plan: The analysed plan as text.
+        plan_summary: Operators of the plan, from the result down.
         settings: Settings of `write_shards`, as text.
-        sources: What the rows were read from, as text.
+        sources: Source files of the rows, as text.
     """
 
     key: str
@@ -66,14 +66,14 @@ class CachedShards:
     """One entry of a cache.
 
     Attributes:
-        key: Its first digits are the folder's name, and what `remove_cached` takes.
-        uri: Folder of the shards, which `ShardManifest.load` takes; the entry's own if unfinished.
-        created: UTC time, ISO 8601; empty if unfinished.
-        rows: Rows of all splits.
-        num_bytes: Bytes that removing it frees.
+        key: Key of the entry; its first digits name the folder, and `remove_cached` takes them.
+        uri: Folder of the shards, which `ShardManifest.load` takes; the entry's folder if unfinished.
+        created: UTC time of the write, ISO 8601; empty if unfinished.
+        rows: Number of rows over all splits.
+        num_bytes: Number of bytes that removing the entry frees.
         columns: Names of the columns.
-        plan: The operators of its plan, or what is wrong with it.
-        is_reusable: Whether `cached_shards` may ever return it.
+        plan: Operators of the plan, or what is wrong with the entry.
+        is_reusable: Whether `cached_shards` may ever return these shards.
     """
 
     key: str
@@ -100,14 +100,14 @@ def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
 
     Args:
         root: The folder given to `cached_shards`.
-        key: The entry's key or the first digits of it; all entries if None. Files that are not of
+        key: The entry's key or its first digits; None removes all entries. Files that do not belong to
             this cache stay, also inside an entry's folder.
 
     Returns:
-        Bytes freed.
+        Number of bytes freed.
 
     Raises:
-        ValueError: No entry has such a key, or several have.
+        ValueError: No entry has this key, or several entries have it.
     """
     entries = list_cached(root)
     if key is not None:
@@ -122,7 +122,7 @@ def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
 
 
 def folder_of(root: str | os.PathLike[str], key: str) -> str:
-    """The folder of the entry with this key."""
+    """Returns the folder of the entry with this key."""
     return storage.join(storage.normalize(root), key[:KEY_DIGITS])
 
 
@@ -133,7 +133,7 @@ def begin(root: str | os.PathLike[str], key: str) -> str:
 
 
 def publish(root: str | os.PathLike[str], entry: Entry, manifest: ShardManifest) -> None:
-    """Commits an entry, whose shards are complete; an older one of the same key is replaced."""
+    """Commits an entry whose shards are complete; it replaces an older entry of the same key."""
     folder = folder_of(root, entry.key)
     complete = replace(
         entry,
@@ -142,13 +142,13 @@ def publish(root: str | os.PathLike[str], entry: Entry, manifest: ShardManifest)
         num_bytes=sum(file.num_bytes for file in manifest.files),
         columns=tuple(column.name for column in manifest.columns),
     )
-    # Again: a concurrent writer that failed may have cleaned up.
+    # The marker is written once more: a concurrent writer that failed may have removed it.
     storage.write_atomic(storage.join(folder, MARKER_NAME), entry.key.encode())
     storage.write_atomic(storage.join(folder, ENTRY_NAME), json.dumps(asdict(complete), indent=1).encode())
 
 
 def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
-    """Removes what a failed write left, and the folder where it held nothing else."""
+    """Removes the files of a failed write, and the folder if it is then empty."""
     folder = folder_of(root, key)
     storage.remove(storage.join(folder, run), recursive=True)
     if storage.list_names(folder) == [MARKER_NAME]:
@@ -156,7 +156,7 @@ def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
 
 
 def load_entry(folder: str) -> Entry | None:
-    """Returns the entry in a folder; None if there is none that can be read."""
+    """Returns the entry in a folder; None if it is missing or cannot be read."""
     try:
         entry = record(Entry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -207,8 +207,8 @@ def _bytes_below(uri: str) -> int:
 
 
 def _remove(folder: str) -> None:
-    # The commit first: a reader must not find an entry whose shards are half gone. The marker last:
-    # what an interrupted removal leaves is listed.
+    # The commit goes first, so that no reader finds an entry whose shards are half gone. The marker goes
+    # last, so that the rest of an interrupted removal is still listed.
     for name in sorted(filter(_is_ours, storage.list_names(folder)), key=_order_of_removal):
         storage.remove(storage.join(folder, name), recursive=True)
     storage.remove_if_empty(folder)

@@ -1,9 +1,10 @@
 """`cached_shards`: write the shards of a DataFrame, or return those that hold the same rows already.
 
-What makes the rows is hashed: the plan as Spark knows it within one application, the schema, the settings,
-the session's configuration, and the state of every source file. Never who the DataFrame is: `id(df)` of a
-new DataFrame may be that of an old one. Where Spark does not tell enough to exclude other rows, nothing is
-reused. The risk is one-sided: a write too many costs time, a reuse too many trains on the wrong data.
+The key is a hash over everything that determines the rows: the plan as Spark knows it within one application,
+the schema, the settings, the session's configuration, and the state of every source file. The DataFrame's
+identity is not part of it: a new DataFrame may have the `id(df)` of an old one. Where Spark does not tell
+enough to exclude other rows, nothing is reused. The risk is one-sided: a write too many costs time, a reuse
+too many trains on the wrong data.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ringspark.pipelines.writing.shards import write_shards
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Settings of the session that change how fast rows come, not which. All others count.
+# Session settings that change how fast rows come, not which rows. All others count.
 _ONLY_SPEED = re.compile(
     r"spark\.sql\.(?:shuffle|adaptive|warehouse|artifact|autoBroadcast|broadcast|codegen|execution\.arrow"
     r"|execution\.pyspark|files\.(?:max|min|open)|inMemoryColumnarStorage|ui|debug\.maxToStringFields"
@@ -41,13 +42,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where the rows come from, at one moment.
+    """The source of the rows at one moment.
 
     Attributes:
-        plan: What Spark tells of the plan.
-        files: The states of its source files.
-        key: A digest of all that makes the rows; None where they must not be reused.
-        refusal: Why not.
+        plan: What Spark tells about the plan.
+        files: States of the source files.
+        key: Digest of everything that determines the rows; None if they must not be reused.
+        refusal: Reason why the rows must not be reused; None if they may be.
     """
 
     plan: PlanFingerprint
@@ -57,23 +58,23 @@ class _Source:
 
 
 def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) -> ShardManifest:
-    """Returns shards of `df` from the cache in `root`; writes them where there are none. Runs on the driver.
+    """Returns shards of `df` from the cache in `root`; writes them if there are none. Runs on the driver.
 
-    The same plan over unchanged files, with the same settings, is written once in a Spark application:
-    another one cannot tell that the plan is the same. Rows that could come out differently the next time
-    (data in memory, random numbers, the clock, Python functions, tables without files) are written on
-    every call, and one logged line says why.
+    The same plan over unchanged files, with the same settings, is written once per Spark application;
+    another application cannot tell that the plan is the same. Rows that could come out differently the
+    next time (data in memory, random numbers, the clock, Python functions, tables without files) are
+    written on every call, and one logged line says why.
 
     Args:
-        df: As for `write_shards`.
+        df: A DataFrame that `write_shards` accepts.
         root: Folder of the cache, which driver and executors share. Other files in it are left alone.
         settings: Keywords of `write_shards`, without `overwrite`.
 
     Returns:
-        The manifest of shards that are complete; do not write to its folder.
+        The manifest of complete shards; do not write to their folder.
 
     Raises:
-        ValueError: As for `write_shards`; also for `overwrite`.
+        ValueError: `write_shards` would raise it, or `overwrite` was given.
     """
     if "overwrite" in settings:
         raise ValueError(
@@ -92,22 +93,22 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
 
 
 def rows_key(df: DataFrame, **settings: Any) -> str | None:
-    """A digest of all that makes the rows of `df`, for comparison with an earlier one.
+    """Returns a digest of everything that determines the rows of `df`, to compare with an earlier one.
 
-    Equal digests mean equal rows; different ones need not mean different rows, and in two applications
-    they always differ. Runs on the driver.
+    Equal digests mean equal rows; different digests need not mean different rows, and in two
+    applications they always differ. Runs on the driver.
 
     Args:
-        settings: What else decides which rows are meant.
+        settings: Other settings that decide which rows are meant.
 
     Returns:
-        None where Spark does not tell enough: see `cached_shards`.
+        The digest; None if Spark does not tell enough (see `cached_shards`).
     """
     return _source(df, settings).key
 
 
 def _find(root: str, key: str) -> ShardManifest | None:
-    """Returns the shards of this key if they are there and whole."""
+    """Returns the shards of this key if they exist and are undamaged."""
     folder = cache_entries.folder_of(root, key)
     stored = cache_entries.load_entry(folder)
     if stored is None or stored.key != key or stored.refusal is not None:
@@ -117,7 +118,7 @@ def _find(root: str, key: str) -> ShardManifest | None:
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
     except ValueError as error:
-        # Not removed: the fault may be this machine's, and another process may be reading them.
+        # The shards stay: the fault may lie with this machine, and another process may be reading them.
         _logger.warning("the cached shards in %r are damaged and written anew: %s", uri, error)
         return None
     return manifest
@@ -135,7 +136,7 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
                 refusal = "its source changed during the write"
                 _logger.warning("the source changed while the shards in %r were written; not reused", uri)
             elif (theirs := _find(root, key)) is not None:
-                # Another writer of the same rows was faster: one copy is enough.
+                # Another writer of the same rows was faster, and one copy is enough.
                 cache_entries.abandon(root, key, run)
                 return theirs
         entry = Entry(
@@ -168,7 +169,7 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
     described = _canonical(settings)
     refusal = None
     if not least <= total_bytes(files) <= most:
-        # Spark would read the files by the old listing: a file that grew, only up to its old size.
+        # Spark would read the files by the old listing, so a grown file only up to its old size.
         refusal = "its files are not those it was made from; build the DataFrame again"
     elif application is None:
         refusal = "the session has no application id, and its plan means nothing in another application"
@@ -181,14 +182,14 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
         "plan": [plan.semantic_hash, plan.text],
         "schema": df.schema.json(),
         "settings": described,
-        "session": _session(df.sparkSession),
+        "session": _session_settings(df.sparkSession),
         "files": files,
     }
     return _Source(plan=plan, files=files, key=_digest(parts))
 
 
-def _session(spark: SparkSession) -> dict[str, str]:
-    """What the session is set to, as far as it may change the rows; defaults are the application's."""
+def _session_settings(spark: SparkSession) -> dict[str, str]:
+    """Returns the session's settings that may change the rows; the defaults are the application's."""
     settings = {str(row[0]): str(row[1]) for row in spark.sql("SET").collect()}
     return {
         name: value
@@ -198,7 +199,7 @@ def _session(spark: SparkSession) -> dict[str, str]:
 
 
 def _canonical(value: Any) -> str:
-    """The repr of a value, with the keys of dictionaries and the members of sets in order."""
+    """Returns the repr of a value, with dictionary keys and set members in sorted order."""
     if isinstance(value, Mapping):
         items = sorted((repr(key), _canonical(item)) for key, item in value.items())
         return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}"

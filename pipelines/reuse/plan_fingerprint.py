@@ -1,8 +1,8 @@
-"""What Spark tells of a DataFrame's plan: which rows it yields, and whether they may be used again.
+"""Asks Spark about a DataFrame's plan: which rows it yields, and whether they may be used again.
 
-`df.semanticHash()` sees types and readers' options, which no text prints; it means something within one Spark
-application only. It is 32 bits wide, and `id > 3` and `id > -4` have the same one: so the plan's text counts
-beside it. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
+`df.semanticHash()` covers types and readers' options, which no text prints, but it has a meaning only within
+one Spark application. It is 32 bits wide, and `id > 3` and `id > -4` have the same hash, so the plan's text
+counts beside it. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringspark.pipelines.reuse.repeatable_functions import REPEATABLE_FUNCTIONS
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Explain cuts long lists of fields and long file schemas; a cut text tells two plans apart no more.
+# EXPLAIN cuts long lists of fields and long file schemas; a cut text no longer tells two plans apart.
 _UNCUT = {"spark.sql.debug.maxToStringFields": "1000000", "spark.sql.maxMetadataStringLength": "10000000"}
 _CUT = re.compile(r"\.\.\. \d+ more fields|more characters|\.\.\.,? |\.\.\.\)?$", re.MULTILINE)
 
@@ -32,7 +32,7 @@ _OPERATORS = frozenset(_NAMES.split())
 _FORMATS = frozenset({"parquet", "orc", "csv", "json"})
 
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[.*\] (\w+)$")
-# A nested column, `NOT (...)` or `IN (...)` has a space before its parenthesis, a call has none.
+# A call has no space before its parenthesis; a nested column, `NOT (...)` and `IN (...)` have one.
 _CALL = re.compile(r"([\w$>]+)\(")
 _SUBQUERY = re.compile(r"(?:subquery|exists|list)#\d+ \[")
 _PYTHON = re.compile(
@@ -50,14 +50,14 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFingerprint:
-    """What is known of a plan.
+    """What is known about a plan.
 
     Attributes:
         text: The analysed plan; expression ids are numbered by first appearance.
-        semantic_hash: Spark's own, within the application; None where the rows must not be reused.
-        size_range: Least and most bytes that Spark believes the source files to have: from the
-            listing the DataFrame was made with, rounded as Spark prints it.
-        refusal: Why rows of this plan must not be reused; None if they may be.
+        semantic_hash: Spark's hash, valid within the application; None if the rows must not be reused.
+        size_range: Least and most bytes that the source files have by the listing that the DataFrame was
+            made with; a range, because Spark prints the size rounded.
+        refusal: Reason why rows of this plan must not be reused; None if they may be.
     """
 
     text: str
@@ -67,13 +67,13 @@ class PlanFingerprint:
 
     @property
     def summary(self) -> str:
-        """The operators from the result down to the sources."""
+        """Names of the operators, from the result down to the sources."""
         names = [line.lstrip(" :+-").partition(" ")[0] for line in self.text.splitlines()]
         return " < ".join(names[:8]) + (" < ..." if len(names) > 8 else "")
 
 
 def fingerprint(df: DataFrame) -> PlanFingerprint:
-    """Returns what the plan of `df` tells. Runs no job."""
+    """Returns the fingerprint of the plan of `df`. Runs no job."""
     found = judge(*explain(df))
     return found if found.refusal is not None else replace(found, semantic_hash=df.semanticHash())
 
@@ -81,8 +81,8 @@ def fingerprint(df: DataFrame) -> PlanFingerprint:
 def explain(df: DataFrame) -> tuple[str, str]:
     """Returns Spark's EXPLAIN EXTENDED and EXPLAIN COST of `df`, uncut.
 
-    As a statement, not by `df.explain`: that one prints to the stdout of all threads, and shows a plan
-    made before the DataFrame was cached.
+    It runs a statement instead of `df.explain`, which prints to the stdout of all threads and shows a
+    plan made before the DataFrame was cached.
     """
     spark = df.sparkSession
     with _lock, _settings(spark):
@@ -94,7 +94,7 @@ def explain(df: DataFrame) -> tuple[str, str]:
 
 
 def judge(extended: str, cost: str) -> PlanFingerprint:
-    """Reads what `explain` returned."""
+    """Makes a fingerprint from the two texts that `explain` returned."""
     analysed, optimised, physical = (
         _section(extended, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
@@ -107,7 +107,7 @@ def judge(extended: str, cost: str) -> PlanFingerprint:
     refusal = _refusal(operators, f"{analysed}\n{optimised}\n{physical}", physical)
     num_relations = sum(operator.startswith("Relation ") for operator in operators)
     if refusal is None and num_relations > len(re.findall(r"\bRelation [\w.`-]*\[", optimised)):
-        # By metadata alone; then the files are not among `df.inputFiles()` either.
+        # Spark answers from metadata alone, and then `df.inputFiles()` leaves the files out too.
         refusal = "Spark answers a part of it without reading its files"
     if refusal is not None:
         return PlanFingerprint(text=text, refusal=refusal)
@@ -139,7 +139,7 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
             return f"it calls {unknown[0]!r}, which is not known to give the same result again"
         if _SPECIAL_DATE.search(operator) and re.search(r"date|time", operator, re.IGNORECASE):
             return "it may depend on today's date"
-    # Other tables have files that no scan lists (deletion vectors) or lists of their own.
+    # Other tables have files that no scan lists (deletion vectors), or their own lists of files.
     if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
         return f"it reads a table of its own kind ({sorted(others)[0]})"
     return None
@@ -151,7 +151,7 @@ def _section(text: str, title: str) -> str:
 
 
 def _without_view(lines: Sequence[str]) -> list[str]:
-    """Removes the Project, SubqueryAlias and View of `explain`'s own statement."""
+    """Removes the Project, SubqueryAlias and View that the statement of `explain` adds."""
     for number, line in enumerate(lines[:3]):
         if "View (" in line and _VIEW_OF_OURS.search(line):
             below = lines[number + 1 :]
@@ -161,11 +161,11 @@ def _without_view(lines: Sequence[str]) -> list[str]:
 
 
 def _renumber(lines: Sequence[str]) -> list[str]:
-    """Numbers expression ids, CTEs and lambda variables by first appearance; drops what changes no row."""
+    """Numbers expression ids, CTEs and lambda variables by first appearance; drops text without effect."""
     numbers: dict[tuple[bool, str], int] = {}
 
     def number(match: re.Match[str]) -> str:
-        # A CTE and its references have one number, which may be a column's as well.
+        # A CTE and its references share one number, which a column may have too.
         key = (match[1] == "#", match[2])
         return f"{match[1]}{numbers.setdefault(key, len(numbers))}"
 
@@ -173,13 +173,13 @@ def _renumber(lines: Sequence[str]) -> list[str]:
 
 
 def _plain(line: str) -> str:
-    # The names of lambda variables carry a counter of the process; a Range's splits are its layout.
+    # Names of lambda variables contain a counter of the process; the splits of a Range change no row.
     line = re.sub(r"\blambda (\w+?)_\d+#", r"lambda \1#", line)
     return re.sub(r"(\bRange \(.*), splits=\w+(?:\(\d+\))?\)", r"\1)", line)
 
 
 def _size_range(cost: str) -> tuple[float, float]:
-    """Bytes of all relations. The same size twice is taken for one table read twice."""
+    """Returns the bytes of all relations. Two relations of equal size are taken for one table read twice."""
     least = most = 0.0
     for number, unit in set(_STATISTICS.findall(cost)):
         rounding = 0.05 * _UNITS[unit] if unit else 0.0

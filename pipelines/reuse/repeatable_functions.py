@@ -1,6 +1,7 @@
-"""Spark's own functions whose result depends on their arguments alone, by the names that plans print.
+"""Spark's built-in functions whose result depends on their arguments alone, by the names that plans print.
 
-What is missing here is not trusted: the clock, randomness, partitions, users, and every function of a user.
+A function that is missing here is not trusted: it may depend on the clock, on randomness, on partitions or
+on the user, or a user may have written it.
 """
 
 _NAMES = """

@@ -1,7 +1,7 @@
-"""The state of source files: what changes whenever their content may have changed.
+"""The state of source files, which changes whenever their content may have changed.
 
-Always read anew. A file of equal size that was replaced shows in its time of change (local disks: in
-nanoseconds, of the data and of the inode), its checksum or its version, whichever the storage has.
+The state is read anew each time. A replaced file of equal size shows in its modification time (on local
+disks that of the data and of the inode, in nanoseconds), its checksum or its version, whichever there is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from ringspark.pipelines import storage
 
-# What object stores and HDFS call a content's identity or its time; `size` alone proves nothing.
+# The names that object stores and HDFS give to a content's identity or time; `size` alone proves nothing.
 _MARKS = (
     "etag", "checksum", "md5hash", "md5", "content_md5", "crc32c", "generation", "version_id", "versionid",
     "mtime", "modified", "last_modified", "lastmodified", "modification_time", "modificationtime", "updated",
@@ -29,20 +29,20 @@ def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
     """Returns (path, bytes, marks of its content) of every file, sorted by path. Runs on the driver.
 
     Args:
-        uris: As `df.inputFiles()` gives them, percent-encoded.
+        uris: Percent-encoded URIs, as `df.inputFiles()` gives them.
 
     Raises:
         OSError: A file is missing or cannot be reached.
-        ValueError: A file's storage tells nothing that changes with its content.
+        ValueError: A file's storage reports nothing that changes with the content.
     """
     return path_states(sorted({_decoded(uri) for uri in uris}))
 
 
 def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
-    """As `file_states`, of paths as they are, in their order."""
+    """Like `file_states`, but takes plain paths and keeps their order."""
     remote = [path for path in paths if not storage.is_local(path)]
     for scheme in {path.partition("://")[0]: path for path in remote}.values():
-        # fsspec caches listings; a file replaced a second ago must not show its old state.
+        # fsspec caches listings, which would show the old state of a file that was just replaced.
         storage.filesystem(scheme)[0].invalidate_cache()
     if not paths:
         return ()
@@ -51,7 +51,7 @@ def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
 
 
 def total_bytes(states: Sequence[FileState]) -> int:
-    """Bytes of all files."""
+    """Returns the size of all files together, in bytes."""
     return sum(size for _, size, _ in states)
 
 

@@ -1,1 +1,1 @@
-"""Writing shards: from a DataFrame to committed Parquet files and their manifest."""
+"""Writes shards: from a DataFrame to committed Parquet files and their manifest."""

@@ -1,7 +1,7 @@
-"""The commit of `write_shards`: before it the files of a write are nobody's, after it they are the data.
+"""The commit of `write_shards`: before it no reader sees the files of a write, after it they are the data.
 
-A write that fails removes its files. One that is killed cannot; what it leaves
-lies in a folder of its own, which a later write removes when it is a day old.
+A write that fails removes its files. A write that is killed cannot; it leaves
+its files in a separate folder, which a later write removes when it is a day old.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
 
 FOLDER_PREFIX = "_shards-"
-# What `storage.write_atomic` and `storage.check_writable` of a killed writer leave.
+# Temporary files that `storage.write_atomic` and `storage.check_writable` leave when their process is killed.
 _TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
-# A write that has not touched its folder for so long is taken for dead.
+# A writer that has not touched its folder for this long is taken for dead.
 _ABANDONED_SECONDS = 24 * 3600
 
 _logger = logging.getLogger(__name__)
 
 
 def previous_folders(uri: str, overwrite: bool) -> list[str]:
-    """Returns what holds the files of the shards that are in `uri` now."""
+    """Returns the folders that hold the files of the shards that are in `uri` now."""
     if not storage.exists(storage.join(uri, MANIFEST_NAME)):
         return []
     if not overwrite:
@@ -39,7 +39,7 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
     """Makes the shards visible, if the driver sees every file of them.
 
     Raises:
-        ValueError: It does not, or another writer was first.
+        ValueError: The driver does not see a file, or another writer was first.
         RuntimeError: The store failed.
     """
     seen: dict[str, set[str]] = {}
@@ -66,9 +66,9 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
 
 
 def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None:
-    """Removes what the commit has left without an owner: losing attempts, old shards, dead writers.
+    """Removes files that nobody needs after the commit: of losing attempts, old shards and dead writers.
 
-    Best effort: the commit stands, so a store that fails now is no error.
+    Best effort: the commit stands, so a failure of the store is no error now.
     """
     uri, keep = manifest.uri, {file.path for file in manifest.files}
     try:
@@ -84,7 +84,7 @@ def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None
 
 
 def discard(uri: str, folder: str, is_new: bool) -> None:
-    """Removes the files of a write that failed, unless its commit may have arrived all the same."""
+    """Removes the files of a failed write, unless its commit may have reached the store nevertheless."""
     try:
         if folder.encode() in storage.read_bytes(storage.join(uri, MANIFEST_NAME)):
             return
@@ -99,7 +99,7 @@ def discard(uri: str, folder: str, is_new: bool) -> None:
 
 
 def _is_abandoned(uri: str, name: str) -> bool:
-    """Whether another write's file, or every file in its folder, is too old for its writer to live."""
+    """Whether another write's file, or every file in its folder, is so old that its writer must be dead."""
     try:
         newest = storage.newest_change(storage.join(uri, name))
     except OSError:
@@ -108,7 +108,7 @@ def _is_abandoned(uri: str, name: str) -> bool:
 
 
 def _remove(uri: str, names: Sequence[str]) -> None:
-    """Removes files and folders, best effort: an error here must not hide another."""
+    """Removes files and folders. Best effort: an error here must not hide the first one."""
     for name in names:
         try:
             storage.remove(storage.join(uri, name), recursive=True)

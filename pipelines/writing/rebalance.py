@@ -1,10 +1,10 @@
-"""Even files out of uneven ones, after the write, without running the DataFrame's plan again.
+"""Makes even files from uneven ones after the write, without running the DataFrame's plan again.
 
-Tasks write what their partition holds, without a shuffle: that keeps
+Each task writes what its partition holds, without a shuffle. That keeps
 `write_shards` near the speed of Spark's own writer, and files follow the input's
-partitions. Where these are skewed, or many and tiny, or a number of files was
-asked for, the rows are copied once more from the shards themselves, in their
-order. The plan is never asked for a row twice.
+partitions. If these are skewed, or many and tiny, or the user asked for a number
+of files, the rows are copied once more from the shards, in their order. So the
+plan computes no row twice.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.writing.shard_writer import WritePlan
 
-# The largest file may hold so many times the rows of the average one.
+# The largest file may hold this many times the rows of the average file.
 MAX_SKEW = 1.5
-# More files than this per core, and smaller than this, are worth merging.
+# Files are worth merging if there are more of them per core, and they are smaller, than this.
 FILES_PER_CORE = 4
 SMALL_FILE_BYTES = 32 << 20
 
@@ -40,19 +40,19 @@ class Slice:
 
 @dataclass(frozen=True)
 class NewFile:
-    """One file to make, of these slices in this order."""
+    """One file to make from these slices, in this order."""
 
     split: Split
     slices: tuple[Slice, ...]
 
 
 def even_files(files: Sequence[ShardFile], num_files: int | None, cores: Callable[[], int]) -> list[NewFile]:
-    """Returns the files of one split to make from `files`, or none if they are even already.
+    """Returns the files to make from the files of one split; none if they are even already.
 
     Args:
-        files: Of one split, in reading order.
-        num_files: How many are wanted; None to leave it to their sizes.
-        cores: Asked only when files are many and small: it takes a Spark job.
+        files: The files of one split, in reading order.
+        num_files: How many files are wanted; None lets their sizes decide.
+        cores: Gives the number of cores; called only if files are many and small, as it takes a Spark job.
     """
     rows = sum(file.num_rows for file in files)
     if not files:
@@ -70,7 +70,7 @@ def even_files(files: Sequence[ShardFile], num_files: int | None, cores: Callabl
 
 
 def copy_files(plan: WritePlan, files: Sequence[NewFile], batches: Iterator[Any]) -> Iterator[Any]:
-    """Makes the files whose numbers the batches hold, and yields their entries. Runs in a Spark task."""
+    """Makes the files whose numbers are in the batches, and yields their entries. Runs in a Spark task."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             entry = _copy(plan, number, files[number])
@@ -106,7 +106,7 @@ def _copy(plan: WritePlan, number: int, file: NewFile) -> ShardFile:
 
 
 def _read(uri: str, part: Slice) -> Iterator[Any]:
-    """Yields the rows of a slice, a row group at a time."""
+    """Yields the rows of a slice, one row group at a time."""
     with storage.open_file(uri) as source:
         parquet = pq.ParquetFile(source)
         first = 0
@@ -119,7 +119,7 @@ def _read(uri: str, part: Slice) -> Iterator[Any]:
 
 
 def _same(column: Any, kind: Any) -> Any:
-    """Returns a column as one array of the type it is written with: Parquet names elements in its own way."""
+    """Returns a column as one array of its written type: Parquet renames the elements of lists."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)

@@ -1,4 +1,4 @@
-"""One Parquet file of shards being written: row groups cut to size, a digest taken on the way."""
+"""Writes one Parquet file of shards: cuts row groups to size and takes the digest on the way."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.spark_errors import named
 
 ROW_GROUP_BYTES = 4 << 20
-"""A reader holds up to about 100 row groups (see epoch_plan), decoded."""
+"""Target size of a row group; a reader holds about 100 decoded ones at most (see epoch_plan)."""
 
 MAX_ROW_GROUP_ROWS = 1 << 15
-"""Narrow rows: larger groups read no faster, and give many shards less to share."""
+"""Limit for narrow rows: larger row groups read no faster, and leave many shards less to share."""
 
 
 class ShardFileWriter:
-    """Buffers record batches of stored columns and writes them as row groups. Writes nothing for no rows."""
+    """Buffers record batches of stored columns and writes them as row groups. No rows make no file."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class ShardFileWriter:
         row_group_rows: int | None,
         compression: str,
     ) -> None:
-        """Makes a writer; the file is opened with its first row group.
+        """Makes a writer; the first row group opens the file.
 
         Args:
             uri: Folder of the manifest.
-            path: Name of the file below it.
-            columns: What batches hold, one Arrow array for each stored column.
-            row_group_rows: Rows of a row group; None to fill `ROW_GROUP_BYTES`.
-            compression: Parquet codec.
+            path: Path of the file, relative to that folder.
+            columns: The columns that batches hold, with one Arrow array for each stored column.
+            row_group_rows: Rows per row group; None fills `ROW_GROUP_BYTES`.
+            compression: Name of the Parquet codec.
         """
         self._path = path
         self._uri = storage.join(uri, path)
@@ -71,7 +71,7 @@ class ShardFileWriter:
                 self._flush(keep_remainder=True)
 
     def finish(self, split: Split) -> ShardFile | None:
-        """Closes the file and returns its entry for the manifest; None when no row came."""
+        """Closes the file and returns its entry for the manifest; None if no row came."""
         with self._named():
             if self._buffered_rows:
                 self._flush(keep_remainder=False)
@@ -121,7 +121,7 @@ class ShardFileWriter:
             start += group.num_rows
         rest = table.num_rows - start
         self._buffered_bytes = self._buffered_bytes * rest // table.num_rows
-        # At most the batch that came last is kept alive by these views.
+        # These views keep at most the last batch alive.
         self._buffer, self._buffered_rows = table.slice(start).to_batches() if rest else [], rest
 
     def _open(self, first_group: Any) -> None:
@@ -131,13 +131,13 @@ class ShardFileWriter:
             self._schema,
             compression=self._compression,
             use_dictionary=[field.name for field in self._schema if _repeats(first_group[field.name])],
-            # The manifest holds better ones.
+            # The manifest holds better statistics.
             write_statistics=False,
         )
 
 
 class _DigestFile:
-    """A file to write that counts and digests its bytes: no second read for the checksum."""
+    """A write-only file that counts and digests its bytes, so that the checksum needs no second read."""
 
     def __init__(self, file: IO[Any]) -> None:
         self._file = file
@@ -157,13 +157,13 @@ class _DigestFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; on an object store it appears now."""
+        """Closes the file; an object store shows it only now."""
         if not self.closed:
             self.closed = True
             self._file.close()
 
     def tell(self) -> int:
-        """Returns the bytes written."""
+        """Returns the number of bytes written."""
         return self.num_bytes
 
     def readable(self) -> bool:
@@ -180,7 +180,7 @@ class _DigestFile:
 
 
 def _bytes(values: Any) -> int:
-    """Returns the bytes of an Arrow array's values: the same for the same rows however they were cut."""
+    """Returns the size of an Arrow array's values in bytes; equal rows count alike, however they were cut."""
     if pa.types.is_binary(values.type):
         return int(values.nbytes)
     leaf = values.flatten() if is_list(values.type) else values
@@ -188,7 +188,7 @@ def _bytes(values: Any) -> int:
 
 
 def _repeats(column: Any) -> bool:
-    """Whether whole numbers repeat enough in a row group for a dictionary to pay."""
+    """Whether whole numbers repeat so often in a row group that a dictionary pays."""
     if not pa.types.is_integer(column.type):
         return False
     values = numbers(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column)

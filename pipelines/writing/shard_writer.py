@@ -1,10 +1,10 @@
 """The part of `write_shards` that runs inside a Spark task: Arrow batches to Parquet.
 
-Knows nothing of Spark. One call writes at most one file per split and returns
-one JSON report: the files it finished, the statistics of every column, and what
-was wrong. Each attempt of a task writes under a name of its own, so a retried
-or speculative attempt never touches another's file; the driver keeps the files
-of the attempt whose report it received.
+This code knows nothing of Spark. One call writes at most one file per split and
+returns one JSON report: the files it finished, the statistics of every column,
+and any problem. Each attempt of a task writes under a unique name, so a retried
+or speculative attempt never touches another attempt's file; the driver keeps the
+files of the attempt whose report it received.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ REPORT_SCHEMA = "report string"
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """What every task needs to know; travels from the driver with the function.
+    """The settings that every task needs; they travel from the driver with the function.
 
     Attributes:
         uri: Folder of the manifest.
-        folder: Folder of the files of this write, below `uri`.
-        columns: The columns in the order in which batches hold them, under any name.
-        handle_invalid: For every column what happens to its nulls.
-        splits: Whether batches have one more, last column: a row where it is true is for validation.
-        row_group_rows: Rows per row group; None to size them by bytes.
-        compression: Parquet codec.
+        folder: Folder of this write's files, below `uri`.
+        columns: The columns in the order of the batches, whose own column names do not matter.
+        handle_invalid: Treatment of nulls, one entry for each column.
+        splits: Whether batches end with one more column, which is true for validation rows.
+        row_group_rows: Rows per row group; None sizes row groups by bytes.
+        compression: Name of the Parquet codec.
     """
 
     uri: str
@@ -56,7 +56,7 @@ class WritePlan:
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
-        """The columns of the shards: behind each one whose nulls are kept, the mask of its nulls."""
+        """The columns of the shards; a column whose nulls are kept is followed by the mask of its nulls."""
         stored = []
         for column, handling in zip(self.columns, self.handle_invalid, strict=True):
             stored.append(column)
@@ -65,7 +65,7 @@ class WritePlan:
         return tuple(stored)
 
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
-        """Returns the writer of a file whose name no other attempt has."""
+        """Returns a writer for a file whose name no other attempt uses."""
         path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
         return ShardFileWriter(
             self.uri,
@@ -77,27 +77,27 @@ class WritePlan:
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
-    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark task."""
-    task = _Task(plan)
+    """Writes one partition and yields one record batch with its JSON report. Runs in a Spark writer."""
+    writer = _PartitionWriter(plan)
     try:
         for batch in batches:
             if batch.num_rows:
-                task.add(batch)
-        report = task.finish()
+                writer.add(batch)
+        report = writer.finish()
     except BaseException:
-        task.discard()
+        writer.discard()
         raise
     yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
 
 
-class _Task:
-    """What one task has seen and written so far."""
+class _PartitionWriter:
+    """Writes the rows of one task, and remembers what it has seen of them."""
 
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
         number = _partition_id()
         names = {column.name: index for index, column in enumerate(plan.stored_columns)}
-        # Of stored columns: the index of one whose nulls are kept -> the index of its mask.
+        # Index of a stored column whose nulls are kept -> index of its mask.
         self._masks = {
             names[column.name]: names[f"{column.name}.isnull"]
             for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
@@ -117,7 +117,7 @@ class _Task:
         self._nulls = [0] * len(plan.columns)
         self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
         self._problem: str | None = None
-        # Data that the driver will refuse: go on counting for its message, stop writing.
+        # Set when the driver will refuse the data: the task stops writing but counts on for the message.
         self._refused = False
 
     def add(self, batch: Any) -> None:
@@ -130,7 +130,7 @@ class _Task:
             keeps = self._plan.handle_invalid[index] == "keep"
             values, null, valid = columns[index], nulls[index], None
             if keeps:
-                # A row that is null has no shape; one that only holds a null has.
+                # A null row has no shape; a row that only holds a null has one.
                 if values.null_count:
                     valid = values.is_valid().to_numpy(zero_copy_only=False)
                 values = fill_nulls(values)
@@ -180,7 +180,7 @@ class _Task:
         """Drops the rows whose nulls are not kept.
 
         Returns:
-            The columns, for each a mask of the nulls left in it or None, and the validation mask.
+            The columns, a mask of the nulls left in each column or None, and the validation mask.
         """
         self._rows += batch.num_rows
         columns = list(batch.columns)
@@ -208,7 +208,7 @@ class _Task:
         return columns, nulls, chosen
 
     def _chosen(self, values: Any) -> Any:
-        # A null indicator is an error that the driver reports; until then the row goes to train.
+        # The driver reports null indicators as an error; until then their rows count as training rows.
         self._indicator_nulls += values.null_count
         present = numbers(values.drop_null())
         self._indicator.add(len(values), present)
@@ -222,7 +222,7 @@ class _Task:
         ):
             stored = measured = arrays[index]
             if (mask := self._masks.get(index)) is not None and pc.any(arrays[mask][0]).as_py():
-                # What fills a null is no value of the column.
+                # The fill value of a null is not a value of the column.
                 present = pc.invert(arrays[mask][0])
                 measured = [array.filter(present) for array in stored]
             collector.add(len(stored[0]), column.kind.measured(measured))
@@ -242,7 +242,7 @@ class _Task:
 def merge_shapes(
     left: tuple[Shape, Shape] | None, right: tuple[Shape, Shape] | None
 ) -> tuple[Shape, Shape] | None:
-    """Returns the smallest and largest of both in each dimension."""
+    """Returns the smallest and the largest shape of both pairs, dimension by dimension."""
     if left is None or right is None:
         return left or right
     return (

@@ -1,14 +1,15 @@
 """`write_shards`: a DataFrame becomes Parquet shards, in one pass, committed last.
 
-One pass matters twice. A plan that is not deterministic (`rand`, sampling, an
-unstable order) gives other rows each time it runs, so a split made by two
-writes can put a row on both sides or on neither; here each row is seen once and
-goes to exactly one file. And statistics and row counts come from the very rows
-that were written. Only the DataFrame API is used: Spark Connect works too.
+One pass matters for two reasons. A plan that is not deterministic (`rand`,
+sampling, an unstable order) gives other rows each time it runs, so a split made
+by two writes can put a row on both sides or on neither; here each row is seen
+once and goes to exactly one file. And statistics and row counts come from the
+very rows that were written. Only the DataFrame API is used, so Spark Connect
+works too.
 
-The files of a write lie in a folder of its own whose name starts with an
-underscore, which tools that read whole folders skip. Until the manifest names
-them they are nobody's; what a killed writer left is removed by a later one.
+Each write has its own folder, whose name starts with an underscore so that tools
+that read whole folders skip it. No reader sees the files until the manifest
+names them; a later write removes the files of a killed one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 
-# From here on float32 no longer holds every whole number.
+# From 2^24 on, float32 no longer holds every whole number.
 _FLOAT32_WHOLE = 1 << 24
 
 _logger = logging.getLogger(__name__)
@@ -71,12 +72,12 @@ def write_shards(
     """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
 
     Args:
-        df: Columns of numbers, booleans, dates, timestamps, arrays, ML vectors; strings and bytes with
-            a choice in `columns`.
-        uri: Folder that driver and executors share; anything fsspec reaches.
-        num_files: Files per split, of even rows. By default they follow the partitions of `df`, and
-            are evened out where these are skewed or many and tiny.
-        row_group_rows: Rows per row group. By default what fills 4 MiB, at most 32,768.
+        df: The rows. Its columns may be numbers, booleans, dates, timestamps, arrays and ML vectors;
+            strings and bytes need a choice in `columns`.
+        uri: Folder that driver and executors share, on any store that fsspec reaches.
+        num_files: Files per split, of even size. By default they follow the partitions of `df`, and are
+            evened out if those are skewed, or many and tiny.
+        row_group_rows: Rows per row group. By default as many as fill 4 MiB, at most 32,768.
         compression: One of `COMPRESSIONS`.
         columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
             `HashBuckets(n)` for strings, `Padded()` or `Ragged()` for arrays of varying length,
@@ -89,8 +90,8 @@ def write_shards(
         validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a
             hash of (seed, names, row): equal rows stay together, and a row keeps its split as data
             grows. To split a part once more, take another seed.
-        seed: For `validation_fraction`.
-        overwrite: Replace the shards in `uri`. Readers see the old ones until the new are complete.
+        seed: Seed of the hash of `validation_fraction`.
+        overwrite: Whether to replace shards in `uri`. Readers see the old ones until the new are complete.
 
     Returns:
         The committed manifest.
@@ -180,12 +181,12 @@ def _check_batch_names(plan: WritePlan) -> None:
 
 
 def _learn(df: DataFrame, column: Column) -> Column:
-    """Counts the strings of a vocabulary that the user left open; a job of its own."""
+    """Counts the strings for a vocabulary that the user left open, in a separate job."""
     from pyspark.sql import functions as F
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:
         return column
-    # Without its collation: ids are told apart byte by byte.
+    # The cast drops the collation, because strings with different bytes get different ids.
     source = F.col(quote(column.name)).cast("string")
     counted = df.where(source.isNotNull()).groupBy(source.alias("word")).agg(F.count("*").alias("rows"))
     if column.kind.min_count > 1:
@@ -197,14 +198,14 @@ def _learn(df: DataFrame, column: Column) -> Column:
 
 
 def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[_Report]:
-    """Runs the one job that writes; returns the reports of its tasks."""
+    """Runs the job that writes; returns the reports of its tasks."""
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
     expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
     if chosen is not None:
         expressions.append(chosen)
-    # Numbered names: Spark Connect takes a dot in a name of mapInArrow's input for a struct field.
+    # The columns get numbered names: Spark Connect takes a dot in mapInArrow's input for a struct field.
     selected = df.select([part.alias(f"c{index}") for index, part in enumerate(expressions)])
     rows = selected.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
     return [json.loads(row["report"]) for row in rows]
@@ -234,7 +235,7 @@ def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: 
 def _even(
     spark: SparkSession, plan: WritePlan, reports: Sequence[_Report], num_files: int | None
 ) -> list[ShardFile]:
-    """Returns the files to commit, in reading order; makes even ones where they are not."""
+    """Returns the files to commit, in reading order; evens them out first if necessary."""
     files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
     files.sort(key=lambda file: file.path)
     kept: list[ShardFile] = []
@@ -254,15 +255,15 @@ def _copy(spark: SparkSession, plan: WritePlan, files: list[NewFile]) -> list[Sh
 
 
 def _default_parallelism(spark: SparkSession) -> int:
-    """Returns the cores of the cluster, also through Spark Connect, which has no SparkContext."""
+    """Returns the number of the cluster's cores, also through Spark Connect, which has no SparkContext."""
     from pyspark.sql import functions as F
 
-    # spark.range uses the default parallelism, so its partitions can be counted: a job of milliseconds.
+    # spark.range uses the default parallelism, so a job of milliseconds can count its partitions.
     return max(1, spark.range(1 << 14).select(F.spark_partition_id()).distinct().count())
 
 
 def _manifest(plan: WritePlan, reports: Sequence[_Report], files: Sequence[ShardFile]) -> ShardManifest:
-    """Joins the reports of all tasks; ValueError if the data cannot be trained on."""
+    """Joins the reports of all tasks; raises ValueError if the data cannot be trained on."""
     names = [column.name for column in plan.stored_columns]
     nulls = {
         column.name: sum(report["nulls"][index] for report in reports)
@@ -304,7 +305,7 @@ def _manifest(plan: WritePlan, reports: Sequence[_Report], files: Sequence[Shard
 
 
 def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnStats]]) -> None:
-    """Says so where float32 may have merged whole numbers: ids do not belong into a float32 vector."""
+    """Warns if float32 may have merged whole numbers: ids do not belong into a float32 vector."""
     for column in plan.columns:
         if not isinstance(column.kind, Vector) or column.kind.dtype != "float32":
             continue

@@ -1,4 +1,4 @@
-"""Which rows are for validation: by an indicator column, or by a hash of the row."""
+"""Chooses the validation rows, by an indicator column or by a hash of the row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
 
-# Validation rows are told by this many of the hash's bits.
+# The hash is reduced to this many steps, of which a share is for validation.
 _FRACTION_STEPS = 1 << 30
 
 
@@ -47,7 +47,7 @@ def split_expression(
     if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
         raise ValueError(f"validation_fraction must be a number between 0 and 1, got {fraction!r}")
     check_seed("seed", seed)
-    # Sorted: a row keeps its split when a select names the columns in another order.
+    # Sorted, so that a row keeps its split when a select names the columns in another order.
     values = [
         canonical_vector(F.col(quote(name))) if is_vector(df.schema[name].dataType) else F.col(quote(name))
         for name in sorted(df.columns)

@@ -1,7 +1,6 @@
-"""Statistics of the columns, gathered batch by batch in the one pass that writes the data.
+"""Gathers the statistics of the columns batch by batch, in the one pass that writes the data.
 
-They are merged on the driver and stored in the manifest: what the files hold and what the manifest says
-cannot drift apart.
+The driver merges them and stores them in the manifest, so the files and the manifest cannot drift apart.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ import numpy.typing as npt
 
 from ringspark.pipelines.column_stats import ColumnStats
 
-Array = npt.NDArray[Any]
+NumpyArray = npt.NDArray[Any]
 
-# Elements summed at a time: they stay in the processor's cache, and rounding stays small.
+# Number of elements summed at a time: small enough for the processor's cache and for small rounding errors.
 _BLOCK = 1 << 16
 
 
 class StatsCollector:
-    """Statistics of one column, a batch at a time. Runs in a task that writes."""
+    """Gathers the statistics of one column, batch by batch. Runs in a task that writes."""
 
     def __init__(self, *, is_scalar: bool) -> None:
         self._is_scalar = is_scalar
         self._stats = ColumnStats()
 
-    def add(self, rows: int, numbers: Array) -> None:
+    def add(self, rows: int, numbers: NumpyArray) -> None:
         """Takes the numbers of `rows` rows."""
         counts, finite = _measure(numbers)
         if self._is_scalar and finite.dtype.kind == "f":
@@ -39,14 +38,14 @@ class StatsCollector:
         return self._stats
 
 
-def _measure(numbers: Array) -> tuple[dict[str, Any], Array]:
-    """Returns counts and moments, and the finite numbers among those given."""
+def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
+    """Returns counts and moments of the numbers, and the finite ones among them."""
     if len(numbers) == 0:
         return {}, numbers
     low, high = numbers.min(), numbers.max()
     counts: dict[str, Any] = {}
     if numbers.dtype.kind == "f" and not (math.isfinite(low) and math.isfinite(high)):
-        # Rare, so only now look at every element. A NaN makes both of them NaN.
+        # A NaN makes both NaN. This is rare, so only now is every element looked at.
         counts = {"nans": int(np.isnan(numbers).sum()), "infs": int(np.isinf(numbers).sum())}
         numbers = numbers[np.isfinite(numbers)]
         if len(numbers) == 0:
@@ -63,10 +62,10 @@ def _measure(numbers: Array) -> tuple[dict[str, Any], Array]:
     }, numbers
 
 
-def _moments(numbers: Array) -> tuple[float, float]:
-    """Returns mean and sum of squared deviations, in float64."""
+def _moments(numbers: NumpyArray) -> tuple[float, float]:
+    """Returns the mean and the sum of squared deviations, in float64."""
     count, mean, deviations = 0, 0.0, 0.0
-    # Squares of doubles beyond 1e150 overflow; such columns get an infinite deviation, without a warning.
+    # Squares of doubles beyond 1e150 overflow; such columns silently get an infinite deviation.
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(numbers), _BLOCK):
             block = numbers[start : start + _BLOCK].astype(np.float64)

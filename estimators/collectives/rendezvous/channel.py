@@ -1,10 +1,10 @@
-"""A connection between two members of one run: who is there is proved first, every message after it too.
+"""A connection between two members of one run: first both prove who they are, then every message is proved.
 
-Both ends know the 32-byte secret of the run. Each sends a random number, and each answers the other's by
-an HMAC-SHA256 over both numbers: nothing that was heard on another connection can be played again, and
-nothing but bytes of a fixed number is read from a peer that has not answered. From the numbers both derive
-a key, and every later message carries its own HMAC over a counter: what somebody on the network
-changes, drops, repeats or puts in between ends the connection. Nothing is encrypted.
+Both ends know the 32-byte secret of the run. Each sends a random number, and each answers the other's with
+an HMAC-SHA256 over both numbers. So nothing recorded on another connection can be replayed, and from a peer
+that has not answered only a fixed number of bytes is read. From the numbers both derive a key, and every
+later message carries its own HMAC over a counter. So the connection ends if somebody on the network changes,
+drops, repeats or inserts a message. Nothing is encrypted.
 
     server: MAGIC, 32 random bytes
     client: 32 random bytes, rank (4 bytes), HMAC(secret, "client" + all so far)
@@ -24,14 +24,14 @@ import time
 MAGIC = b"ringspark/rdv/1\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
-# Of both together; a member answers within milliseconds.
+# Time limit for the whole handshake; a member answers within milliseconds.
 HANDSHAKE_SECONDS = 5.0
-# A frame holds a few addresses of a few hundred bytes.
+# A frame normally holds a few addresses of a few hundred bytes.
 MAX_FRAME_BYTES = 16 << 20
 
 
 class ChannelError(OSError):
-    """The peer is no member of this run, or the connection was tampered with."""
+    """The peer is not a member of this run, or somebody tampered with the connection."""
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
@@ -39,7 +39,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Channel:
-    """One proved connection; `send` and `receive` carry whole messages. Not for several threads at once."""
+    """A proved connection; `send` and `receive` carry whole messages. One thread at a time may use it."""
 
     def __init__(self, connection: socket.socket, key: bytes, *, serves: bool) -> None:
         self._connection = connection
@@ -48,7 +48,12 @@ class Channel:
         self._sent = self._heard = 0
 
     def send(self, payload: bytes) -> None:
-        """Raises: OSError: The connection is gone. ValueError: The message is over `MAX_FRAME_BYTES`."""
+        """Sends one message.
+
+        Raises:
+            OSError: The connection is gone.
+            ValueError: The message is longer than `MAX_FRAME_BYTES`.
+        """
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a message may have {MAX_FRAME_BYTES} bytes, got {len(payload)}")
         length = struct.pack("!I", len(payload))
@@ -57,10 +62,10 @@ class Channel:
         self._connection.sendall(length + payload + mac)
 
     def receive(self) -> bytes:
-        """The next message.
+        """Returns the next message.
 
         Raises:
-            ChannelError: It is not what a member has sent.
+            ChannelError: The message is not one that a member sent.
             OSError: The connection is gone.
         """
         length = read_exactly(self._connection, 4)
@@ -76,10 +81,10 @@ class Channel:
 
 
 def prove_as_server(connection: socket.socket, secret: bytes) -> tuple[Channel, int]:
-    """Lets a client in that knows the secret; returns its channel and rank.
+    """Accepts a client that knows the secret; returns its channel and rank.
 
     Raises:
-        OSError: It does not, or said nothing in time.
+        OSError: The client does not know the secret, or did not answer in time.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     connection.settimeout(HANDSHAKE_SECONDS)
@@ -96,7 +101,7 @@ def prove_as_server(connection: socket.socket, secret: bytes) -> tuple[Channel, 
 
 
 def prove_as_client(connection: socket.socket, secret: bytes, rank: int) -> Channel:
-    """Proves to the server that this is a member, and has it prove the same.
+    """Proves to the server that this is a member, and makes the server prove the same.
 
     Raises:
         ChannelError: The server does not know the secret.
@@ -118,11 +123,11 @@ def prove_as_client(connection: socket.socket, secret: bytes, rank: int) -> Chan
 
 
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
-    """Reads that many bytes; ConnectionError where the peer ends before, TimeoutError past the deadline.
+    """Reads exactly `num_bytes`; raises ConnectionError at an early end, TimeoutError after the deadline.
 
     Args:
-        deadline: By `time.monotonic()`, for all of them together: a peer that sends a byte now and then
-            does not get more time.
+        deadline: Time on the clock of `time.monotonic()`. It is for all bytes together, so a peer that
+            sends a byte now and then gets no more time.
     """
     chunks, missing = [], num_bytes
     while missing:

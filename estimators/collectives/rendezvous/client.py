@@ -1,4 +1,4 @@
-"""A rank's side of the rendezvous: one connection, proved, for as long as the gang lives."""
+"""A rank's side of the rendezvous: one proved connection that lasts as long as the gang."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ringspark.estimators.collectives.rendezvous.channel import Channel, Channel
 from ringspark.estimators.collectives.rendezvous.server import DONE, MAX_WAIT_SECONDS, MISSING, pack
 from ringspark.estimators.collectives.traffic import Member
 
-# So many missing ranks are named.
+# The most missing ranks that an error names.
 _SHOWN = 8
 _ATTEMPT_SECONDS = 5.0
 
 
 class RendezvousClient:
-    """Connects to `address` and proves to be a member; all calls may come from several threads.
+    """Connects to `address` and proves to be a member; several threads may use it.
 
     Args:
-        member: This rank.
-        address: What `RendezvousServer.address` is.
-        secret: Of the run.
-        timeout_seconds: How long the server is tried for.
+        member: The place of this rank.
+        address: Address of the server, from `RendezvousServer.address`.
+        secret: Secret of the run.
+        timeout_seconds: How long to try to reach the server.
 
     Raises:
         CollectiveError: The server is out of reach, or does not know the secret.
@@ -39,7 +39,7 @@ class RendezvousClient:
         self._ask(b"set", key.encode(), value)
 
     def get(self, key: str) -> bytes | None:
-        """The value; None where there is none."""
+        """Returns the value of the key; None if it has none."""
         return self._ask(b"get", key.encode())
 
     def add(self, key: str, amount: int) -> int:
@@ -47,23 +47,23 @@ class RendezvousClient:
         return int(self._ask(b"add", key.encode(), str(amount).encode()) or 0)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets the key where its value is the expected one; returns the value that is there afterwards."""
+        """Sets the key if it has the expected value; returns the value that it has afterwards."""
         return self._ask(b"swap", key.encode(), expected, desired) or b""
 
     def delete(self, key: str) -> bool:
-        """Whether there was such a key."""
+        """Deletes the key; returns whether it existed."""
         return self._ask(b"delete", key.encode()) is not None
 
     def count(self) -> int:
         return int(self._ask(b"count") or 0)
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all keys are there within that time."""
+        """Waits for the keys; returns whether all of them exist within that time."""
         deadline = time.monotonic() + seconds
         names = [key.encode() for key in keys]
         while True:
             left = deadline - time.monotonic()
-            # In slices, so that other threads get their turn on the connection.
+            # Waits in slices, so that other threads get a turn on the connection.
             slice_ms = int(1000 * min(max(left, 0.0), MAX_WAIT_SECONDS / 10))
             if self._ask(b"wait", str(slice_ms).encode(), *names) is not None:
                 return True
@@ -74,7 +74,7 @@ class RendezvousClient:
         """Returns once every rank has called it with this name.
 
         Raises:
-            CollectiveError: Some have not within the time; names them.
+            CollectiveError: Some ranks have not called it in time; the message names them.
         """
         keys = [f"{name}/{rank}" for rank in range(self._member.size)]
         self.set(keys[self._member.rank], b"")
@@ -90,7 +90,7 @@ class RendezvousClient:
         self._connection.close()
 
     def _ask(self, *parts: bytes) -> bytes | None:
-        """The answer's value, None where the server has none."""
+        """Sends a request; returns the value of the answer, None if the server has none."""
         with self._lock:
             try:
                 self._channel.send(pack(*parts))
@@ -120,7 +120,7 @@ def _connected(
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 channel = prove_as_client(connection, secret, member.rank)
-                # Rank 0 may have been stopped: no rank waits for its answers for ever.
+                # Rank 0 may be stopped, and no rank should wait for its answers for ever.
                 connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
                 return connection, channel
             except OSError as error:
@@ -131,5 +131,5 @@ def _connected(
                 f"rank {member.rank} could not join the rendezvous at {address} within "
                 f"{timeout_seconds:g} s: {reason}"
             ) from reason
-        # A crowd of strangers may have pushed this connection out.
+        # Many strangers at once may have pushed this connection out.
         time.sleep(0.05)

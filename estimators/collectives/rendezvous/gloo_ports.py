@@ -1,12 +1,12 @@
 """Keeps strangers from the ports that Gloo opens while the ranks connect to each other.
 
-Gloo listens, takes whoever comes first for the peer that it waits for, and has no way to ask. Its sockets
-are this process's own, though: on Linux a socket can be given a filter that sees each packet before it. So,
-before a rank tells the others where it listens, packets from other machines than the members' are
-dropped, and when all have connected, packets from anywhere. Connections that stand have sockets of
-their own and go on.
+Gloo listens, takes the first connection for the peer that it waits for, and cannot check it. But its sockets
+belong to this process, and on Linux a socket can get a filter that sees each packet first. So before a rank
+tells the others where it listens, the filter drops packets from machines other than the members'. When all
+ranks have connected, it drops packets from everywhere. Established connections have their own sockets and
+go on.
 
-What stays open: to processes on the members' machines, for the milliseconds in which the ranks connect.
+One gap remains: processes on the members' machines can connect in the milliseconds in which the ranks do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _KEY = "machines"
 
 
 class PortGuard:
-    """Watches over the sockets that this process listens on from now on.
+    """Guards the sockets on which this process begins to listen from now on.
 
     Args:
-        addresses: IPv4 addresses of the members' machines; empty where they are not known.
+        addresses: IPv4 addresses of the members' machines; empty if they are not known.
     """
 
     def __init__(self, addresses: list[str]) -> None:
@@ -37,22 +37,22 @@ class PortGuard:
         self._guarded: set[int] = set()
 
     def restrict(self) -> None:
-        """To be called before anybody is told of a new port: leaves it to the members' machines."""
+        """Opens new ports to the members' machines only; call it before anybody learns of a new port."""
         new = own_sockets.listening().keys() - self._before - self._guarded
         if new and self._addresses:
             own_sockets.admit_only(new, self._addresses)
         self._guarded |= new
 
     def shut(self) -> None:
-        """To be called when all ranks are connected: nobody comes in any more."""
+        """Closes the ports to everybody; call it when all ranks are connected."""
         own_sockets.admit_only(own_sockets.listening().keys() - self._before, [])
 
 
 def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float) -> list[str]:
-    """The addresses that connections of members come from. Returns once every rank is here.
+    """Returns the addresses from which members connect, once every rank has called it.
 
-    Empty where that cannot be told: rank 0 has seen a member come from an address that is none of the
-    member's own, so that something on the way (a service mesh, address translation) changes them.
+    The list is empty if the addresses cannot be known: rank 0 saw a member come from an address that is
+    not the member's own, so something on the way (a service mesh, address translation) changes them.
     """
     client.set(f"addresses/{member.rank}", json.dumps(_own_addresses()).encode())
     client.meet("ready", timeout_seconds)
@@ -72,6 +72,6 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
 
 
 def _own_addresses() -> list[str]:
-    """Of all interfaces of this machine."""
+    """Returns the addresses of all interfaces of this machine."""
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     return [entry.address for entry in entries if entry.family == socket.AF_INET]

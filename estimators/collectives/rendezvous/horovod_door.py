@@ -1,8 +1,8 @@
-"""What Horovod's C++ meets in place of its HTTP key-value server: a door on loopback to the rendezvous.
+"""A door on loopback to the rendezvous, which replaces Horovod's HTTP key-value server.
 
-Horovod's client speaks plain HTTP without any proof. So each rank opens this door for its own process
-alone, while `hvd.init` runs and no longer: a connection is looked up among the sockets of this
-process before a byte of it is read, and what it asks for goes over the rank's proved connection.
+Horovod's C++ client speaks plain HTTP without any proof. So each rank opens this door for its own process
+only, and only while `hvd.init` runs. Before the door reads a byte of a connection, it checks that the
+connection starts at a socket of this process; the requests go over the rank's proved connection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringspark.estimators.collectives.rendezvous.channel import MAX_FRAME_BYTES
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
 
-# Horovod asks for a key every 10 ms until it is there; an answer that waits a little saves most of that.
+# Horovod asks for a key every 10 ms until it exists; an answer that waits a little saves most requests.
 _PATIENCE_SECONDS = 0.2
 _HOST = "127.0.0.1"
 
@@ -26,8 +26,8 @@ class HorovodDoor:
     """A context in which `address` and `port` answer Horovod's client in this process.
 
     Args:
-        client: What is asked for and said goes here.
-        addresses: Of the members' machines, see `PortGuard`.
+        client: The rank's connection to the rendezvous, which gets the requests.
+        addresses: Addresses of the members' machines, see `PortGuard`.
     """
 
     def __init__(self, client: RendezvousClient, addresses: list[str]) -> None:
@@ -50,22 +50,22 @@ class HorovodDoor:
 
 class _Server(ThreadingTCPServer):
     daemon_threads = True
-    # Not waited for at the end: one may be in the middle of its patience.
+    # The end does not wait for the threads, since one may still be waiting for a key.
     block_on_close = False
     request_queue_size = 16
 
     def __init__(self, client: RendezvousClient, addresses: list[str]) -> None:
         super().__init__((_HOST, 0), _Handler)
         self.client = client
-        # From here on: this door itself is no port of Gloo's.
+        # The guard starts here, after the door's own port was opened, which is not Gloo's.
         self.guard = PortGuard(addresses)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Before anything is read: other processes of this host are turned away."""
+        """Turns other processes of this host away before anything is read from them."""
         return own_sockets.is_ours(client_address, self.server_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client tries again by itself, and says what it could not get."""
+        """Does nothing: the client tries again by itself, and says what it could not get."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -84,13 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(413)
             return
         value = self.rfile.read(length)
-        # The value may be the addresses of ports that were opened a moment ago.
+        # The value may hold the addresses of ports that were opened a moment ago.
         self.server.guard.restrict()
         self.server.client.set(self.path, value)
         self._answer(200)
 
     def do_DELETE(self) -> None:
-        # Horovod's own server forgets its keys when all ranks have said so; this one ends with the gang.
+        # Horovod's own server drops its keys once all ranks have asked for it; this one ends with the gang.
         self._answer(200)
 
     def _answer(self, code: int, body: bytes = b"") -> None:
@@ -100,4 +100,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the console."""
+        """Does nothing: requests must not appear on the console."""

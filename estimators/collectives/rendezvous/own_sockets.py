@@ -1,4 +1,4 @@
-"""The sockets of this process, those that a C++ library has opened among them."""
+"""Finds and filters the sockets of this process, including those that a C++ library has opened."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
-# Linux: a classic BPF program on a socket, which sees each packet before the socket does.
+# On Linux, a classic BPF program attached to a socket sees each packet before the socket does.
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 # Offsets from here on count from the start of the IP header.
 _IP_HEADER = 0xFFF00000
-# A program has at most 4,096 lines, two for each address.
+# A program has at most 4,096 instructions, and each address takes two.
 _MAX_ADDRESSES = 2000
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process as a duplicate, closed when the next one is asked for."""
+    """Yields a duplicate of each TCP socket of this process; closes it when the next one is asked for."""
     for name in os.listdir("/dev/fd"):
-        # Another thread may close any of them meanwhile.
+        # Another thread may close any socket meanwhile.
         with suppress(OSError, ValueError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
@@ -34,7 +34,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def is_ours(local: Any, peer: Any) -> bool:
-    """Whether a connection from address `local` to `peer` starts at a socket of this process."""
+    """Whether a connection from the address `local` to the address `peer` starts in this process."""
     for found in _sockets():
         with suppress(OSError):
             if found.getsockname()[:2] == local[:2] and found.getpeername()[:2] == peer[:2]:
@@ -43,7 +43,7 @@ def is_ours(local: Any, peer: Any) -> bool:
 
 
 def listening() -> dict[int, tuple[Any, ...]]:
-    """Inode -> address of each socket that this process listens on."""
+    """Returns inode -> address of each socket on which this process listens."""
     result = {}
     for found in _sockets():
         with suppress(OSError):
@@ -53,12 +53,12 @@ def listening() -> dict[int, tuple[Any, ...]]:
 
 
 def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
-    """Lets only these IPv4 addresses connect from now on to the listening sockets `inodes`; none: nobody.
+    """Lets only these IPv4 addresses connect to the listening sockets `inodes`; without addresses, nobody.
 
-    The sockets are not closed: their owner, a library's thread, waits for events on them and fails or spins
-    when they are closed under it. Instead a filter drops the packets of all others. Connections that were
-    accepted do not notice. Only on Linux, and with addresses only for IPv4 sockets; elsewhere nothing
-    happens.
+    It does not close the sockets: their user, a library's thread, waits for events on them, and fails or
+    spins if they are closed meanwhile. Instead a filter drops the packets of all others. Accepted
+    connections are not affected. It works only on Linux, and with addresses only for IPv4 sockets;
+    elsewhere it does nothing.
     """
     if not sys.platform.startswith("linux") or len(addresses) > _MAX_ADDRESSES:
         return
@@ -73,7 +73,7 @@ def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
 
 
 def _program(addresses: Collection[str]) -> bytes:
-    """Classic BPF: passes a packet whose source is one of the addresses."""
+    """Makes a classic BPF program that passes a packet if its source is one of the addresses."""
     lines = [struct.pack("=HBBI", _LOAD_WORD, 0, 0, _IP_HEADER + 12)] if addresses else []
     for address in addresses:
         (number,) = struct.unpack("!I", socket.inet_aton(address))

@@ -1,9 +1,9 @@
-"""Proof that the libraries' own data connections lead to members of the run.
+"""Proves that the libraries' own data connections lead to members of the run.
 
-Gloo takes the first connection that comes to its port while the ranks connect, and asks nobody who he is.
-So, before anything else is sent, each rank gives each other one an HMAC-SHA256 over a number of this gang
-and the two ranks, through the library itself: a stranger in the place of a rank cannot. What is sent
-later carries no mark: who can change packets on the way can change gradients.
+While the ranks connect, Gloo takes the first connection to its port and does not check who it is. So before
+anything else, each rank sends each other rank an HMAC-SHA256 over a random number of this gang and the two
+ranks, through the library itself; a stranger in the place of a rank cannot make it. Later messages carry no
+mark: somebody who can change packets on the way can change gradients.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.traffic import Member
 
 PROOF_BYTES = 32
-# Connected members need milliseconds; a stranger may say nothing at all.
+# Time limit: connected members need milliseconds, but a stranger may send nothing at all.
 PROOF_SECONDS = 60.0
 _KEY = "nonce"
 
 
 def shared_nonce(client: RendezvousClient, member: Member, timeout_seconds: float) -> bytes:
-    """A random number of this gang, from rank 0. Returns once every rank is here."""
+    """Returns a random number of this gang, made by rank 0, once every rank has called it."""
     if member.rank == 0:
         client.set(_KEY, os.urandom(PROOF_BYTES))
     client.meet("connected", timeout_seconds)
     nonce = client.get(_KEY)
-    assert nonce is not None  # rank 0 has set it before it came
+    assert nonce is not None  # rank 0 set it before it met the others
     return nonce
 
 
 def proofs_for(member: Member, nonce: bytes, secret: bytes) -> bytes:
-    """What this rank sends: `PROOF_BYTES` for each rank, in their order."""
+    """Returns the proofs that this rank sends: `PROOF_BYTES` for each rank, in rank order."""
     return b"".join(_proof(member.rank, other, nonce, secret) for other in range(member.size))
 
 
 def check_proofs(member: Member, nonce: bytes, secret: bytes, received: bytes) -> None:
-    """Args: received: `PROOF_BYTES` of each rank, in their order.
+    """Checks the proofs of all ranks.
+
+    Args:
+        received: `PROOF_BYTES` from each rank, in rank order.
 
     Raises:
-        CollectiveError: One is not a member's; names the rank whose place somebody has taken.
+        CollectiveError: A proof is not a member's; the message names the rank whose place somebody took.
     """
     for other in range(member.size):
         proof = received[PROOF_BYTES * other : PROOF_BYTES * (other + 1)]

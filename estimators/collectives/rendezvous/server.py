@@ -1,9 +1,9 @@
 """The meeting point of a gang: a key-value server in rank 0's process, for members only.
 
-Horovod's own is plain HTTP and torch's `TCPStore` has no authentication either: whoever reaches the port
-can read and write the addresses that the ranks exchange. Here a peer proves that it knows the run's secret
-before anything is read from it (see `channel`). The server is bound to the member's own address, and its
-port is closed as soon as every rank has come: what it goes on serving are their connections.
+Horovod's own server is plain HTTP, and torch's `TCPStore` has no authentication either: whoever reaches the
+port can read and write the addresses that the ranks exchange. Here a peer proves that it knows the run's
+secret before anything is read from it (see `channel`). The server is bound to the member's own address, and
+its port is closed as soon as every rank has come; after that it serves only their connections.
 
 Messages are packed byte strings (see `pack`); nothing is unpickled.
 """
@@ -19,28 +19,28 @@ from contextlib import contextmanager, suppress
 
 from ringspark.estimators.collectives.rendezvous.channel import Channel, prove_as_server
 
-# Peers that have not yet proved themselves, at a time. One more pushes out the oldest of them.
+# The most peers at a time that have not yet proved themselves. One more pushes out the oldest of them.
 MAX_UNPROVED = 64
-# A request waits at most this long at the server; the client asks again. Seconds.
+# The longest time, in seconds, that a request waits at the server; then the client asks again.
 MAX_WAIT_SECONDS = 1.0
 MAX_STORED_BYTES = 64 << 20
 
-# Key of the address that rank 0 saw a rank come from, before the rank.
+# Prefix, before the rank's number, of the key for the address from which rank 0 saw the rank come.
 SEEN = "seen/"
 
 DONE, MISSING, REFUSED = b"\x00", b"\x01", b"\x02"
 
 
 def pack(*parts: bytes) -> bytes:
-    """Byte strings behind one another, each with its length before it."""
+    """Joins byte strings end to end, each after its length."""
     return b"".join(struct.pack("!I", len(part)) + part for part in parts)
 
 
 def unpack(message: bytes) -> list[bytes]:
-    """What `pack` was given.
+    """Returns the byte strings that `pack` joined.
 
     Raises:
-        ValueError: The message was not packed by it.
+        ValueError: The message was not made by `pack`.
     """
     parts, at = [], 0
     while at < len(message):
@@ -56,7 +56,7 @@ def unpack(message: bytes) -> list[bytes]:
 
 
 class KeyValues:
-    """The keys of one run, with waiting; for several threads."""
+    """The keys and values of one run; threads may share it and wait for keys."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -64,10 +64,10 @@ class KeyValues:
         self._changed = threading.Condition()
 
     def answer(self, message: bytes) -> bytes:
-        """Runs one request: its name, then its arguments.
+        """Runs one request, which is its name and then its arguments.
 
         Raises:
-            ValueError: It is no request.
+            ValueError: The message is not a request.
         """
         name, *args = unpack(message) or [b""]
         known = {b"set": 2, b"get": 1, b"add": 2, b"swap": 3, b"delete": 1, b"count": 0}
@@ -91,7 +91,7 @@ class KeyValues:
             if name == b"swap":
                 key, expected, desired = args
                 found = self._values.get(key)
-                # As torch's stores: a missing key is taken where nothing is expected of it.
+                # As in torch's stores, an empty expected value also matches a missing key.
                 if found == expected or (found is None and not expected):
                     return self._set(key, desired)
                 return DONE + (expected if found is None else found)
@@ -117,9 +117,9 @@ class RendezvousServer:
     """Serves until `close`; the port itself is closed once ranks 0 to `size - 1` have come.
 
     Args:
-        host: The address to bind to, that of the member which opens the rendezvous.
-        size: Ranks of the gang.
-        secret: Of the run.
+        host: The address to bind to: that of the member which opens the rendezvous.
+        size: Number of ranks in the gang.
+        secret: Secret of the run.
     """
 
     def __init__(self, host: str, size: int, secret: bytes) -> None:
@@ -135,7 +135,7 @@ class RendezvousServer:
         self._listener.bind(where)
         self._listener.listen(size + MAX_UNPROVED)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        # Its end wakes the accepting thread, which a close of the listener alone would not.
+        # The timeout wakes the accepting thread; closing the listener alone would not.
         self._listener.settimeout(0.5)
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="ringspark-rendezvous", daemon=True)
@@ -156,7 +156,7 @@ class RendezvousServer:
             thread.join(timeout=5)
 
     def _close_port(self) -> None:
-        # Wakes an accept that is under way; where it does not, its timeout does.
+        # This wakes an accept that is under way; if it does not, the listener's timeout will.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -173,7 +173,7 @@ class RendezvousServer:
             except OSError:
                 if self._listener.fileno() < 0:
                     break
-                # Out of descriptors, or a connection that broke while it waited: the next may do.
+                # No descriptors are left, or a connection broke while it waited; the next may succeed.
                 time.sleep(0.01)
                 continue
             self._begin(connection)
@@ -185,7 +185,7 @@ class RendezvousServer:
                 _end(connection)
                 return
             if len(self._unproved) >= MAX_UNPROVED:
-                # The oldest rather than this one: a member needs milliseconds, who holds a place does not.
+                # The oldest goes instead of this one: a member needs milliseconds, an old one is a stranger.
                 _end(next(iter(self._unproved)), forget=self._unproved)
             self._unproved[connection] = None
             thread = threading.Thread(
@@ -195,8 +195,8 @@ class RendezvousServer:
         thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """One peer, from its proof to its end."""
-        # Whatever a peer does ends its own connection and nothing else.
+        """Serves one peer, from its proof to the end of its connection."""
+        # Whatever a peer does, it can end only its own connection.
         with self._counted(), suppress(OSError, ValueError), connection:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -12,7 +12,7 @@ from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
 
 
 class MemberStore(Store):
-    """In place of `TCPStore`, whose port takes orders from anybody. Called by torch's C++ too."""
+    """Replaces `TCPStore`, whose port obeys anybody. torch's C++ code calls it too."""
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class MemberStore(Store):
         self._seconds = timeout_seconds
 
     def set(self, key: str, value: str | bytes) -> None:
-        # The value may be the address of a port that was opened a moment ago.
+        # The value may hold the address of a port that was opened a moment ago.
         self._guard.restrict()
         self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
@@ -62,5 +62,5 @@ class MemberStore(Store):
         self._seconds = timeout.total_seconds()
 
     def clone(self) -> MemberStore:
-        """The same connection: the server takes one of each rank."""
+        """Returns this same store, because the server accepts one connection per rank."""
         return MemberStore(self._client, self._guard, self._seconds)

@@ -18,9 +18,9 @@ import pytest
 from waiting import wait_for
 
 from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
-from ringspark.estimators.launch.hang_detector import START_SECONDS, Watch
+from ringspark.estimators.launch.hang_detector import START_SECONDS, HangDetector
 from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, beat_uri, read_beats
-from ringspark.estimators.launch.monitor import Overseer
+from ringspark.estimators.launch.monitor import Monitor
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.training.phase import Status
@@ -46,11 +46,11 @@ def _stopped(second: int) -> Beat:
     return _beat(1, beats=min(second, 30) // 5, ticks=min(second, 30))
 
 
-def _play(watch: Watch, seconds: int, script: Any) -> tuple[float, Any] | None:
-    """Shows the beats of `script(second)` each second; when and whom the watch blames."""
+def _play(detector: HangDetector, seconds: int, script: Any) -> tuple[float, Any] | None:
+    """Shows the beats of `script(second)` each second; when and whom the detector blames."""
     for now in range(seconds):
-        watch.look(script(now), float(now))
-        hung = watch.hung(float(now))
+        detector.look(script(now), float(now))
+        hung = detector.hung(float(now))
         if hung is not None:
             return float(now), hung
     return None
@@ -58,7 +58,7 @@ def _play(watch: Watch, seconds: int, script: Any) -> tuple[float, Any] | None:
 
 def test_ranks_that_beat_and_tick_do_not_hang() -> None:
     assert (
-        _play(Watch(2, TIMEOUT), 200, lambda s: [_beat(r, beats=s // 5, ticks=s // 3) for r in (0, 1)])
+        _play(HangDetector(2, TIMEOUT), 200, lambda s: [_beat(r, beats=s // 5, ticks=s // 3) for r in (0, 1)])
         is None
     )
 
@@ -67,7 +67,7 @@ def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
     def script(second: int) -> list[Beat]:
         return [_beat(0, beats=second // 5, ticks=min(second, 31)), _stopped(second)]
 
-    when, hung = _play(Watch(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
     assert (hung.rank, hung.beat.host) == (1, "host1")
     assert "no sign of life" in hung.reason
     assert when <= 30 + TIMEOUT + 1
@@ -78,7 +78,7 @@ def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner() -> None:
         failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
         return [failed if second > 32 else _beat(0, beats=second // 5, ticks=second), _stopped(second)]
 
-    when, hung = _play(Watch(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
     assert hung.rank == 1
     assert when < 30 + TIMEOUT
 
@@ -87,7 +87,7 @@ def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> 
     def script(second: int) -> list[Beat]:
         return [_beat(r, beats=second // 5, ticks=min(second, 40 - (r == 2))) for r in range(3)]
 
-    when, hung = _play(Watch(3, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(HangDetector(3, TIMEOUT), 200, script)  # type: ignore[misc]
     assert hung.rank == 2
     assert "no progress" in hung.reason
     # Those that wait get the time to end by their own timeout.
@@ -95,10 +95,10 @@ def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> 
 
 
 def test_a_rank_that_never_started_is_blamed() -> None:
-    when, hung = _play(Watch(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
+    when, hung = _play(HangDetector(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
     assert (hung.rank, hung.beat, when) == (1, None, START_SECONDS)
     longer = 2 * START_SECONDS
-    when, hung = _play(Watch(2, longer), 200, lambda s: [_beat(0, beats=s // 5)])  # type: ignore[misc]
+    when, hung = _play(HangDetector(2, longer), 200, lambda s: [_beat(0, beats=s // 5)])  # type: ignore[misc]
     assert (hung.rank, hung.beat, when) == (1, None, longer)
 
 
@@ -107,17 +107,17 @@ def test_those_that_wait_for_one_that_starts_late_do_not_hang() -> None:
         late = [_beat(1, beats=second // 5, ticks=min(second, 60))] if second > 50 else []
         return [_beat(0, beats=second // 5, ticks=max(1, min(second, 60) - 50)), *late]
 
-    when, hung = _play(Watch(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
     # Not before both have stood still for that long.
     assert when > 60 + TIMEOUT
     assert "no progress" in hung.reason
 
 
 def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
-    watch = Watch(1, TIMEOUT)
-    watch.look([_beat(0)], 0.0)
-    watch.look([_beat(0)], 1000.0)
-    assert watch.hung(1000.0) is None
+    detector = HangDetector(1, TIMEOUT)
+    detector.look([_beat(0)], 0.0)
+    detector.look([_beat(0)], 1000.0)
+    assert detector.hung(1000.0) is None
 
 
 @contextmanager
@@ -136,20 +136,20 @@ def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path: Pa
     storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
     cancelled = threading.Event()
     job: Any = SimpleNamespace(cancel=cancelled.set)
-    with Overseer(pulse, 1, job, lambda: 1) as overseer:
+    with Monitor(pulse, 1, job, lambda: 1) as monitor:
         with _no_file_can_be_written():
             assert not cancelled.wait(4)
         wait_for("the verdict", cancelled.is_set)
-    assert overseer.verdict is not None
-    assert "no sign of life" in overseer.verdict.sentence
+    assert monitor.verdict is not None
+    assert "no sign of life" in monitor.verdict.sentence
 
 
 def test_nobody_works_while_all_are_done_or_silent() -> None:
-    watch = Watch(2, TIMEOUT)
-    assert watch.nobody_works(0.0)
-    watch.look([_beat(0), _beat(1, ended=True)], 0.0)
-    assert not watch.nobody_works(1.0)
-    assert watch.nobody_works(12.0)
+    detector = HangDetector(2, TIMEOUT)
+    assert detector.nobody_works(0.0)
+    detector.look([_beat(0), _beat(1, ended=True)], 0.0)
+    assert not detector.nobody_works(1.0)
+    assert detector.nobody_works(12.0)
 
 
 def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
