@@ -7,7 +7,7 @@ import warnings
 
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
-from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

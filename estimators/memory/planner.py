@@ -9,8 +9,8 @@ from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.report import MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sharing import communication_bytes
-from ringspark.estimators.memory.sizes import show_bytes
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton

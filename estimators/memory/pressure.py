@@ -25,7 +25,7 @@ from ringspark.estimators.memory.available import Available, of_machine, of_proc
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
-from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers.demand import rows_in_flight
