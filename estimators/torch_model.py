@@ -20,7 +20,6 @@ from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
-    check_forward,
     find,
     model_inputs,
     source_columns,
@@ -161,14 +160,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _bind(self, schema: StructType, is_case_sensitive: bool = False) -> list[BoundInput]:
         """The model's inputs met with a schema."""
         self._trained()  # refuses a model that was never fitted
-        names = self.inputColumns()
-        if not self._inputs:
-            # Of format 1, which did not keep them.
-            model = self.getModel()
-            check_forward(build_skeleton(model) if isinstance(model, ModelSpec) else model, names)
-        inputs = self._inputs or model_inputs((), names)
-        fields = source_columns(inputs, names, schema, is_case_sensitive)
-        return [bind(item, field) for item, field in zip(inputs, fields, strict=True)]
+        fields = source_columns(self._inputs, self.inputColumns(), schema, is_case_sensitive)
+        return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 
     def _check_free(self, schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
         """Refuses to write over a column, in the words of Spark's own stages, and two columns of one name."""
@@ -209,7 +202,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _set_trained(
         self: M,
         weights_uri: str,
-        output_shapes: int | Sequence[Shape] | None,
+        output_shapes: Sequence[Shape],
         summary: TrainingSummary | None,
         *,
         columns: Sequence[ShardColumn] = (),
@@ -219,18 +212,15 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         Args:
             weights_uri: Folder of the checkpoint.
-            output_shapes: Of a row, for each output. In place of the list: the width of the one
-                output, None where it has no second dimension.
+            output_shapes: Of a row, for each output.
             summary: Of the training.
-            columns: All columns of the shards.
-            input_columns: The model's inputs by their names in the shards.
+            columns: All columns of the shards; without them, inputs take any numbers.
+            input_columns: The model's inputs by their names in the shards; its own if left out.
         """
-        if output_shapes is None or isinstance(output_shapes, int):
-            output_shapes = [()] if output_shapes is None else [(output_shapes,)]
         self._weights = HeldWeights(weights_uri)
         # Held from here on: the folder may be removed by a save over one of its parents.
         self._weights.hold()
-        self._inputs = model_inputs(columns, input_columns)
+        self._inputs = model_inputs(columns, input_columns or self.inputColumns())
         self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
         self._summary = summary
         return self
