@@ -1,7 +1,8 @@
-"""What makes a run that run and no other: the settings, the data and the model that decide its result.
+"""Which settings, data and model a resumed run must share with its start.
 
-A run is resumed only where all of this is what it was. What only decides where and how fast it is
-trained (workers, devices, reader, time limits, checkpoints) may change. Everything here is JSON and small.
+These decide the result of the run, so a run is resumed only if they are unchanged. Settings that only decide
+where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may change. Everything
+here is JSON and small.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _FREE = frozenset(
         "checkpoint_every_seconds",
         "checkpoint_every_epochs",
         "keep_checkpoints",
-        # How activations are kept changes memory and time, no numbers.
+        # The way that activations are kept changes memory and time, but no numbers.
         "gradient_checkpointing",
         "activation_offload",
     }
 )
-# Config fields that users know under another name than theirs in camelCase.
+# Config fields whose Param is not just the field's name in camelCase.
 _SETTING = {
     "input_columns": "inputCols",
     "label_columns": "labelCol",
@@ -51,12 +52,12 @@ _SETTING = {
     "losses": "loss",
     "output_widths": "the model's outputs",
 }
-# Sums of floats come out differently in another order of the rows.
+# Relative tolerance: sums of floats differ with the order of the rows.
 _TOLERANCE = 1e-6
 
 
 def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
-    """The identity of a run, as JSON values: settings, data and model by the names that a user knows."""
+    """Returns the identity of a run as JSON: settings, data and model by the names that a user knows."""
     settings = {
         _SETTING.get(f.name, _camel(f.name)): getattr(config, f.name)
         for f in fields(config)
@@ -70,13 +71,13 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         "callbacks": [_name(callback) for callback in objects.callbacks],
     }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
-    # As it is read back: tuples are lists then.
+    # Converted to the form in which it is read back, where tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
     return found
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What changed between two identities, an entry each: `name: old -> new`."""
+    """Returns the changes between two identities, one entry each: `name: old -> new`."""
     found = []
     for part in ("settings", "data", "model"):
         before, now = old.get(part, {}), new.get(part, {})
@@ -87,7 +88,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
-    """How the rows of two writes differ, as far as columns, counts and statistics tell."""
+    """Returns the differences between the rows of two writes, as far as columns and statistics show them."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
     if columns[0] != columns[1]:
@@ -144,7 +145,7 @@ def _model_of(config: TrainConfig, objects: UserObjects) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str | None:
-    """The name of a function or of an object's class, as its author wrote it."""
+    """Returns the name of a function or of an object's class, as its author wrote it."""
     if value is None:
         return None
     if isinstance(value, functools.partial):
