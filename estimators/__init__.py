@@ -1,26 +1,26 @@
 """Spark ML stages that train PyTorch networks: `fit` on a gang of workers, `transform` in batches.
 
-The stages are imported on first use, so that a machine without Spark can train from shards, and plan
-memory, with the rest of the package.
+Each name is imported when it is asked for: a machine without Spark trains from shards and plans memory, and a
+job prints its help before torch is there.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.memory import MemoryPlan, plan_memory
-from ringspark.estimators.training.callbacks import Callback, TrainingState
-
 if TYPE_CHECKING:
-    from ringspark.estimators.failures import TrainingCancelledError
+    from ringspark.estimators.failures import TrainingCancelledError, WorkerError
+    from ringspark.estimators.memory import MemoryPlan, plan_memory
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
         TorchClassificationModel,
         TorchModel,
         TorchRegressionModel,
     )
+    from ringspark.estimators.training.callbacks import Callback, TrainingState
 
-_NEEDS_SPARK = {
+_MODULES = {
+    "Callback": "training.callbacks",
+    "MemoryPlan": "memory",
     "TorchClassifier": "torch_estimator",
     "TorchEstimator": "torch_estimator",
     "TorchRegressor": "torch_estimator",
@@ -28,6 +28,9 @@ _NEEDS_SPARK = {
     "TorchModel": "torch_model",
     "TorchRegressionModel": "torch_model",
     "TrainingCancelledError": "failures",
+    "TrainingState": "training.callbacks",
+    "WorkerError": "failures",
+    "plan_memory": "memory",
 }
 
 __all__ = [
@@ -47,9 +50,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_SPARK:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEEDS_SPARK[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

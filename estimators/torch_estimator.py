@@ -35,7 +35,7 @@ from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.advice import settings_without_effect
-from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.fit_data import FitData, SharedShards
 from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
@@ -360,9 +360,10 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierPara
 
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super()._check_outputs(shapes)
-        if self.isDefined(self.thresholds):
+        thresholds = self.getThresholds()
+        if thresholds is not None:
             (shape,) = shapes
-            check_thresholds(self.getThresholds(), max(2, shape[-1] if shape else 1))
+            check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
 class TorchRegressor(_TorchEstimator[TorchRegressionModel]):

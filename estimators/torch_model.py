@@ -28,7 +28,7 @@ from ringspark.estimators.columns.inputs import (
 from ringspark.estimators.inference.export import ExportFormat, export_module
 from ringspark.estimators.inference.predict import Predictor, prediction_expression
 from ringspark.estimators.inference.results import Classes, Results, Values
-from ringspark.estimators.stages.converters import set_params
+from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
@@ -188,8 +188,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
         model, weights = self.getModel(), self._trained()
-        if self.getInferenceBatchSize() < 1:
-            raise ValueError(f"inferenceBatchSize must be at least 1, got {self.getInferenceBatchSize()}")
         return Predictor(
             model=model.to_json() if isinstance(model, ModelSpec) else user_code.dumps(skeleton(model)),
             weights_uri=weights.uri,
@@ -271,7 +269,7 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
                 f"a classification model has one output of logits, the network has {len(self._output_shapes)}"
             )
         (width,) = Values(shapes=self._output_shapes).widths
-        thresholds = self.getThresholds() if self.isDefined(self.thresholds) else None
+        thresholds = self.getThresholds()
         return Classes(width=width, thresholds=tuple(thresholds) if thresholds is not None else None)
 
     def _outputs(self) -> tuple[list[str], Results]:

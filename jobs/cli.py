@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ringspark.pipelines import storage
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from ringspark.estimators.training.settings.declaration import Setting
+
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
+# What an option's value is called in the help.
+_SHOWN = {"int": "N", "float": "X"}
 
 
 class JobParser(argparse.ArgumentParser):
@@ -65,6 +69,38 @@ def main(
     return 0
 
 
+def option(setting: Setting[Any]) -> str:
+    """The option's name, such as "--num-workers"."""
+    return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", setting.name)
+
+
+def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None:
+    """Adds the option of a setting of the estimators, with its words, its default and its refusals.
+
+    Args:
+        parser: A parser or a group of its options.
+        default: The job's own; without it the setting's.
+    """
+    words: dict[str, Any] = {
+        "dest": setting.name,
+        "default": setting.default if default is None else default,
+        "help": setting.words.replace("%", "%%"),
+    }
+    if setting.kind == "bool":
+        parser.add_argument(option(setting), action="store_true", **words)
+        return
+
+    def convert(text: str) -> Any:
+        try:
+            return setting.from_text(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    choices = setting.accepts.choices if setting.accepts is not None else ()
+    shown = f"{{{','.join(choices)}}}" if choices else _SHOWN.get(setting.kind, "WORD")
+    parser.add_argument(option(setting), type=convert, metavar=shown, **words)
+
+
 def positive_int(text: str) -> int:
     """Reads an option's value that must be a whole number of at least 1."""
     try:
@@ -73,24 +109,6 @@ def positive_int(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
-    return value
-
-
-def count(text: str) -> int:
-    """Reads an option's value that must be a whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Reads an option's value that must be a finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 on, got {text!r}")
     return value
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from ringspark.jobs import cli
+from ringspark.jobs.train import FOR_DEMO
 
 HERE = Path(__file__).resolve().parent
 
@@ -20,9 +21,8 @@ def build_parser() -> cli.JobParser:
     """The job's options."""
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
-    parser.add_argument("--num-workers", type=cli.positive_int, default=2, help="workers that train together")
-    parser.add_argument("--epochs", type=cli.positive_int, help="without it the default of train")
-    parser.add_argument("--seed", type=int, default=0, help="of the training")
+    for setting, default in FOR_DEMO:
+        cli.add_setting(parser, setting, default)
     parser.add_master()
     return parser
 
@@ -31,11 +31,10 @@ def run(args: argparse.Namespace) -> None:
     """Runs the three jobs; the first that fails ends the demo with its exit code."""
     started = time.perf_counter()
     master = ["--master", args.master] if args.master else []
-    epochs = ["--epochs", str(args.epochs)] if args.epochs else []
-    workers = ["--num-workers", str(args.num_workers), "--seed", str(args.seed)]
+    given = [text for s, _ in FOR_DEMO for text in (cli.option(s), str(getattr(args, s.name)))]
     for command in (
         ["etl.py", "--output", args.root],
-        ["train.py", "--data", args.root, *workers, *epochs],
+        ["train.py", "--data", args.root, *given],
         ["score.py", "--data", args.root],
     ):
         done = subprocess.run([sys.executable, str(HERE / command[0]), *command[1:], *master], check=False)

@@ -17,9 +17,38 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from typing import Any
 
+from ringspark.estimators.training.settings import memory, optimization, places, recovery, workers
+from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, storage
+
+# The estimator's settings that are options of the job, each with the default that this data asks for, if any.
+FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
+    (workers.NUM_WORKERS, 2),
+    (optimization.EPOCHS, 5),
+    (optimization.SEED, None),
+)
+TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
+    *FOR_DEMO,
+    (optimization.BATCH_SIZE, None),
+    (optimization.LEARNING_RATE, 3e-3),
+    (optimization.WEIGHT_DECAY, 1e-2),
+    (memory.PRECISION, None),
+    (memory.GRADIENT_CHECKPOINTING, None),
+    (optimization.GRADIENT_ACCUMULATION, None),
+    (workers.COLLECTIVE, None),
+    (places.READER, None),
+    (workers.USE_GPU, None),
+)
+RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
+    (recovery.CHECKPOINT_EVERY_STEPS, None),
+    (recovery.CHECKPOINT_EVERY_SECONDS, None),
+    (recovery.MAX_RESTARTS, None),
+    (recovery.MIN_WORKERS, None),
+    (recovery.TIMEOUT_SECONDS, None),
+)
 
 
 def build_parser() -> cli.JobParser:
@@ -27,79 +56,25 @@ def build_parser() -> cli.JobParser:
     parser = cli.JobParser("train", "Train the entity-embedding network on the shards of jobs/etl.py.")
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")
-    parser.add_argument("--num-workers", type=cli.positive_int, default=2, help="workers that train together")
     parser.add_argument(
         "--members", type=cli.positive_int, default=3, help="networks of the ensemble; time grows with it"
     )
-    parser.add_argument("--epochs", type=cli.positive_int, default=5, help="passes over the training rows")
-    parser.add_argument(
-        "--batch-size", type=cli.positive_int, default=1024, help="rows per step over all workers"
-    )
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of the one-cycle schedule")
-    parser.add_argument("--weight-decay", type=float, default=1e-2, help="of AdamW")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the passes")
-    parser.add_argument(
-        "--gradient-checkpointing",
-        default="none",
-        metavar="POLICY",
-        help="activations to recompute: none, sqrt, all or a number of segments",
-    )
-    parser.add_argument(
-        "--gradient-accumulation", type=cli.positive_int, default=1, help="micro-batches per step"
-    )
-    parser.add_argument(
-        "--collective", choices=["horovod", "torch"], help="without it horovod where it is installed"
-    )
-    parser.add_argument(
-        "--reader", choices=["petastorm", "arrow"], help="without it petastorm where it is installed"
-    )
-    parser.add_argument("--use-gpu", action="store_true", help="one GPU per worker")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order of rows")
-    _add_recovery(parser)
-    parser.add_master()
-    return parser
-
-
-def _add_recovery(parser: cli.JobParser) -> None:
-    group = parser.add_argument_group("when something fails")
-    group.add_argument(
+    for setting, default in TRAINING:
+        cli.add_setting(parser, setting, default)
+    recovery_group = parser.add_argument_group("when something fails")
+    recovery_group.add_argument(
         "--run", metavar="URI", help="folder of this one training; without it DATA/runs/current"
     )
-    group.add_argument(
+    recovery_group.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
         help="go on with the run of that folder, or start anew; without either an unfinished run is kept and "
         "the job refuses to start",
     )
-    group.add_argument(
-        "--checkpoint-every-steps",
-        type=cli.positive_int,
-        metavar="N",
-        help="optimizer steps between two checkpoints; without it none by steps",
-    )
-    group.add_argument(
-        "--checkpoint-every-seconds",
-        type=cli.seconds,
-        default=600.0,
-        metavar="S",
-        help="seconds between two checkpoints, 0 for none by the clock",
-    )
-    group.add_argument(
-        "--max-restarts", type=cli.count, default=3, metavar="N", help="times that lost workers are replaced"
-    )
-    group.add_argument(
-        "--min-workers",
-        type=cli.positive_int,
-        metavar="N",
-        help="workers to go on with where there is no room for more; without it --num-workers",
-    )
-    group.add_argument(
-        "--timeout-seconds",
-        type=cli.seconds,
-        default=600.0,
-        metavar="S",
-        help="after which a worker that makes no progress counts as lost",
-    )
+    for setting, default in RECOVERY:
+        cli.add_setting(recovery_group, setting, default)
+    parser.add_master()
+    return parser
 
 
 def run(args: argparse.Namespace) -> None:
@@ -122,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.jobs import flights
     from ringspark.models import ModelSpec
 
+    given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
     with cli.spark("ringspark train", args.master):
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
@@ -140,33 +116,13 @@ def run(args: argparse.Namespace) -> None:
             ),
             loss="bce_with_logits_per_member",
             inputCols=["categorical", "numeric"],
-            numWorkers=args.num_workers,
-            epochs=args.epochs,
-            batchSize=args.batch_size,
             optimizer="adamw",
             lrSchedule="one_cycle",
-            learningRate=args.learning_rate,
-            weightDecay=args.weight_decay,
-            precision=args.precision,
-            gradientCheckpointing=args.gradient_checkpointing,
-            gradientAccumulation=args.gradient_accumulation,
-            collective=args.collective,
-            reader=args.reader,
-            useGpu=args.use_gpu,
-            seed=args.seed,
             runUri=run_uri,
             resume=bool(args.resume),
-            checkpointEverySteps=args.checkpoint_every_steps,
-            checkpointEverySeconds=args.checkpoint_every_seconds,
-            maxRestarts=args.max_restarts,
-            minWorkers=args.min_workers,
-            timeoutSeconds=args.timeout_seconds,
+            **given,
         )
-        print(
-            f"train: {args.num_workers} workers, {estimator.getCollective()} over shards read by "
-            f"{estimator.getReader()}, {args.precision}",
-            flush=True,
-        )
+        print("train: " + ", ".join(f"{name}={value}" for name, value in given.items()), flush=True)
         try:
             model = estimator.fitOnShards(shards)
         except WorkerError as error:

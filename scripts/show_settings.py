@@ -9,41 +9,38 @@ from __future__ import annotations
 
 import re
 
-from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
-from ringspark.estimators.stages.advice import ON_SHARDS
-from ringspark.estimators.stages.advice import RULES as WITHOUT_EFFECT
 from ringspark.estimators.training.settings.rules import COMBINATIONS
-
-# Defaults that depend on what is installed.
-BY_INSTALLATION = {
-    "collective": "`'horovod'` where installed, else `'torch'`",
-    "reader": "`'petastorm'` where installed, else `'arrow'`",
-}
+from ringspark.estimators.training.settings.table import SETTINGS
 
 
 def main() -> None:
     """Prints the page."""
     print("# Settings\n")
     print("Printed by `python scripts/show_settings.py` from the tables that the package works by.")
-    _table("Every setting", ["setting", "meaning", "default"], _params())
+    _table("Every setting", ["setting", "meaning", "default", "rule", "may change on resume"], _settings())
     _table(
         "Refused together, before anything starts",
         ["together", "the sentence"],
         [[f"`{rule.settings}`", _sentence(rule.message)] for rule in COMBINATIONS],
     )
-    rows = [[f"`{name}`", reason] for name, _, reason in WITHOUT_EFFECT]
-    rows += [[f"`{name}`", "of `fitOnShards`: the shards were divided when written"] for name in ON_SHARDS]
-    _table("Without effect, said in a warning", ["setting", "where"], rows)
+    idle = [(s.name, s.without_effect[1]) for s in SETTINGS.values() if s.without_effect is not None]
+    written = [setting.name for setting in SETTINGS.values() if setting.is_for_writing]
+    idle += [(name, "of `fitOnShards`: the shards were divided when written") for name in written]
+    _table("Without effect, said in a warning", ["setting", "where"], [[f"`{n}`", why] for n, why in idle])
 
 
-def _params() -> list[list[str]]:
-    """All Params of the three estimators, in alphabetical order."""
-    rows = {}
-    for stage in (TorchEstimator(), TorchRegressor(), TorchClassifier()):
-        for param in stage.params:
-            default = f"`{stage.getOrDefault(param)!r}`" if stage.hasDefault(param) else ""
-            rows[param.name] = [f"`{param.name}`", param.doc, BY_INSTALLATION.get(param.name, default)]
-    return [rows[name] for name in sorted(rows)]
+def _settings() -> list[list[str]]:
+    """All settings of the three estimators, in alphabetical order."""
+    return [
+        [
+            f"`{name}`",
+            setting.words,
+            setting.default_words or ("" if setting.default is None else f"`{setting.default!r}`"),
+            setting.accepts.rule() + setting.accepts.remedy if setting.accepts is not None else "",
+            "yes" if setting.may_differ_on_resume else "",
+        ]
+        for name, setting in sorted(SETTINGS.items())
+    ]
 
 
 def _sentence(message: str) -> str:

@@ -24,7 +24,7 @@ def collective_class(name: str) -> Any:
         ValueError: The name is unknown or its library is not installed.
     """
     if name not in COLLECTIVES:
-        raise ValueError(f"collective must be one of {sorted(COLLECTIVES)}, got {name!r}")
+        raise ValueError(f"collective must be one of {', '.join(sorted(COLLECTIVES))}, got {name!r}")
     module, class_name, package = COLLECTIVES[name]
     if find_spec(package) is None:
         raise ValueError(

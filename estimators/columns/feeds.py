@@ -1,7 +1,7 @@
 """Makes a model's inputs in the Python worker: turns Spark's pandas columns into NumPy arrays.
 
-The dtypes are the same as in training (`training.feed`): fp32 for floating-point values and booleans,
-int64 for integers. A column that cannot be an input is refused in one sentence that names it.
+The dtypes are the same as in training (`training.feed`). A column that cannot be an input is refused in one
+sentence that names it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.feed import Array, as_input
 from ringspark.pipelines.kinds import Kind, Padded, Vocabulary
 from ringspark.pipelines.kinds.base import make_lists
 from ringspark.pipelines.nulls import fill_nulls
@@ -93,13 +93,6 @@ class Feed:
     def _refuse_null(self, *, is_nan: bool = False) -> None:
         if is_nan or not self.fills_nulls:
             raise null_error(self.name)
-
-
-def as_input(values: Array) -> Array:
-    """Converts the array to the network's dtype: fp32 for floats and booleans, otherwise int64."""
-    dtype = np.float32 if values.dtype.kind in "fb" else np.int64
-    result: Array = np.require(values, dtype, ["C", "W"])
-    return result
 
 
 def null_error(name: str) -> ValueError:

@@ -31,6 +31,7 @@ from ringspark.estimators.columns.expressions import (
 )
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.columns.schema import check_columns_exist, check_types
+from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import columns_from_spark, quote
 from ringspark.pipelines.kinds import Array, Binary, HashBuckets, Padded, Scalar, Vector, Vocabulary
@@ -177,7 +178,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
         feed=Feed(
             name=name,
             shape=shape,
-            dtype="float32" if floats or _dtype(given) == "bool" else "int64",
+            dtype="float32" if floats else str(network_dtype(_dtype(given))),
             fills_nulls=item.fills_nulls,
         ),
         filler=zero(data_type) if not _rank(given, data_type) else None,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import MASK, ModelInput
+from ringspark.estimators.training.feed import zeros
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import storage
 
@@ -103,8 +104,7 @@ def _sample(item: ModelInput, name: str) -> torch.Tensor:
     if item.part == MASK:
         return torch.zeros(2)
     described = item.column.kind.arrays(item.column.name)[item.column.name + item.part]
-    is_whole = described.dtype.startswith(("int", "uint"))
-    return torch.zeros((2, *described.shape), dtype=torch.int64 if is_whole else torch.float32)
+    return zeros(described, 2)
 
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:

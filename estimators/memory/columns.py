@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringspark.estimators.training.feed import network_dtype, zeros
 from ringspark.pipelines import ShardManifest
 
 _ARRAYS = (torch.Tensor, np.ndarray)
@@ -19,7 +20,7 @@ class Column:
 
     Attributes:
         shape: With the rows first.
-        dtype: As `to_tensor` makes it: int64 or fp32.
+        dtype: As a network gets it.
     """
 
     shape: tuple[int, ...]
@@ -31,8 +32,8 @@ class Column:
 
 def column_of(manifest: ShardManifest, name: str, rows: int) -> Column:
     """A column of the shards, as `rows` rows of a batch."""
-    array = manifest.array(name)
-    return Column(shape=(rows, *array.shape), dtype=_dtype(np.dtype(array.dtype).kind in "iu"))
+    described = zeros(manifest.array(name), 0)
+    return Column(shape=(rows, *described.shape[1:]), dtype=described.dtype)
 
 
 def columns_of(batch: Any, rows: int | None = None) -> tuple[list[Column], list[Column]]:
@@ -85,14 +86,10 @@ def _column(entry: Any, rows: int | None) -> Column:
     if not shape:
         raise ValueError("a column of a batch must have its rows as first dimension, got a single number")
     if isinstance(dtype, torch.dtype):
-        is_integer = not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
-    else:
-        is_integer = np.dtype(dtype).kind in "iu"
-    return Column(shape=(rows or shape[0], *shape[1:]), dtype=_dtype(is_integer))
-
-
-def _dtype(is_integer: bool) -> torch.dtype:
-    return torch.int64 if is_integer else torch.float32
+        # NumPy has no bfloat16: bool, int or float tells all there is to know.
+        dtype = type(torch.zeros((), dtype=dtype).item())
+    known = torch.from_numpy(np.zeros(0, network_dtype(dtype)))
+    return Column(shape=(rows or shape[0], *shape[1:]), dtype=known.dtype)
 
 
 def _described(value: Any) -> str:

@@ -97,8 +97,9 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.answers_scalars and func is torch.ops.aten._local_scalar_dense.default:
-            # An optimizer's step count or a norm: the sizes of what it makes do not depend on it.
-            return 1.0 if args[0].is_floating_point() else 1
+            # An optimizer's step count or a norm: the sizes of what it makes do not depend on it, but it may
+            # divide by the number, or by what is missing to 1.
+            return 1.5 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.report import MemoryPlan, changed_settings
-from ringspark.estimators.memory.search import Candidate, candidates, cheapest
+from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sharing import communication_bytes
 from ringspark.estimators.memory.sizes import show_bytes
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
@@ -17,7 +17,11 @@ from ringspark.models.skeleton import build_skeleton, skeleton
 
 
 class Planner:
-    """Each step runs once, however many plans ask for it."""
+    """Each step runs once, however many plans ask for it.
+
+    Attributes:
+        network: Without weights.
+    """
 
     def __init__(
         self, config: TrainConfig, objects: UserObjects, inputs: Sequence[Column], labels: Sequence[Column]
@@ -26,9 +30,9 @@ class Planner:
         self._inputs, self._labels = inputs, labels
         self._rows = labels[0].shape[0]
         if config.model is not None:
-            self._empty = build_skeleton(ModelSpec.from_json(config.model))
+            self.network = build_skeleton(ModelSpec.from_json(config.model))
         else:
-            self._empty = skeleton(objects.module)
+            self.network = skeleton(objects.module)
         self._steps: dict[str, StepBytes] = {}
         self._update: UpdateBytes | None = None
 
@@ -39,13 +43,12 @@ class Planner:
             return plan
         if plan.fits:
             return replace(plan, verdict=f"fits the budget of {show_bytes(budget)}")
-        ordered = candidates(self._config, self._rows)
-        fitting, least = cheapest(ordered, self._peak_of, budget)
-        suggest = tuple(self._plan_of(c.config, budget) for c in fitting)
+        fitting, least = suggestions(self._config, self._rows, self._peak_of, budget)
+        suggest = tuple(self._plan_of(other, budget) for other in fitting)
         return replace(plan, suggest=suggest, verdict=self._verdict(plan, suggest, least, budget))
 
     def _verdict(
-        self, plan: MemoryPlan, suggest: tuple[MemoryPlan, ...], least: Candidate | None, budget: int
+        self, plan: MemoryPlan, suggest: tuple[MemoryPlan, ...], least: TrainConfig | None, budget: int
     ) -> str:
         needs = f"training needs {show_bytes(plan.peak)} per worker, the budget is {show_bytes(budget)}"
         if suggest:
@@ -56,7 +59,7 @@ class Planner:
             return f"{needs}; {', or '.join(others)}"
         if least is None:
             return f"{needs}; no other setting suits this network"
-        smallest = self._plan_of(least.config, budget)
+        smallest = self._plan_of(least, budget)
         changed = changed_settings(smallest.settings, plan.settings)
         return f"{needs}, and no settings fit: {changed} still needs {show_bytes(smallest.peak)}"
 
@@ -71,7 +74,7 @@ class Planner:
     def _plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
         step = self._step(config)
         peak = step.peaks[config.sharding]
-        between = communication_bytes(config, self._empty)
+        between = communication_bytes(config, self.network)
         parts = step.parts_of(config.sharding, config.num_workers)
         at_peak = peak.parts | {"communication": between}
         return MemoryPlan(
@@ -93,7 +96,7 @@ class Planner:
         key = replace(config, sharding="none").to_json()
         if key not in self._steps:
             columns = (self._inputs, self._labels)
-            step = measure_step(config, self._objects, self._empty, *columns, self._update)
+            step = measure_step(config, self._objects, self.network, *columns, self._update)
             self._steps[key], self._update = step, step.update
         return self._steps[key]
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -22,31 +23,15 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, of_machine, of_process, of_spark_workers
 from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
 from ringspark.estimators.memory.sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.models import ModelSpec
-from ringspark.models.outputs import as_outputs
-from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers.demand import rows_in_flight
 
-_PARTS = SHARDED_PARTS["parameters"]
-
-# Optimizer -> bytes of state for each byte of a parameter, rounded down; none for those that are not here.
-STATE_COPIES = {
-    "momentum": 1,
-    "adam": 2,
-    "adamw": 2,
-    "adamax": 2,
-    "nadam": 2,
-    "radam": 2,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "adadelta": 2,
-    "lamb": 2,
-    "lars": 1,
-}
+# Copies of the trained parameters, above what any optimizer by name keeps as its state.
+_MOST_STATE = 3
 
 
 def check_on_driver(
@@ -94,11 +79,13 @@ def check(
     if not known:
         return
     limit = min(known, key=lambda found: found.num_bytes)
-    needs = worker_needs(config, objects, manifest)
-    if sum(needs.values()) <= limit.num_bytes:
+    planner = _planner(config, objects, manifest)
+    trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
+    at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)
+    # Most workers have plenty; only what may be refused is worth the run of a step.
+    if sum(at_most.values()) <= limit.num_bytes:
         return
-    # Costs a pass of the network on no data, so only what would be refused is looked at again.
-    needs = worker_needs(config, objects, manifest, only_used=True)
+    needs = worker_needs(config, objects, manifest)
     total = sum(needs.values())
     if total <= limit.num_bytes:
         return
@@ -109,26 +96,53 @@ def check(
     )
 
 
-def worker_needs(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, *, only_used: bool = False
-) -> dict[str, int]:
+def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, int]:
     """Part -> bytes of the host's memory that the worker with the largest share holds at once, at least.
 
-    Args:
-        config: With its `num_workers`, `sharding` and `optimizer`.
-        manifest: Of the shards, with all its splits.
-        only_used: Whether to look which parameters a forward uses: the others have neither gradient nor
-            state. Runs the network on `meta`, without data.
+    Runs one step of the planner on two rows, so that parameters which the network does not use have
+    neither gradient nor state. Of a network or an optimizer that needs its data, only the parameters count.
     """
-    module = build_skeleton(ModelSpec.from_json(config.model)) if config.model else objects.module
-    whole = num_bytes(t for t in (*module.parameters(), *module.buffers()) if not is_lazy(t))
-    trained = {name: p for name, p in _dense(module).items() if p.requires_grad and not is_lazy(p)}
-    if only_used:
-        used = _used(module, config, manifest)
-        trained = {name: p for name, p in trained.items() if name in used}
-    gradients = num_bytes(trained.values())
-    state = gradients * (0 if objects.optimizer is not None else STATE_COPIES.get(config.optimizer, 0))
-    share = dict.fromkeys(_PARTS, 0.0) if config.use_gpu else shares(config.sharding, config.num_workers)
+    planner = _planner(config, objects, manifest)
+    try:
+        plan = planner.plan()
+    # Whatever a user's code does on fake tensors must not end a training that real ones would get through.
+    except Exception:
+        return _needs(config, manifest, planner.network, 0, 0)
+    return _needs(config, manifest, planner.network, plan.gradients, plan.optimizer_state)
+
+
+def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
+    """Of the whole network on the host, without the techniques that only change activations."""
+    plain = replace(
+        config,
+        use_gpu=False,
+        sharding="none",
+        precision="fp32",
+        gradient_checkpointing="none",
+        gradient_accumulation=1,
+        activation_offload="none",
+        activation_compression="none",
+    )
+    # The driver asks before it knows the losses; any that looks at all of the outputs will do.
+    losses = (_output_alone,) * len(config.label_columns)
+    inputs, labels = (
+        [column_of(manifest, name, 2) for name in names]
+        for names in (config.input_columns, config.label_columns)
+    )
+    return Planner(plain, replace(objects, losses=losses), inputs, labels)
+
+
+def _output_alone(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def _needs(
+    config: TrainConfig, manifest: ShardManifest, network: nn.Module, gradients: int, state: int
+) -> dict[str, int]:
+    parameters = num_bytes(p for p in network.parameters() if not is_lazy(p))
+    whole = parameters + num_bytes(b for b in network.buffers() if not is_lazy(b))
+    on_gpu = dict.fromkeys(SHARDED_PARTS["parameters"], 0.0)
+    share = on_gpu if config.use_gpu else shares(config.sharding, config.num_workers)
     own = {
         "parameters": int(whole * share.get("parameters", 1.0)),
         "optimizer state": int(state * share.get("optimizer_state", 1.0)),
@@ -136,13 +150,13 @@ def worker_needs(
     reading = _reading(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
     # Rank 0 copies all of it, while the training waits; the gradients are gone by then.
-    copy = num_bytes(p for p in module.parameters() if not is_lazy(p)) + state
+    copy = {"copy for a checkpoint": parameters + state}
     moments: list[dict[str, int]] = [
         # Every rank makes the whole network on the host before it is cut or moved.
         {"parameters": whole},
         own | {"gradients": int(gradients * share.get("gradients", 1.0))} | reading,
-        own | {"copy for a checkpoint": copy} | reading if in_epoch else {},
-        own | {"copy for a checkpoint": copy} if after_epoch else {},
+        own | copy | reading if in_epoch else {},
+        own | copy if after_epoch else {},
     ]
     return max(moments, key=lambda parts: sum(parts.values()))
 
@@ -167,40 +181,6 @@ def _reading(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
         shuffle=config.shuffle,
     )
     return {"row groups in flight": held.row_groups, "batches": held.blocks}
-
-
-def _dense(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters whose gradients are as large as they are, by name."""
-    sparse = {
-        id(owner.weight)
-        for owner in module.modules()
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
-    }
-    return {name: p for name, p in module.named_parameters() if id(p) not in sparse}
-
-
-def _used(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> set[str]:
-    """Names of the parameters that the network's forward uses; none where that cannot be told."""
-    network = skeleton(module)
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    if any(is_lazy(parameter) for parameter in network.parameters()):
-        return set()
-    try:
-        inputs = [column_of(manifest, name, 2).empty("meta") for name in config.input_columns]
-        outputs = as_outputs(network.to("meta").train()(*inputs))
-    # A user's network may look at its data.
-    except Exception:
-        return set()
-    waiting = [output.grad_fn for output in outputs]
-    seen, used = set(), set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-        used.add(names.get(id(getattr(node, "variable", None)), ""))
-    return used
 
 
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:

@@ -1,177 +1,136 @@
-"""The cheapest settings that fit a budget.
+"""Which settings fit a budget: a fixed ladder of changes, tried from the bottom to the top.
 
-The order of candidates: first those that leave the training's numbers alone but for rounding, then the
-lossy ones; among them by slowdown, of which recomputed passes are a part. A candidate that asks for more
-of everything than one that fits is no suggestion, and one that asks for less of everything than one that
-does not fit cannot fit: most candidates are never run.
+The rungs go from exact and cheap to lossy, by what a step gets slower (docs/memory.md has measured figures):
+
+1. sharding of the optimizer's state, then of the gradients: the sums of data parallelism, 2 to 3 %;
+2. accumulation: the same sums in other order, about 2 % for each doubling (batch norm sees fewer rows);
+3. checkpointing, "sqrt" then "all": equal to the bit, up to one more forward pass, 25 to 33 %;
+4. sharding of the parameters: the weights travel in every pass, 25 %;
+5. bits, and offload to the host or the disk: equal to the bit; bits save little, and offload is as slow as
+   the bus or the disk;
+6. bf16: it rounds, so it comes last.
+
+The lossy codecs of activations are on no rung: they change gradients by some percent, which nobody should
+get for the sake of a budget alone.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ringspark.estimators.training.settings.config import TrainConfig
 
 MOST_SUGGESTIONS = 3
 
-# Setting -> its choices from the weakest to the strongest, each with its slowdown as a share of a step and
-# whether it is lossy. A full recomputation is one forward pass of the three that a step is worth.
-Choice = tuple[object, float, bool]
-CHOICES: dict[str, tuple[Choice, ...]] = {
-    "sharding": (
-        ("none", 0.0, False),
-        ("optimizer", 0.02, False),
-        ("gradients", 0.03, False),
-        ("parameters", 0.25, False),
-    ),
-    "gradient_accumulation": (),  # multiples of the present one: see `_options`
-    "activation_compression": (
-        ("none", 0.0, False),
-        ("bits", 0.05, False),
-        ("int8", 0.4, True),
-    ),
-    "gradient_checkpointing": (("none", 0.0, False), ("sqrt", 0.25, False), ("all", 0.33, False)),
-    "activation_offload": (("none", 0.0, False), ("host", 0.5, False), ("disk", 3.0, False)),
-    "precision": (("fp32", 0.0, False), ("bf16", 0.0, True)),
-}
-_SLOWDOWN_OF_DOUBLING = 0.02
-_DOUBLINGS = (0, 1, 2, 4, 6)
-# Steps to run for a second and a third suggestion, exact and lossy; the first is looked for to the end.
-_RUNS_FOR_MORE = 4
+# A setting of `TrainConfig` and its new value; of accumulation, the factor on the present one.
+Rung = tuple[str, int | str]
+_FIRST: tuple[Rung, ...] = (
+    ("sharding", "optimizer"),
+    ("sharding", "gradients"),
+    ("gradient_accumulation", 2),
+    ("gradient_accumulation", 4),
+    ("gradient_accumulation", 16),
+    ("gradient_accumulation", 64),
+    ("gradient_checkpointing", "sqrt"),
+    ("gradient_checkpointing", "all"),
+)
+_PARAMETERS: tuple[Rung, ...] = (("sharding", "parameters"),)
+_PACKED: tuple[Rung, ...] = (
+    ("activation_compression", "bits"),
+    ("activation_offload", "host"),
+    ("activation_offload", "disk"),
+)
+_LOSSY: tuple[Rung, ...] = (("precision", "bf16"),)
+_LADDER = (*_FIRST, *_PARAMETERS, *_PACKED, *_LOSSY)
+# Sharded parameters and packed activations refuse each other: where one way is not enough, the other may be.
+_CLIMBS: tuple[tuple[Rung, ...], ...] = (
+    (*_FIRST, *_PARAMETERS, *_PACKED),
+    (*_FIRST, *_PACKED),
+    _LADDER,
+    (*_FIRST, *_PACKED, *_LOSSY),
+)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """Settings to try.
-
-    Attributes:
-        levels: Position of each setting among its choices; higher takes less memory and more time.
-        lossy: Whether numbers change by more than rounding.
-    """
-
-    config: TrainConfig
-    levels: tuple[int, ...]
-    slowdown: float
-    lossy: bool
-
-    def at_least(self, other: Candidate) -> bool:
-        """Whether this asks for as much as the other of every setting."""
-        return all(map(_at_least, CHOICES, self.levels, other.levels))
-
-
-def _at_least(name: str, level: int, other: int) -> bool:
-    # Which of "sqrt" and "all" takes less depends on what a block keeps beside its input; and in 16 bits
-    # autocast's copies of the weights may take more than the activations give.
-    if name == "precision":
-        return level == other
-    return other in (0, level) if name == "gradient_checkpointing" else level >= other
-
-
-def candidates(config: TrainConfig, rows: int) -> list[Candidate]:
-    """What may be changed from `config`, the cheapest first; combinations that `RULES` refuse are left out.
+def suggestions(
+    config: TrainConfig, rows: int, peak_of: Callable[[TrainConfig], int | None], budget: int
+) -> tuple[list[TrainConfig], TrainConfig | None]:
+    """Settings that fit: up to three with one exact change each, else one with the lowest rungs together.
 
     Args:
         rows: Rows per rank and step, which micro-batches are cut from.
-    """
-    found = []
-    options = {name: list(_options(name, config, rows)) for name in CHOICES}
-    for combination in itertools.product(*(enumerate(choices) for choices in options.values())):
-        if not any(level for level, _ in combination):
-            continue
-        lossy = any(choice[2] for _, choice in combination)
-        changes = dict(zip(options, (choice[0] for _, choice in combination), strict=True))
-        try:
-            changed = replace(config, **changes)  # type: ignore[arg-type]
-        except ValueError:
-            continue
-        found.append(
-            Candidate(
-                config=changed,
-                levels=tuple(level for level, _ in combination),
-                slowdown=sum(choice[1] for _, choice in combination),
-                lossy=lossy,
-            )
-        )
-    return sorted(found, key=lambda c: (c.lossy, c.slowdown, sum(c.levels)))
-
-
-def _options(name: str, config: TrainConfig, rows: int) -> Iterator[Choice]:
-    """The present choice of a setting at no cost, and the stronger ones at theirs beyond it."""
-    present = getattr(config, name)
-    if name == "gradient_accumulation":
-        for doublings in _DOUBLINGS:
-            if not doublings or present << doublings <= rows:
-                yield present << doublings, _SLOWDOWN_OF_DOUBLING * doublings, False
-        return
-    values = [choice[0] for choice in CHOICES[name]]
-    if present not in values:
-        # A segment count, names of submodules, fp16, fp8: the user's own choice stays.
-        yield present, 0.0, False
-        return
-    start = values.index(present)
-    if name == "sharding" and config.num_workers == 1:
-        yield CHOICES[name][start][0], 0.0, False
-        return
-    for value, slowdown, lossy in CHOICES[name][start:]:
-        yield value, slowdown - CHOICES[name][start][1], lossy and value != present
-
-
-def cheapest(
-    ordered: Sequence[Candidate],
-    peak_of: Callable[[TrainConfig], int | None],
-    budget: int,
-    most: int = MOST_SUGGESTIONS,
-) -> tuple[list[Candidate], Candidate | None]:
-    """The first candidates that fit, none of which contains another.
-
-    Args:
-        ordered: From `candidates`.
         peak_of: Peak in bytes, or None where the settings do not suit the network.
 
     Returns:
-        Those that fit, and where none does the one with the least peak.
+        Those that fit, in the ladder's order; and where none does the one with the least peak, None if
+        no change lowers it.
     """
-    peaks: dict[Candidate, int] = {}
-
-    def fits(candidate: Candidate) -> bool | None:
-        peak = peak_of(candidate.config)
-        if peak is None:
-            return None
-        peaks[candidate] = peak
-        return peak <= budget
-
-    # Not every network has a chain to checkpoint, and one that has none has none with other settings.
-    place = list(CHOICES).index("gradient_checkpointing")
-    alone = [c for c in ordered if c.levels[place] and sum(map(bool, c.levels)) == 1]
-    unsuited = {c.levels[place] for c in alone if fits(c) is None}
-    ordered = [c for c in ordered if c.levels[place] not in unsuited]
-    fitting: list[Candidate] = []
-    for group in ([c for c in ordered if not c.lossy], [c for c in ordered if c.lossy]):
-        runs = _RUNS_FOR_MORE
-        # The strongest ones: where they do not fit, nothing weaker needs to be run.
-        for candidate in [] if fitting else _strongest(group):
-            fits(candidate)
-        for candidate in group:
-            if len(fitting) == most or not runs:
-                break
-            if any(candidate.at_least(found) for found in fitting):
-                continue
-            if any(peak > budget and bigger.at_least(candidate) for bigger, peak in peaks.items()):
-                continue
-            runs -= bool(fitting)
-            if fits(candidate):
-                fitting.append(candidate)
-    # What takes less is not always what asks for more, by little: no fit that was seen is kept back.
-    fitting = fitting or [c for c in ordered if peaks.get(c, budget + 1) <= budget][:1]
-    return fitting, min(peaks, key=lambda c: peaks[c]) if peaks and not fitting else None
+    found = []
+    for name in dict.fromkeys(name for name, _ in _CLIMBS[0]):
+        top, peak = _climb(config, [rung for rung in _LADDER if rung[0] == name], rows, peak_of, budget)
+        if peak <= budget:
+            found.append(top)
+    if found:
+        return found[:MOST_SUGGESTIONS], None
+    tops = []
+    for ladder in _CLIMBS:
+        top, peak = _climb(config, ladder, rows, peak_of, budget)
+        if peak <= budget:
+            return [_without_needless(top, config, peak_of, budget)], None
+        tops.append((top, peak))
+    least, _ = min(tops, key=lambda pair: pair[1])
+    return [], None if least is config else least
 
 
-def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other asks more than."""
-    found: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: -sum(c.levels)):
-        if not any(other.at_least(candidate) for other in found):
-            found.append(candidate)
+def _climb(
+    config: TrainConfig,
+    ladder: Sequence[Rung],
+    rows: int,
+    peak_of: Callable[[TrainConfig], int | None],
+    budget: int,
+) -> tuple[TrainConfig, int]:
+    """Adds one rung after the other, those that lower the peak, until it fits; the last one and its peak."""
+    top, lowest = config, peak_of(config)
+    assert lowest is not None
+    for name, value in _above(config, ladder, rows):
+        higher = _changed(top, name, value)
+        peak = None if higher is None else peak_of(higher)
+        if higher is not None and peak is not None and peak < lowest:
+            top, lowest = higher, peak
+        if lowest <= budget:
+            break
+    return top, lowest
+
+
+def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[Rung]:
+    """The rungs above the user's own choices; a choice that is on no rung (a segment count, fp16) stays."""
+    passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32")}
+    for name, value in ladder:
+        present = getattr(config, name)
+        if name == "gradient_accumulation":
+            if present * value <= rows:
+                yield name, present * value
+        elif name in passed and (name != "sharding" or config.num_workers > 1):
+            yield name, value
+        elif value == present:
+            passed.add(name)
+
+
+def _changed(config: TrainConfig, name: str, value: object) -> TrainConfig | None:
+    """None where settings refuse each other: see `rules`."""
+    try:
+        return replace(config, **{name: value})  # type: ignore[arg-type]
+    except ValueError:
+        return None
+
+
+def _without_needless(
+    found: TrainConfig, config: TrainConfig, peak_of: Callable[[TrainConfig], int | None], budget: int
+) -> TrainConfig:
+    """Takes back what a rung further up has made needless, the dearest first."""
+    for name in dict.fromkeys(name for name, _ in reversed(_LADDER)):
+        weaker = _changed(found, name, getattr(config, name))
+        peak = None if weaker is None or weaker == found else peak_of(weaker)
+        if weaker is not None and peak is not None and peak <= budget:
+            found = weaker
     return found

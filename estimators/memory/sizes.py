@@ -1,33 +1,10 @@
-"""Sizes as Spark writes them ("4g", "512m"), and as people read them."""
+"""Sizes as people read them, and as Spark writes them ("4g", "512m")."""
 
 from __future__ import annotations
 
-import re
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
 _NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def parse_bytes(value: int | str, name: str = "budget") -> int:
-    """A number of bytes, from one or from a string such as "4g": units of 1024, as Spark has them.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: The string is no size, or the size is not above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} must be bytes as an int or a string such as '4g', got {value!r}")
-    if isinstance(value, str):
-        found = _SIZE.fullmatch(value)
-        if found is None:
-            raise ValueError(f"{name} must be bytes as an int or a string such as '4g', got {value!r}")
-        count = int(float(found[1]) * _UNITS[found[2].lower()])
-    else:
-        count = value
-    if count < 1:
-        raise ValueError(f"{name} must be above 0 bytes, got {value!r}")
-    return count
 
 
 def show_bytes(count: float) -> str:
@@ -36,3 +13,6 @@ def show_bytes(count: float) -> str:
     while size >= 1024 and unit < len(_NAMES) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_NAMES[unit]}"
+
+
+__all__ = ["parse_bytes", "show_bytes"]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
@@ -143,6 +144,8 @@ class _Step:
             config.learning_rate,
             config.weight_decay,
         )
+        # Adagrad makes its state at once, the others in their first step.
+        meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
         self._sync = PlainSync(self._module, optimizer)
         self._recipe = Recipe(
             config=config,

@@ -1,4 +1,4 @@
-"""How a network is spread over the ranks: one file a strategy, keyed by the setting `sharding`."""
+"""How a network is spread over the ranks: one file a strategy, one registry."""
 
 from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
@@ -7,11 +7,19 @@ from ringspark.estimators.parallel.sharded.zero import ShardedGradients, Sharded
 from ringspark.estimators.parallel.state_bytes import StateBytes, state_bytes
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    "none": DataParallel,
-    "optimizer": ShardedOptimizer,
-    "gradients": ShardedGradients,
-    "parameters": FullySharded,
+    "data_parallel": DataParallel,
+    "zero1": ShardedOptimizer,
+    "zero2": ShardedGradients,
+    "zero3": FullySharded,
 }
+
+_OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}
+
+
+def strategy_key(sharding: str) -> str:
+    """The key of `STRATEGIES` that the settings ask for."""
+    return _OF_SHARDING[sharding]
+
 
 __all__ = [
     "STRATEGIES",
@@ -22,4 +30,5 @@ __all__ = [
     "StateBytes",
     "Strategy",
     "state_bytes",
+    "strategy_key",
 ]

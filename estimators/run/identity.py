@@ -1,8 +1,8 @@
 """Which settings, data and model a resumed run must share with its start.
 
 These decide the result of the run, so a run is resumed only if they are unchanged. Settings that only decide
-where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may change. Everything
-here is JSON and small.
+where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may change; each
+setting's declaration says so. Everything here is JSON and small.
 """
 
 from __future__ import annotations
@@ -19,38 +19,15 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import ShardManifest
 
 FORMAT_VERSION = 1
 
-# Fields of the config that may differ between the starts of one run.
-_FREE = frozenset(
-    {
-        "shards_uri",
-        "run_uri",
-        "num_workers",
-        "min_workers",
-        "use_gpu",
-        "collective",
-        "reader",
-        "timeout_seconds",
-        "max_restarts",
-        "checkpoint_every_steps",
-        "checkpoint_every_seconds",
-        "checkpoint_every_epochs",
-        "keep_checkpoints",
-        # The way that activations are kept changes memory and time, but no numbers.
-        "gradient_checkpointing",
-        "activation_offload",
-    }
-)
-# Config fields whose Param is not just the field's name in camelCase.
-_SETTING = {
-    "input_columns": "inputCols",
-    "label_columns": "labelCol",
-    "weight_column": "weightCol",
-    "losses": "loss",
-    "output_widths": "the model's outputs",
+# Fields of the config that may differ between the starts of one run: the folders, and the settings that declare it.
+_FREE = {"shards_uri", "run_uri"} | {s.field for s in SETTINGS.values() if s.may_differ_on_resume}
+_NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
+    "output_widths": "the model's outputs"
 }
 # Relative tolerance: sums of floats differ with the order of the rows.
 _TOLERANCE = 1e-6
@@ -59,7 +36,7 @@ _TOLERANCE = 1e-6
 def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
     """Returns the identity of a run as JSON: settings, data and model by the names that a user knows."""
     settings = {
-        _SETTING.get(f.name, _camel(f.name)): getattr(config, f.name)
+        _NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)
         if f.name not in _FREE and f.name != "model"
     }
@@ -152,11 +129,6 @@ def _name(value: Any) -> str | None:
         return f"partial of {_name(value.func)}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _camel(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(part.capitalize() for part in others)
 
 
 def _equal(left: Any, right: Any) -> bool:

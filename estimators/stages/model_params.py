@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
-from pyspark.ml.param import Params, TypeConverters
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasInputCols,
@@ -13,92 +11,23 @@ from pyspark.ml.param.shared import (
     HasProbabilityCol,
     HasRawPredictionCol,
 )
-from torch import nn
 
-from ringspark.estimators.stages.converters import param, to_choice, to_count, to_model
-from ringspark.models import ModelSpec
-
-Self = TypeVar("Self", bound=Params)
+from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
+from ringspark.estimators.training.settings import columns
+from ringspark.estimators.training.settings.python_objects import MODEL
 
 
-class _ModelParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
+class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
     """What estimator and model share: the columns that go in and come out, and the network."""
 
-    model = param("model", "the network: a ModelSpec or an nn.Module instance", to_model)
-    predictionCols = param(
-        "predictionCols",
-        "prediction columns of a network with several outputs, one a tensor; instead of predictionCol",
-        TypeConverters.toListString,
-    )
-    handleInvalid = param(
-        "handleInvalid",
-        "what transform does with rows that have a null or NaN in an input: 'error' raises, 'skip' leaves "
-        "them out, 'keep' leaves them in with null predictions",
-        to_choice("handleInvalid", "error", "skip", "keep"),
-    )
-    inferenceBatchSize = param(
-        "inferenceBatchSize", "rows per forward pass in transform", to_count("inferenceBatchSize")
-    )
-    inferenceUseGpu = param(
-        "inferenceUseGpu",
-        "whether transform computes on a GPU: the one that Spark gave the task, else one by partition",
-        TypeConverters.toBoolean,
-    )
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # 2048 rows: the activations of a layer of a few hundred numbers stay in a core's cache.
-        self._setDefault(
-            featuresCol="features",
-            predictionCol="prediction",
-            handleInvalid="error",
-            inferenceBatchSize=2048,
-            inferenceUseGpu=False,
-        )
-
-    def _set(self: Self, **values: Any) -> Self:
-        """Sets Params by name; None clears one, in setters as in constructors."""
-        for name in [name for name, value in values.items() if value is None]:
-            self.clear(self.getParam(name))
-            del values[name]
-        super()._set(**values)
-        return self
-
-    def getModel(self) -> ModelSpec | nn.Module:
-        return self.getOrDefault(self.model)  # type: ignore[no-any-return]
-
-    def getPredictionCols(self) -> list[str]:
-        return list(self.getOrDefault(self.predictionCols))
-
-    def setPredictionCols(self: Self, value: list[str]) -> Self:
-        return self._set(predictionCols=value)
-
-    def getHandleInvalid(self) -> str:
-        return str(self.getOrDefault(self.handleInvalid))
-
-    def setHandleInvalid(self: Self, value: str) -> Self:
-        return self._set(handleInvalid=value)
-
-    def getInferenceBatchSize(self) -> int:
-        return int(self.getOrDefault(self.inferenceBatchSize))
-
-    def setInferenceBatchSize(self: Self, value: int) -> Self:
-        return self._set(inferenceBatchSize=value)
-
-    def getInferenceUseGpu(self) -> bool:
-        return bool(self.getOrDefault(self.inferenceUseGpu))
-
-    def setInferenceUseGpu(self: Self, value: bool) -> Self:
-        return self._set(inferenceUseGpu=value)
-
-    def setFeaturesCol(self: Self, value: str) -> Self:
-        return self._set(featuresCol=value)
-
-    def setInputCols(self: Self, value: list[str]) -> Self:
-        return self._set(inputCols=value)
-
-    def setPredictionCol(self: Self, value: str) -> Self:
-        return self._set(predictionCol=value)
+    model, getModel = param_of(MODEL), getter(MODEL)
+    featuresCol, setFeaturesCol = param_of(columns.FEATURES_COL), setter(columns.FEATURES_COL)
+    inputCols, setInputCols = param_of(columns.INPUT_COLS), setter(columns.INPUT_COLS)
+    predictionCol, setPredictionCol = param_of(columns.PREDICTION_COL), setter(columns.PREDICTION_COL)
+    predictionCols, getPredictionCols, setPredictionCols = declared(columns.PREDICTION_COLS)
+    handleInvalid, getHandleInvalid, setHandleInvalid = declared(columns.HANDLE_INVALID)
+    inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(columns.INFERENCE_BATCH_SIZE)
+    inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(columns.INFERENCE_USE_GPU)
 
     def inputColumns(self) -> list[str]:
         """The columns that become the positional arguments of `forward`, in order."""
@@ -112,8 +41,8 @@ class _ModelParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
         Raises:
             ValueError: There are more or fewer outputs than names.
         """
-        if self.isSet(self.predictionCols):
-            names = self.getPredictionCols()
+        names = self.getPredictionCols()
+        if names is not None:
             if len(names) != num_outputs or len(set(names)) != len(names) or not all(names):
                 raise ValueError(
                     f"predictionCols must name one column for each of the model's {num_outputs} outputs, "
@@ -131,28 +60,10 @@ class _ModelParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
 class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
     """The further output columns of a classifier, and how it decides."""
 
-    thresholds = param(
-        "thresholds",
-        "one number per class: the class with the largest probability / threshold is predicted; none may be "
-        "negative, one at most 0",
-        TypeConverters.toListFloat,
-    )
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._setDefault(rawPredictionCol="rawPrediction", probabilityCol="probability")
-
-    def setRawPredictionCol(self: Self, value: str) -> Self:
-        return self._set(rawPredictionCol=value)
-
-    def setProbabilityCol(self: Self, value: str) -> Self:
-        return self._set(probabilityCol=value)
-
-    def getThresholds(self) -> list[float]:
-        return list(self.getOrDefault(self.thresholds))
-
-    def setThresholds(self: Self, value: list[float]) -> Self:
-        return self._set(thresholds=value)
+    rawPredictionCol = param_of(columns.RAW_PREDICTION_COL)
+    setRawPredictionCol = setter(columns.RAW_PREDICTION_COL)
+    probabilityCol, setProbabilityCol = param_of(columns.PROBABILITY_COL), setter(columns.PROBABILITY_COL)
+    thresholds, getThresholds, setThresholds = declared(columns.THRESHOLDS)
 
 
 def check_distinct(names: Sequence[str]) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
+from ringspark.estimators.stages.declared import values_of
+from ringspark.estimators.stages.params import _TrainingParams
 from ringspark.estimators.training.driver_check import check_names
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
+
+# Where the setting is no name, the config keeps its default and the object travels beside it.
+_FACTORIES = ("optimizer", "lr_schedule")
 
 
 def config_of(
@@ -25,68 +30,35 @@ def config_of(
             f"{type(stage).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
         )
     _check_validation(stage)
-    model, optimizer, schedule = stage.getModel(), stage.getOptimizer(), stage.getLrSchedule()
-    policy = stage.getGradientCheckpointing()
-    losses = _for_each_label(stage.getLoss(), len(label_columns))
-    weights = stage.getLossWeights() if isinstance(stage, _MultiLabelParams) else None
-    by_name: dict[str, Any] = {
-        name: value
-        for name, value in (("optimizer", optimizer), ("lr_schedule", schedule))
-        if isinstance(value, str)
+    given = values_of(stage)
+    model, losses = given["model"], _for_each_label(given["loss"], len(label_columns))
+    values = {
+        setting.field: _frozen(given[name])
+        for name, setting in SETTINGS.items()
+        if setting.field and given.get(name) is not None
     }
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        task=task,
-        model=model.to_json() if isinstance(model, ModelSpec) else None,
-        input_columns=tuple(stage.inputColumns()),
-        label_columns=tuple(label_columns),
-        weight_column=stage.getWeightCol() if stage.isDefined(stage.weightCol) else None,
-        losses=tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
-        loss_weights=tuple([1.0] * len(label_columns) if weights is None else weights),
-        parameter_groups=tuple(stage.getParameterGroups()),
-        learning_rate=stage.getLearningRate(),
-        warmup_steps=stage.getWarmupSteps(),
-        weight_decay=stage.getWeightDecay(),
-        max_grad_norm=stage.getMaxGradNorm(),
-        metrics=tuple(stage.getMetrics()),
-        monitor=stage.getMonitor() or "",
-        patience=stage.getPatience(),
-        min_delta=stage.getMinDelta(),
-        keep=cast(Any, stage.getKeep()),
-        epochs=stage.getEpochs(),
-        batch_size=stage.getBatchSize(),
-        seed=stage.getSeed(),
-        shuffle=stage.getShuffle(),
-        num_workers=stage.getNumWorkers(),
-        use_gpu=stage.getUseGpu(),
-        collective=stage.getCollective(),
-        precision=cast(Any, stage.getPrecision()),
-        gradient_checkpointing=tuple(policy) if isinstance(policy, list) else policy,
-        gradient_accumulation=stage.getGradientAccumulation(),
-        activation_offload=cast(Any, stage.getActivationOffload()),
-        activation_compression=cast(Any, stage.getActivationCompression()),
-        sharding=cast(Any, stage.getSharding()),
-        reader=stage.getReader(),
-        checkpoint_every_steps=stage.getCheckpointEverySteps(),
-        checkpoint_every_seconds=stage.getCheckpointEverySeconds(),
-        checkpoint_every_epochs=stage.getCheckpointEveryEpochs(),
-        keep_checkpoints=stage.getKeepCheckpoints(),
-        on_non_finite=cast(Any, stage.getOnNonFinite()),
-        timeout_seconds=stage.getTimeoutSeconds(),
-        max_restarts=stage.getMaxRestarts(),
-        min_workers=stage.getMinWorkers(),
-        **by_name,
-    )
+    # These have another form in JSON than in the hands of a user.
+    values |= {
+        "model": model.to_json() if isinstance(model, ModelSpec) else None,
+        "input_columns": tuple(stage.inputColumns()),
+        "label_columns": tuple(label_columns),
+        "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
+    }
+    values.setdefault("loss_weights", (1.0,) * len(label_columns))
+    by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}
+    config = TrainConfig(shards_uri="", run_uri="", task=task, **values)
     objects = UserObjects(
         module=None if isinstance(model, ModelSpec) else model,
         losses=tuple(None if isinstance(loss, str) else loss for loss in losses),
-        optimizer=None if "optimizer" in by_name else optimizer,
-        lr_schedule=None if "lr_schedule" in by_name else schedule,
-        callbacks=tuple(stage.getCallbacks()),
+        callbacks=tuple(given["callbacks"]),
+        **by_factory,
     )
     check_names(config, objects)
     return config, objects
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _for_each_label(loss: Any, num_labels: int) -> list[Any]:
@@ -104,5 +76,3 @@ def _check_validation(stage: _TrainingParams) -> None:
             f"set validationFraction or validationIndicatorCol, not both; got {fraction} and "
             f"{stage.getValidationIndicatorCol()!r}"
         )
-    if not 0 < fraction < 1:
-        raise ValueError(f"validationFraction must lie between 0 and 1, got {fraction}")

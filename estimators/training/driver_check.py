@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
+from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.objective.heads import Head, ignored_label, make_heads, with_outputs
 from ringspark.estimators.training.objective.losses import check_loss_name, resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
@@ -145,13 +145,11 @@ def _check_losses(
         if head.is_per_member:
             # Of what the module gives in training mode.
             continue
-        array = manifest.array(head.label)
-        is_integer = np.dtype(array.dtype).kind in "iu"
-        zeros = torch.zeros((PROBE_ROWS, *array.shape), dtype=torch.int64 if is_integer else torch.float32)
+        labels = zeros(manifest.array(head.label), PROBE_ROWS)
         try:
-            resolve_loss(head.loss)(output.float(), zeros)
+            resolve_loss(head.loss)(output.float(), labels)
         except Exception as error:
-            given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(zeros.shape)}"
+            given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
             raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
 
 

@@ -1,8 +1,4 @@
-"""NumPy columns of the reader -> tensors on the device, in the dtypes that training wants.
-
-Integers stay integers (an id of 16,777,217 must not become 16,777,216), floating columns become
-fp32 like the parameters, booleans become fp32 zeros and ones.
-"""
+"""NumPy columns of the reader -> tensors on the device, in the dtypes that a network gets."""
 
 from __future__ import annotations
 
@@ -13,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from ringspark.pipelines.kinds.base import BatchArray
 
 Array = npt.NDArray[Any]
 
@@ -49,16 +47,28 @@ class Batch:
         ]
 
 
+def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """What a network gets for a column's dtype, in training, in transform and in every check before them.
+
+    fp32 for floating values and booleans, as the parameters are; int64 for integers: an id of 16,777,217
+    must not become 16,777,216, and int8 would overflow in a network's arithmetic.
+    """
+    return np.dtype(np.float32 if np.dtype(dtype).kind in "fb" else np.int64)
+
+
+def as_input(values: Array) -> Array:
+    """The array in its `network_dtype`, contiguous and writeable."""
+    return np.require(values, network_dtype(values.dtype), ["C", "W"])
+
+
+def zeros(array: BatchArray, rows: int) -> torch.Tensor:
+    """Rows of zeros that look to a network like those of a column."""
+    return torch.from_numpy(np.zeros((rows, *array.shape), network_dtype(array.dtype)))
+
+
 def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     """One column on the device; copies are pinned and do not wait where the device is a GPU."""
-    if values.dtype.kind in "fb" and values.dtype != np.float32:
-        values = values.astype(np.float32)
-    elif values.dtype.kind in "iu":
-        # int64 as in the driver's probe and in transform: int8 would overflow in a network's arithmetic.
-        values = values.astype(np.int64, copy=False)
-    if not values.flags.writeable:
-        values = values.copy()
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    tensor = torch.from_numpy(as_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import nn
 
+from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest
@@ -23,12 +23,7 @@ def probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> tu
             with one entry per row.
     """
     name = type(module).__name__
-    inputs = []
-    for column in config.input_columns:
-        array = manifest.array(column)
-        is_integer = np.dtype(array.dtype).kind in "iu"
-        shape = (PROBE_ROWS, *array.shape)
-        inputs.append(torch.zeros(shape, dtype=torch.int64 if is_integer else torch.float32))
+    inputs = [zeros(manifest.array(column), PROBE_ROWS) for column in config.input_columns]
     given = ", ".join(
         f"{column} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         for column, t in zip(config.input_columns, inputs, strict=True)

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel import STRATEGIES, strategy_key
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -123,7 +123,7 @@ def _train(
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
-    sync = STRATEGIES[config.sharding]().prepare(
+    sync = STRATEGIES[strategy_key(config.sharding)]().prepare(
         module, partial(_make_optimizer, config, objects), mesh.data, config.gradient_accumulation
     )
     # Dropout differs between the ranks, as it does between the rows of one batch.

@@ -104,7 +104,7 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     collective = LocalCollective()
-    sync = STRATEGIES["none"]().prepare(
+    sync = STRATEGIES["data_parallel"]().prepare(
         module,
         lambda net: build_optimizer(config.optimizer, net, (), config.learning_rate, config.weight_decay),
         collective,

@@ -51,7 +51,7 @@ class Adafactor(DenseOptimizer):
         if gradient.dim() > 1:
             square = _factored(gradient, state, fresh, tiny)
         else:
-            if step == 1:
+            if "variance" not in state:
                 state["variance"] = torch.zeros_like(parameter)
             square = state["variance"].lerp_(gradient * gradient, fresh).clone()
         direction = square.clamp_(min=tiny * tiny).rsqrt_().mul_(gradient)

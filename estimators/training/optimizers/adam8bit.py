@@ -56,9 +56,9 @@ class Adam8bit(DenseOptimizer):
     ) -> None:
         # Each rank quantizes the part of a DTensor that it holds.
         parameter, gradient = _local(parameter), _local(gradient)
-        step = count_step(state)
-        if step == 1:
+        if not state:
             _allocate(parameter, state)
+        step = count_step(state)
         chunk = CUDA_CHUNK if parameter.is_cuda else CHUNK
         weights = parameter.view(-1) if parameter.is_contiguous() else parameter.flatten()
         gradients = gradient.reshape(-1)

@@ -31,10 +31,10 @@ class Lamb(DenseOptimizer):
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         beta1, beta2 = group["betas"]
-        step = count_step(state)
-        if step == 1:
+        if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+        step = count_step(state)
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])

@@ -83,10 +83,8 @@ def check_warmup(warmup_steps: int, num_steps: int) -> None:
     """Refuses a warm-up that the training would never leave.
 
     Raises:
-        ValueError: `warmup_steps` is negative or not below `num_steps`.
+        ValueError: `warmup_steps` is not below `num_steps`.
     """
-    if warmup_steps < 0:
-        raise ValueError(f"warmupSteps must be 0 or above, got {warmup_steps}")
     if warmup_steps and warmup_steps >= num_steps:
         raise ValueError(
             f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "

@@ -1,15 +1,23 @@
 """The one value that travels from the driver to every rank: frozen, JSON in and out.
 
-What it refuses stands in `rules.py`, each with its remedy; the rules are checked wherever a config is
-made, so a bad combination never reaches Spark.
+What it refuses stands at the settings' declarations and in `rules.py`, each with its remedy; it is checked
+wherever a config is made, so a bad combination never reaches Spark. The defaults are the declarations', too.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ringspark.estimators.training.settings import (
+    memory,
+    optimization,
+    places,
+    python_objects,
+    recovery,
+    workers,
+)
 from ringspark.estimators.training.settings.choices import (
     Compression,
     Keep,
@@ -19,8 +27,8 @@ from ringspark.estimators.training.settings.choices import (
     Sharding,
     Task,
 )
-from ringspark.estimators.training.settings.rules import COMBINATIONS, SETTINGS
-from ringspark.pipelines import default_engine
+from ringspark.estimators.training.settings.rules import COMBINATIONS
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines.typed_json import parse_object, record
 
 
@@ -70,49 +78,51 @@ class TrainConfig:
     task: Task = "any"
     model: str | None = None
     weight_column: str | None = None
-    losses: tuple[str, ...] = ("auto",)
+    losses: tuple[str, ...] = (python_objects.LOSS.default,)
     loss_weights: tuple[float, ...] = (1.0,)
-    optimizer: str = "adamw"
-    parameter_groups: tuple[dict[str, Any], ...] = ()
-    learning_rate: float = 1e-3
-    lr_schedule: str = "constant"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = None
-    metrics: tuple[str, ...] = ()
+    optimizer: str = python_objects.OPTIMIZER.default
+    parameter_groups: tuple[dict[str, Any], ...] = tuple(python_objects.PARAMETER_GROUPS.default)
+    learning_rate: float = optimization.LEARNING_RATE.default
+    lr_schedule: str = python_objects.LR_SCHEDULE.default
+    warmup_steps: int = optimization.WARMUP_STEPS.default
+    weight_decay: float = optimization.WEIGHT_DECAY.default
+    max_grad_norm: float | None = optimization.MAX_GRAD_NORM.default
+    metrics: tuple[str, ...] = tuple(optimization.METRICS.default)
     output_widths: tuple[int, ...] = ()
     monitor: str = ""
-    patience: int | None = None
-    min_delta: float = 0.0
-    keep: Keep = "last"
-    epochs: int = 1
-    batch_size: int = 1024
-    seed: int = 0
-    shuffle: bool = True
-    num_workers: int = 1
-    use_gpu: bool = False
-    collective: str = "horovod"
-    precision: Precision = "fp32"
-    gradient_checkpointing: str | tuple[str, ...] = "none"
-    gradient_accumulation: int = 1
-    activation_offload: Offload = "none"
-    activation_compression: Compression = "none"
-    sharding: Sharding = "none"
-    reader: str = field(default_factory=default_engine)
-    checkpoint_every_steps: int | None = None
-    checkpoint_every_seconds: float = 0.0
-    checkpoint_every_epochs: int | None = None
-    keep_checkpoints: int = 2
-    on_non_finite: NonFinite = "stop"
-    timeout_seconds: float = 600.0
-    max_restarts: int = 0
-    min_workers: int | None = None
+    patience: int | None = optimization.PATIENCE.default
+    min_delta: float = optimization.MIN_DELTA.default
+    keep: Keep = optimization.KEEP.default
+    epochs: int = optimization.EPOCHS.default
+    batch_size: int = optimization.BATCH_SIZE.default
+    seed: int = optimization.SEED.default
+    shuffle: bool = optimization.SHUFFLE.default
+    num_workers: int = workers.NUM_WORKERS.default
+    use_gpu: bool = workers.USE_GPU.default
+    collective: str = workers.COLLECTIVE.default
+    precision: Precision = memory.PRECISION.default
+    gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING
+    gradient_accumulation: int = optimization.GRADIENT_ACCUMULATION.default
+    activation_offload: Offload = memory.ACTIVATION_OFFLOAD.default
+    activation_compression: Compression = memory.ACTIVATION_COMPRESSION.default
+    sharding: Sharding = memory.SHARDING.default
+    reader: str = places.READER.default
+    checkpoint_every_steps: int | None = recovery.CHECKPOINT_EVERY_STEPS.default
+    checkpoint_every_seconds: float = recovery.CHECKPOINT_EVERY_SECONDS.default
+    checkpoint_every_epochs: int | None = recovery.CHECKPOINT_EVERY_EPOCHS.default
+    keep_checkpoints: int = recovery.KEEP_CHECKPOINTS.default
+    on_non_finite: NonFinite = recovery.ON_NON_FINITE.default
+    timeout_seconds: float = recovery.TIMEOUT_SECONDS.default
+    max_restarts: int = recovery.MAX_RESTARTS.default
+    min_workers: int | None = recovery.MIN_WORKERS.default
 
     def __post_init__(self) -> None:
-        pairs = [*SETTINGS, *((rule.is_broken, rule.message) for rule in COMBINATIONS)]
-        for is_broken, message in pairs:
-            if is_broken(self):
-                raise ValueError(message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
+        for setting in SETTINGS.values():
+            if setting.field:
+                setting.check(getattr(self, setting.field))
+        for rule in COMBINATIONS:
+            if rule.is_broken(self):
+                raise ValueError(rule.message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)

@@ -1,5 +1,6 @@
 """Suggestions fit, the cheap ones come first, and a budget that nothing fits is said to be one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators import plan_memory
-from ringspark.estimators.memory.search import candidates, cheapest
+from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sizes import parse_bytes, show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
@@ -76,51 +77,127 @@ def test_a_network_without_blocks_gets_other_suggestions() -> None:
     assert {other.settings["gradientCheckpointing"] for other in held.suggest} == {"none"}
 
 
-def test_exact_settings_come_before_lossy_ones_and_cheap_ones_before_dear_ones() -> None:
-    ordered = candidates(config(num_workers=2), rows=64)
-    assert [c.lossy for c in ordered] == sorted(c.lossy for c in ordered)
-    for lossy in (False, True):
-        costs = [c.slowdown for c in ordered if c.lossy is lossy]
-        assert costs == sorted(costs)
-    assert {c.config.precision for c in ordered if not c.lossy} == {"fp32"}
+DEFAULTS = config(num_workers=2)
+NAMES = (
+    "sharding",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "activation_compression",
+    "activation_offload",
+    "precision",
+)
 
 
-def test_only_what_training_accepts_is_a_candidate() -> None:
-    horovod = candidates(config(num_workers=2, collective="horovod"), rows=2)
-    assert all(c.config.sharding != "parameters" for c in horovod)
-    assert all(c.config.gradient_accumulation <= 2 for c in horovod)
-    alone = candidates(config(), rows=2)
-    assert {c.config.sharding for c in alone} == {"none"}
-    assert all(c.config.activation_offload != "host" for c in alone)
+def changes(other: TrainConfig, base: TrainConfig = DEFAULTS) -> dict[str, Any]:
+    return {name: getattr(other, name) for name in NAMES if getattr(other, name) != getattr(base, name)}
+
+
+def less_for(**savings: int) -> Callable[[TrainConfig], int]:
+    """Peaks of 100, less the given bytes for each setting that is changed."""
+    return lambda tried: 100 - sum(savings.get(name, 0) for name in changes(tried))
+
+
+def test_one_change_each_is_suggested_in_the_order_of_the_ladder() -> None:
+    peak_of = less_for(
+        activation_offload=50, gradient_accumulation=50, sharding=10, gradient_checkpointing=50
+    )
+    found, least = suggestions(DEFAULTS, 64, peak_of, budget=50)
+    assert least is None
+    assert [changes(other) for other in found] == [
+        {"gradient_accumulation": 2},
+        {"gradient_checkpointing": "sqrt"},
+        {"activation_offload": "disk"},
+    ]
+
+
+def test_rungs_are_taken_together_and_those_that_are_not_needed_are_taken_back() -> None:
+    peak_of = less_for(sharding=10, gradient_checkpointing=40, activation_compression=20)
+    found, _ = suggestions(DEFAULTS, 64, peak_of, budget=50)
+    assert [changes(other) for other in found] == [
+        {"sharding": "optimizer", "gradient_checkpointing": "sqrt"}
+    ]
+    found, _ = suggestions(DEFAULTS, 64, peak_of, budget=40)
+    assert [changes(other) for other in found] == [
+        {"gradient_checkpointing": "sqrt", "activation_compression": "bits"}
+    ]
+
+
+def test_16_bits_are_suggested_only_where_no_exact_setting_fits() -> None:
+    peak_of = less_for(precision=60, sharding=20, activation_offload=20)
+    assert [changes(other) for other in suggestions(DEFAULTS, 64, peak_of, 60)[0]] == [
+        {"sharding": "optimizer", "activation_offload": "disk"}
+    ]
+    assert [changes(other) for other in suggestions(DEFAULTS, 64, peak_of, 40)[0]] == [{"precision": "bf16"}]
+
+
+def test_settings_that_refuse_each_other_are_tried_one_without_the_other() -> None:
+    def peak_of(tried: TrainConfig) -> int:
+        return (
+            100
+            - 10 * (tried.sharding == "parameters")
+            - 30 * (tried.activation_offload == "disk")
+            - (20 * (tried.gradient_checkpointing == "all"))
+        )
+
+    found, _ = suggestions(DEFAULTS, 64, peak_of, budget=50)
+    assert [changes(other) for other in found] == [
+        {"gradient_checkpointing": "all", "activation_offload": "disk"}
+    ]
+
+
+def tried_by(base: TrainConfig, rows: int) -> list[TrainConfig]:
+    """All that is tried where every change lowers the peak and none fits."""
+    asked: list[TrainConfig] = []
+
+    def peak_of(tried: TrainConfig) -> int:
+        asked.append(tried)
+        return 1_000 - len(asked)
+
+    found, least = suggestions(base, rows, peak_of, budget=1)
+    assert found == []
+    assert least is not None
+    return asked
+
+
+def test_only_what_training_accepts_is_tried() -> None:
+    horovod = tried_by(config(num_workers=2, collective="horovod"), rows=2)
+    assert {c.sharding for c in horovod} == {"none", "optimizer", "gradients"}
+    assert {c.gradient_accumulation for c in horovod} == {1, 2}
+    alone = tried_by(config(), rows=2)
+    assert {c.sharding for c in alone} == {"none"}
+    assert {c.activation_offload for c in alone} == {"none", "disk"}
+
+
+def test_lossy_codecs_are_never_tried() -> None:
+    assert {c.activation_compression for c in tried_by(config(), rows=64)} == {"none", "bits"}
 
 
 def test_what_the_user_chose_is_not_weakened() -> None:
-    chosen = config(gradient_checkpointing="all", precision="bf16", gradient_accumulation=4)
-    for candidate in candidates(chosen, rows=64):
-        assert candidate.config.gradient_checkpointing == "all"
-        assert candidate.config.precision == "bf16"
-        assert candidate.config.gradient_accumulation >= 4
+    chosen = config(
+        num_workers=2,
+        gradient_checkpointing="7",
+        precision="fp16",
+        gradient_accumulation=4,
+        sharding="gradients",
+        activation_compression="int8",
+    )
+    for tried in tried_by(chosen, rows=64):
+        assert tried.gradient_checkpointing == "7"
+        assert tried.precision == "fp16"
+        assert tried.gradient_accumulation in (4, 8, 16, 64)
+        assert tried.sharding == "gradients"
+        assert tried.activation_compression == "int8"
 
 
-def test_no_suggestion_contains_another() -> None:
-    ordered = candidates(config(), rows=64)
-    fitting, least = cheapest(ordered, lambda c: 0, budget=1)
-    assert least is None
-    assert len(fitting) == 3
-    assert all(not a.at_least(b) for a in fitting for b in fitting if a is not b)
+def test_settings_that_do_not_suit_the_network_are_not_taken_further() -> None:
+    def peak_of(tried: TrainConfig) -> int | None:
+        return None if tried.gradient_checkpointing != "none" else less_for(activation_offload=10)(tried)
 
-
-def test_settings_that_do_not_suit_the_network_are_never_combined() -> None:
-    asked: list[TrainConfig] = []
-
-    def peak_of(candidate: TrainConfig) -> int | None:
-        asked.append(candidate)
-        return None if candidate.gradient_checkpointing != "none" else 10
-
-    fitting, least = cheapest(candidates(config(), rows=64), peak_of, budget=1)
-    assert fitting == []
+    found, least = suggestions(DEFAULTS, 64, peak_of, budget=1)
+    assert found == []
     assert least is not None
-    assert sum(c.gradient_checkpointing != "none" for c in asked) == 2
+    assert changes(least) == {"activation_offload": "disk"}
+    assert suggestions(DEFAULTS, 64, lambda tried: 10, budget=1) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.training.settings.choices import Sharding
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -28,7 +28,7 @@ _config = partial(config_of, model=SPEC.to_json())
 _weights = partial(weights_of, module=SPEC.build())
 SHARDED = [
     (sharding, collective)
-    for sharding in STRATEGIES
+    for sharding in get_args(Sharding)
     for collective in COLLECTIVES
     if collective != "local" and sharding != "none" and (sharding, collective) != ("parameters", "horovod")
 ]

@@ -1,6 +1,6 @@
-"""One contract over every sharding and every collective that it runs on, on real processes.
+"""One contract over every strategy and every collective that it runs on, on real processes.
 
-The ranks of one sharding and collective run all cases in turn; each test looks at its own.
+The ranks of one strategy and collective run all cases in turn; each test looks at its own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
 CASES = [
-    (sharding, collective)
-    for sharding in STRATEGIES
+    (strategy, collective)
+    for strategy in STRATEGIES
     for collective in COLLECTIVES
-    if collective != "local" and (sharding, collective) != ("parameters", "horovod")
+    if collective != "local" and (strategy, collective) != ("zero3", "horovod")
 ]
-SHARDED = [case for case in CASES if case[0] != "none"]
+SHARDED = [case for case in CASES if case[0] != "data_parallel"]
 STEPS = 20
 # Rows of each step: uneven ones, and single ones, which leave all ranks but one without any.
 ROWS = [5, 4, 1, 7, 3] * (STEPS // 5)
@@ -85,7 +85,7 @@ def _adafactor(module: nn.Module) -> torch.optim.Optimizer:
 
 def _train(
     collective: Collective,
-    sharding: str,
+    strategy: str,
     make: Make,
     *,
     steps: int = STEPS,
@@ -96,7 +96,7 @@ def _train(
     poison: Callable[[int], float] = lambda step: 1.0,
 ) -> GradientSync:
     """The trainer's steps on rows that each rank has its share of."""
-    sync = STRATEGIES[sharding]().prepare(Net(), make, collective, micro_batches)
+    sync = STRATEGIES[strategy]().prepare(Net(), make, collective, micro_batches)
     scaler = scaler or LossScaler("fp32", torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -129,14 +129,14 @@ def _weights(sync: GradientSync) -> list[float]:
     return torch.cat([p.detach().flatten() for p in whole]).tolist()  # type: ignore[no-any-return]
 
 
-def _overflowing(collective: Collective, sharding: str) -> dict[str, Any]:
+def _overflowing(collective: Collective, strategy: str) -> dict[str, Any]:
     """fp16's loss scaling; in step 3, one rank's rows give infinite gradients."""
-    combine = partial(collective.all_reduce, op="max") if sharding != "none" else None
+    combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
     scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
     last = collective.rank == collective.size - 1
     sync = _train(
         collective,
-        sharding,
+        strategy,
         _by_name("adamw"),
         steps=5,
         scaler=scaler,
@@ -145,9 +145,9 @@ def _overflowing(collective: Collective, sharding: str) -> dict[str, Any]:
     return {"weights": _weights(sync), "skipped": scaler.skipped_steps, "scale": scaler.current_scale}
 
 
-def _one_element(collective: Collective, sharding: str) -> dict[str, Any]:
+def _one_element(collective: Collective, strategy: str) -> dict[str, Any]:
     """As above, but a single element of the sum overflows: it lies in one rank's part."""
-    combine = partial(collective.all_reduce, op="max") if sharding != "none" else None
+    combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
     scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
 
     def poison(sync: GradientSync, step: int) -> None:
@@ -157,7 +157,7 @@ def _one_element(collective: Collective, sharding: str) -> dict[str, Any]:
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             local[(0,) * local.dim()] = float("inf")
 
-    sync = _train(collective, sharding, _by_name("sgd"), steps=2, scaler=scaler, inspect=poison)
+    sync = _train(collective, strategy, _by_name("sgd"), steps=2, scaler=scaler, inspect=poison)
     return {"weights": _weights(sync), "skipped": scaler.skipped_steps}
 
 
@@ -176,7 +176,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _bytes(collective: Collective, sharding: str) -> dict[str, Any]:
+def _bytes(collective: Collective, strategy: str) -> dict[str, Any]:
     sent: list[int] = []
     counted: list[dict[str, int]] = []
 
@@ -185,7 +185,7 @@ def _bytes(collective: Collective, sharding: str) -> dict[str, Any]:
             counted.append(vars(state_bytes(sync)))
         sent.append(collective.bytes_sent)
 
-    _train(collective, sharding, _by_name("adamw"), steps=8, inspect=count)
+    _train(collective, strategy, _by_name("adamw"), steps=8, inspect=count)
     return {"state": counted[0], "sent": sent[7] - sent[6]}
 
 
@@ -197,101 +197,101 @@ def _refusals(collective: Collective) -> list[str]:
     messages = []
     for module, make in cases:
         try:
-            STRATEGIES["parameters"]().prepare(module, make, collective, 1)
+            STRATEGIES["zero3"]().prepare(module, make, collective, 1)
         except ValueError as error:
             messages.append(str(error))
     return messages
 
 
-def _work(sharding: str, collective: Collective, device: str, status: Status) -> str:
+def _work(strategy: str, collective: Collective, device: str, status: Status) -> str:
     result: dict[str, Any] = {}
     for name, options in TRAININGS.items():
-        if (sharding, name) == ("parameters", "adafactor"):
+        if (strategy, name) == ("zero3", "adafactor"):
             continue
         status.phase = name
-        result[name] = _weights(_train(collective, sharding, **options))
+        result[name] = _weights(_train(collective, strategy, **options))
     status.phase = "overflow"
-    result["overflow"] = _overflowing(collective, sharding)
-    if sharding != "none":
-        result["overflow of one element"] = _one_element(collective, sharding)
-    if sharding == "parameters":
+    result["overflow"] = _overflowing(collective, strategy)
+    if strategy != "data_parallel":
+        result["overflow of one element"] = _one_element(collective, strategy)
+    if strategy == "zero3":
         status.phase = "refusals"
         result["refusals"] = _refusals(collective)
     status.phase = "bytes"
-    result["bytes"] = _bytes(collective, sharding)
+    result["bytes"] = _bytes(collective, strategy)
     return json.dumps(result)
 
 
 @cache
-def _results(sharding: str, collective: str) -> list[dict[str, Any]]:
-    texts = run_spawned(2, collective, partial(_work, sharding), timeout_seconds=120)
+def _results(strategy: str, collective: str) -> list[dict[str, Any]]:
+    texts = run_spawned(2, collective, partial(_work, strategy), timeout_seconds=120)
     return [json.loads(text) for text in texts]
 
 
 @cache
 def _alone() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(_work("none", LocalCollective(), "cpu", Status("here")))
+    result: dict[str, Any] = json.loads(_work("data_parallel", LocalCollective(), "cpu", Status("here")))
     return result
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("sharding", "collective"), CASES)
+@pytest.mark.parametrize(("strategy", "collective"), CASES)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_weights_after_twenty_steps_are_those_of_one_worker(
-    sharding: str, collective: str, training: str
+    strategy: str, collective: str, training: str
 ) -> None:
-    if (sharding, training) == ("parameters", "adafactor"):
+    if (strategy, training) == ("zero3", "adafactor"):
         pytest.skip("refused: see test_an_optimizer_that_looks_at_whole_parameters_is_refused")
-    first, second = (result[training] for result in _results(sharding, collective))
+    first, second = (result[training] for result in _results(strategy, collective))
     assert first == second
     assert first == pytest.approx(_alone()[training], abs=1e-5)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("sharding", "collective"), CASES)
-def test_a_step_that_overflows_is_skipped_by_all_ranks(sharding: str, collective: str) -> None:
-    first, second = (result["overflow"] for result in _results(sharding, collective))
+@pytest.mark.parametrize(("strategy", "collective"), CASES)
+def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy: str, collective: str) -> None:
+    first, second = (result["overflow"] for result in _results(strategy, collective))
     assert first == second
     assert (first["skipped"], first["scale"]) == (1, 4.0)
     assert first["weights"] == pytest.approx(_alone()["overflow"]["weights"], abs=1e-5)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("sharding", "collective"), SHARDED)
-def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(sharding: str, collective: str) -> None:
-    first, second = (result["overflow of one element"] for result in _results(sharding, collective))
+@pytest.mark.parametrize(("strategy", "collective"), SHARDED)
+def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy: str, collective: str) -> None:
+    first, second = (result["overflow of one element"] for result in _results(strategy, collective))
     assert first == second
     assert first["skipped"] == 1
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("sharding", "collective"), CASES)
-def test_a_rank_holds_half_of_what_its_sharding_cuts(sharding: str, collective: str) -> None:
+@pytest.mark.parametrize(("strategy", "collective"), CASES)
+def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy: str, collective: str) -> None:
     whole = _alone()["bytes"]["state"]
-    cut = {"none": [], "optimizer": ["optimizer"], "gradients": ["optimizer", "gradients"]}
-    for result in _results(sharding, collective):
+    cut = {"data_parallel": [], "zero1": ["optimizer"], "zero2": ["optimizer", "gradients"]}
+    for result in _results(strategy, collective):
         for kind, num_bytes in result["bytes"]["state"].items():
-            if kind in cut.get(sharding, whole):
+            if kind in cut.get(strategy, whole):
                 assert num_bytes == pytest.approx(whole[kind] / 2, rel=0.1), kind
-            elif (sharding, kind) != ("optimizer", "gradients"):
+            elif (strategy, kind) != ("zero1", "gradients"):
                 assert num_bytes == whole[kind], kind
 
 
 @pytest.mark.distributed
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
-    for result in _results("parameters", "torch"):
+    for result in _results("zero3", "torch"):
         optimizer, scalar = result["refusals"]
         assert "optimizer Adafactor looks at whole ones; take one of" in optimizer
         assert "cannot cut the scalar parameter 'temperature'; make it of shape (1,)" in scalar
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("sharding", "collective"), [c for c in CASES if c[0] in ("optimizer", "gradients")])
-def test_zero_sends_what_data_parallelism_sends(sharding: str, collective: str) -> None:
+@pytest.mark.parametrize(("strategy", "collective"), [c for c in CASES if c[0] in ("zero1", "zero2")])
+def test_zero_sends_what_data_parallelism_sends(strategy: str, collective: str) -> None:
     """A reduce-scatter and an all-gather are an all-reduce; the flags of who had a gradient come on top."""
     num_bytes = _alone()["bytes"]["state"]["gradients"]
     num_parameters = len([p for p in Net().parameters() if p.requires_grad])
-    for result in _results(sharding, collective):
+    for result in _results(strategy, collective):
         flags = 4 * (num_parameters + 1)
         # The gradients of the parameter that no rank uses travel too.
         assert num_bytes <= result["bytes"]["sent"] - flags <= num_bytes + 4 * 9 + 16

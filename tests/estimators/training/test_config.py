@@ -35,6 +35,7 @@ def test_json_gives_the_same_config_back() -> None:
         ({"learning_rate": float("inf")}, "learningRate must be above 0 and finite, got inf"),
         ({"label_columns": ("y", "y"), "losses": ("mse",) * 2, "loss_weights": (1.0, 1.0)}, "column twice"),
         ({"timeout_seconds": float("inf")}, "timeoutSeconds must be above 0 and finite, got inf"),
+        ({"warmup_steps": -1}, "warmupSteps must not be negative, got -1"),
         ({"weight_decay": -1.0}, "weightDecay must not be negative, got -1.0"),
         ({"max_grad_norm": 0.0}, "maxGradNorm must be above 0, got 0.0"),
         ({"timeout_seconds": 0.0}, "timeoutSeconds must be above 0"),

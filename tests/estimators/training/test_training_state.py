@@ -14,7 +14,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel import STRATEGIES, strategy_key
 from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import (
@@ -44,7 +44,7 @@ def _net() -> nn.Module:
 
 def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    return STRATEGIES[sharding]().prepare(_net(), make, collective, 1)
+    return STRATEGIES[strategy_key(sharding)]().prepare(_net(), make, collective, 1)
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
@@ -141,14 +141,14 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
         load_training_state(str(tmp_path), sync)
     _steps(sync, local, 0, 1)
     _write(str(tmp_path), sync, 1)
-    other: Any = STRATEGIES["none"]().prepare(
+    other: Any = STRATEGIES["data_parallel"]().prepare(
         nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, 1
     )
     with pytest.raises(
         ValueError, match=r"with optimizer AdamW in 1 parameter groups, this one has Adam in 1"
     ):
         load_training_state(str(tmp_path), other)
-    other = STRATEGIES["none"]().prepare(
+    other = STRATEGIES["data_parallel"]().prepare(
         nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), local, 1
     )
     with pytest.raises(ValueError, match=r"of another network: it has '0.bias', which this one lacks"):

@@ -1,0 +1,141 @@
+"""From a setting's declaration to a Spark Param with its getter and setter.
+
+    class _TrainingParams(DeclaredParams):
+        epochs, getEpochs, setEpochs = declared(EPOCHS)
+
+Words, default, type and range stand at the declaration; a class says which settings its stages have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from pyspark.ml.param import Param, Params, TypeConverters
+
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.settings.declaration import Kind, Setting
+from ringspark.estimators.training.settings.table import SETTINGS
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+S = TypeVar("S", bound=Params)
+
+
+class Getter(Protocol[T_co]):
+    """The type of a getter of a setting of type T."""
+
+    def __get__(self, stage: Any, kind: Any = None) -> Callable[[], T_co]: ...
+
+
+class Setter(Protocol[T_contra]):
+    """The type of a setter of a setting of type T; it returns its stage."""
+
+    def __get__(self, stage: S, kind: Any = None) -> Callable[[T_contra], S]: ...
+
+
+def _names(value: Any) -> list[str]:
+    """One name alone is taken as a list of one."""
+    return TypeConverters.toListString([value] if isinstance(value, str) else value)
+
+
+_TYPES: dict[Kind, Callable[[Any], Any]] = {
+    "int": TypeConverters.toInt,
+    "float": TypeConverters.toFloat,
+    "bool": TypeConverters.toBoolean,
+    "str": TypeConverters.toString,
+    "names": _names,
+    "numbers": TypeConverters.toListFloat,
+    "object": TypeConverters.identity,
+}
+
+
+def param_of(setting: Setting[Any]) -> Param[Any]:
+    """The Param of a setting: what it refuses, it refuses with the setting's own sentence."""
+    of_type = setting.convert or _TYPES[setting.kind]
+
+    def convert(value: Any) -> Any:
+        converted = of_type(value)
+        setting.check(converted)
+        return converted
+
+    return Param(Params._dummy(), setting.name, setting.words, convert)
+
+
+def getter(setting: Setting[T]) -> Getter[T]:
+    """The method that gives the value, or None where it is unset without a default."""
+
+    def get(self: Params) -> T:
+        return value_of(self, setting)
+
+    return cast(Getter[T], _named(get, "get", setting))
+
+
+def setter(setting: Setting[T]) -> Setter[T]:
+    """The method that sets the value and returns its stage."""
+
+    def set_value(self: Params, value: T) -> Params:
+        return self._set(**{setting.name: value})
+
+    return cast(Setter[T], _named(set_value, "set", setting))
+
+
+def declared(setting: Setting[T]) -> tuple[Param[Any], Getter[T], Setter[T]]:
+    """Param, getter and setter of a setting, for the body of a class."""
+    return param_of(setting), getter(setting), setter(setting)
+
+
+def value_of(stage: Params, setting: Setting[T]) -> T:
+    """A stage's value of a setting: what was set, else the default."""
+    value: Any = stage.getOrDefault(setting.name) if stage.isDefined(setting.name) else None
+    # A copy: who changes the list that a getter gave does not change the stage.
+    return cast(T, list(value) if isinstance(value, list) else value)
+
+
+def values_of(stage: Params) -> dict[str, Any]:
+    """All settings of a stage by name."""
+    return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if stage.hasParam(name)}
+
+
+def _named(function: Any, verb: str, setting: Setting[Any]) -> Any:
+    function.__name__ = f"{verb}{setting.name[0].upper()}{setting.name[1:]}"
+    function.__doc__ = f"{verb.capitalize()}s `{setting.name}`: {setting.words}."
+    return function
+
+
+class DeclaredParams(Params):
+    """Stages whose Params are declared settings."""
+
+    def __init__(self, *args: Any) -> None:
+        # Spark's own mixins set defaults of theirs in between: ours come last.
+        super().__init__(*args)
+        self._setDefault(
+            **{
+                name: list(setting.default) if isinstance(setting.default, list) else setting.default
+                for name, setting in SETTINGS.items()
+                if setting.default is not None and self.hasParam(name)
+            }
+        )
+
+    def _set(self: S, **values: Any) -> S:
+        """Sets Params by name; None clears one, in setters as in constructors."""
+        for name in [name for name, value in values.items() if value is None]:
+            self.clear(self.getParam(name))
+            del values[name]
+        super()._set(**values)
+        return self
+
+
+def set_params(stage: Params, keywords: dict[str, Any]) -> None:
+    """Sets constructor keywords; None means unset.
+
+    Raises:
+        TypeError: A keyword is no Param; names the nearest one. Or its value has the wrong type.
+    """
+    names = [param.name for param in stage.params]
+    for name in keywords:
+        if name not in names:
+            hint = nearest(name, names) or f"; its Params are {names}"
+            raise TypeError(f"{type(stage).__name__} has no Param {name!r}{hint}")
+    stage._set(**{name: value for name, value in keywords.items() if value is not None})

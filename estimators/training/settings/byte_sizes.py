@@ -1,0 +1,29 @@
+"""Sizes as Spark writes them: "4g", "512m"."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str, name: str = "budget") -> int:
+    """A number of bytes, from one or from a string such as "4g": units of 1024, as Spark has them.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: The string is no size, or the size is not above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} must be bytes as an int or a string such as '4g', got {value!r}")
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value)
+        if found is None:
+            raise ValueError(f"{name} must be bytes as an int or a string such as '4g', got {value!r}")
+        count = int(float(found[1]) * _UNITS[found[2].lower()])
+    else:
+        count = value
+    if count < 1:
+        raise ValueError(f"{name} must be above 0 bytes, got {value!r}")
+    return count

@@ -1,0 +1,41 @@
+"""Where shards and runs live, and with what they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringspark.estimators.training.settings.declaration import Setting, listed
+from ringspark.pipelines import READERS, default_engine, storage
+
+
+def without_secrets(value: Any) -> str:
+    """A folder's URI without credentials: Params are saved with the stage.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It holds a password or a key.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"a folder must be given as a string, got {type(value).__name__}")
+    storage.refuse_secrets(value)
+    return value
+
+
+STORAGE_URI = Setting[str | None](
+    name="storageUri",
+    words="folder that all workers reach, for shards and runs; unset: a temporary one, local masters only",
+    kind="object",
+    default=None,
+    convert=without_secrets,
+    without_effect=(lambda given: given["runUri"] is not None, "runUri holds the shards and the run"),
+)
+READER = Setting(
+    name="reader",
+    field="reader",
+    words="engine that reads the shards: 'petastorm' or 'arrow'",
+    kind="str",
+    default=default_engine(),
+    default_words="`'petastorm'` where installed, else `'arrow'`",
+    accepts=listed(lambda: READERS),
+    may_differ_on_resume=True,
+)

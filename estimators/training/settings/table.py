@@ -1,0 +1,23 @@
+"""Every setting of the estimators, by the name that users know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringspark.estimators.training.settings import (
+    columns,
+    memory,
+    optimization,
+    places,
+    python_objects,
+    recovery,
+    workers,
+)
+from ringspark.estimators.training.settings.declaration import Setting
+
+SETTINGS: dict[str, Setting[Any]] = {
+    value.name: value
+    for subject in (python_objects, optimization, columns, workers, memory, places, recovery)
+    for value in vars(subject).values()
+    if isinstance(value, Setting)
+}

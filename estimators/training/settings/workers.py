@@ -1,0 +1,50 @@
+"""The gang: how many workers, on what devices, and how they exchange gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from ringspark.estimators.training.settings.declaration import Setting, at_least, listed
+
+
+def _collectives() -> Iterable[str]:
+    # Imported when a value is checked: it brings torch, which `--help` does without.
+    from ringspark.estimators.collectives import COLLECTIVES
+
+    return COLLECTIVES
+
+
+NUM_WORKERS = Setting(
+    name="numWorkers",
+    field="num_workers",
+    words="workers that train at the same time",
+    kind="int",
+    default=1,
+    accepts=at_least(1),
+    may_differ_on_resume=True,
+)
+USE_GPU = Setting(
+    name="useGpu",
+    field="use_gpu",
+    words="whether each worker trains on a GPU of its own",
+    kind="bool",
+    default=False,
+    may_differ_on_resume=True,
+)
+COLLECTIVE = Setting(
+    name="collective",
+    field="collective",
+    words="how gradients are summed: 'horovod' or 'torch' ('local' for one worker)",
+    kind="str",
+    default="torch" if find_spec("horovod") is None else "horovod",
+    default_words="`'horovod'` where installed, else `'torch'`",
+    accepts=listed(_collectives),
+    may_differ_on_resume=True,
+)
+SHOW_PROGRESS = Setting(
+    name="showProgress",
+    words="whether the driver shows progress while it waits",
+    kind="bool",
+    default=True,
+)

@@ -1,0 +1,73 @@
+"""Prints for every setting how many files of the packages spell it, and which.
+
+    python scripts/count_setting_files.py
+
+A file spells a setting where its code has the Spark name (`numWorkers`, `getNumWorkers`, also in a sentence
+that users read) or reads the config's field (`config.num_workers`). Comments and docstrings do not count, and
+the room training/settings, where settings are declared, checked and put into the config, counts once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.table import SETTINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("pipelines", "models", "estimators", "jobs")
+DECLARED_IN = "estimators/training/settings"
+# What a config is called where it is read.
+CONFIGS = frozenset({"config", "_config"})
+
+
+def places() -> dict[str, list[str]]:
+    """Setting -> the places that spell it, in alphabetical order."""
+    words: dict[str, set[str]] = {}
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            place = DECLARED_IN if name.startswith(f"{DECLARED_IN}/") else name
+            words.setdefault(place, set()).update(spelled(ast.parse(path.read_text())))
+    return {
+        name: sorted({DECLARED_IN} | {place for place, found in words.items() if found & _spellings(setting)})
+        for name, setting in SETTINGS.items()
+    }
+
+
+def spelled(tree: ast.Module) -> Iterator[str]:
+    """Identifiers and words of strings; an attribute of a config as "config.name"."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+            of = node.value
+            if (of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", "")) in CONFIGS:
+                yield f"config.{node.attr}"
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield from re.findall(r"\w+", node.value)
+
+
+def _spellings(setting: Setting[object]) -> set[str]:
+    name = setting.name
+    methods = {f"{verb}{name[0].upper()}{name[1:]}" for verb in ("get", "set")}
+    # One word such as "loss" alone is also a word of the language: only its methods and fields tell.
+    own = {name} if name.lower() != name else set()
+    return methods | own | {f"config.{setting.field or name}"}
+
+
+def main() -> None:
+    """Prints the table, the most spelled first."""
+    for name, found in sorted(places().items(), key=lambda row: (-len(row[1]), row[0])):
+        print(f"{len(found):3} {name:24} {', '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()

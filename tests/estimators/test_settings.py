@@ -1,0 +1,96 @@
+"""Each setting is declared once: stages, config and command lines refuse in its words, with its default."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
+from ringspark.estimators.collectives import COLLECTIVES
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.jobs import cli
+from ringspark.pipelines import READERS
+
+STAGES = (TorchEstimator, TorchClassifier, TorchRegressor)
+# By the type of a setting: what no range takes.
+MISTAKES: dict[str, Any] = {
+    "int": -1,
+    "float": -1.0,
+    "str": "nonsense",
+    "object": "nonsense",
+    "numbers": [-1.0],
+}
+
+
+def _config(**changes: Any) -> TrainConfig:
+    required = {"shards_uri": "s", "run_uri": "r", "input_columns": ("x",), "label_columns": ("y",)}
+    return TrainConfig(**(required | changes))
+
+
+def test_the_stages_have_every_declared_setting_and_no_other() -> None:
+    found = {param.name: param.doc for kind in STAGES for param in kind().params}
+    assert found == {name: setting.words for name, setting in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_param_has_getter_setter_and_the_declared_default(kind: type[TorchEstimator]) -> None:
+    stage = kind()
+    for param in stage.params:
+        suffix = param.name[0].upper() + param.name[1:]
+        default = SETTINGS[param.name].default
+        setter = getattr(stage, f"set{suffix}")
+        if default is None:
+            assert not stage.isDefined(param)
+        else:
+            assert getattr(stage, f"get{suffix}")() == default
+            assert setter(default) is stage
+
+
+def test_a_config_without_wishes_is_that_of_a_stage_without_wishes() -> None:
+    plain = _config()
+    for setting in SETTINGS.values():
+        if setting.field and setting.default is not None and setting.name not in ("loss", "labelCol"):
+            default = setting.default
+            assert getattr(plain, setting.field) == (tuple(default) if isinstance(default, list) else default)
+
+
+@pytest.mark.parametrize("name", [n for n, s in SETTINGS.items() if s.accepts is not None and s.field])
+def test_one_mistake_has_one_sentence_wherever_it_is_made(name: str) -> None:
+    setting = SETTINGS[name]
+    mistake = ["y", "y"] if name == "labelCol" else MISTAKES[setting.kind]
+    with pytest.raises(ValueError, match=f"^{name} must .*, got ") as in_config:
+        _config(**{setting.field: mistake})
+    if name == "labelCol":  # of one column in the hands of a user
+        return
+    with pytest.raises(ValueError, match=f"^{name} must ") as at_stage:
+        TorchEstimator(**{name: mistake})
+    assert str(at_stage.value) == str(in_config.value)
+    if setting.kind in ("int", "float", "str"):
+        parser = cli.JobParser("job", "")
+        cli.add_setting(parser, setting)
+        with pytest.raises(argparse.ArgumentTypeError, match="must ") as at_option:
+            parser._actions[-1].type(str(mistake))  # type: ignore[operator,misc]
+        assert f"{name} {at_option.value}" == str(in_config.value)
+
+
+@pytest.mark.parametrize(("name", "registry"), [("reader", READERS), ("collective", COLLECTIVES)])
+def test_a_part_that_is_listed_is_reachable_from_the_stages(
+    name: str, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry, "of my own", next(iter(registry.values())))
+    stage = TorchRegressor(**{name: "of my own"})
+    assert getattr(_config(**{name: stage.getOrDefault(name)}), name) == "of my own"
+
+
+def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
+    declared = {setting.field for setting in SETTINGS.values() if setting.field}
+    assert {f.name for f in fields(TrainConfig)} - declared == {
+        "shards_uri",
+        "run_uri",
+        "task",
+        "output_widths",
+    }
