@@ -24,7 +24,7 @@ from ringspark.pipelines import ShardManifest
 
 FORMAT_VERSION = 1
 
-# Fields of the config that may differ between the starts of one run: the folders, and the settings that declare it.
+# Config fields that may differ between the starts of one run: the folders, and settings that declare it.
 _FREE = {"shards_uri", "run_uri"} | {s.field for s in SETTINGS.values() if s.may_differ_on_resume}
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs"
