@@ -110,7 +110,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             return self._train_on(spark, run, config, objects, pickled, manifest)
 
     def write(self) -> StageWriter:
-        """A writer; its `overwrite()` replaces what is there."""
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return StageWriter(self)
 
     @classmethod

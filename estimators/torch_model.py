@@ -92,7 +92,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self._summary
 
     def module(self) -> nn.Module:
-        """The trained network as a plain `nn.Module` on the CPU, in eval mode; a new one each time."""
+        """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode."""
         model = self.getModel()
         module = build_skeleton(model) if isinstance(model, ModelSpec) else skeleton(model)
         weights = self._trained()
@@ -113,7 +113,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         export_module(self.module(), self._inputs, self.inputColumns(), path, format)
 
     def write(self) -> StageWriter:
-        """A writer; its `overwrite()` replaces what is there."""
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return StageWriter(
             self,
             self._trained(),

@@ -23,7 +23,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one rank knows about its GPUs.
+    """The GPUs that one rank was given and the GPUs that it sees.
 
     Attributes:
         addresses: GPU addresses that Spark gave the task; empty if Spark manages no GPUs.

@@ -25,7 +25,7 @@ from ringspark.estimators.launch.resources import (
 )
 from ringspark.estimators.stages.session import is_remote, spark_conf
 
-# As long as Spark's own schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
+# The time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
 
 # The plan of a range without a given number of partitions shows the cluster's default parallelism.

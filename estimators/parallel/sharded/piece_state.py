@@ -80,7 +80,7 @@ def _gather_tensor(
     else:
         elements[owners[0].rank] = torch.Size(entry["shape"]).numel()
     sends = own is not None and elements[collective.rank]
-    # As bytes: not every library carries every dtype.
+    # The data travels as bytes, because not every library carries every dtype.
     data = torch.zeros(0, dtype=torch.uint8)
     if own is not None and sends:
         data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
