@@ -82,7 +82,7 @@ def write_shards(
         columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
             `HashBuckets(n)` for strings, `Padded()` or `Ragged()` for arrays of varying length,
             `Sparse()` to keep vectors sparse, `Vector("float64")`, `Binary("image", shape=...)`.
-        handle_invalid: What happens to nulls, for all columns or by name: "error" refuses the write,
+        handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write,
             "skip" leaves out the row and counts it, "keep" stores zero (or nothing, for lists) and
             adds a boolean column `<name>.isnull`.
         validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
