@@ -1,4 +1,4 @@
-"""Names that users write: unknown ones are refused, and the nearest known one is pointed out."""
+"""Checks names that users write: refuses an unknown one and points out the nearest known one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint "; did you mean 'x'?" for the known name most like `name`, or nothing.
+    """Returns the hint "; did you mean 'x'?" for the known name most like `name`, or an empty string.
 
-    Case does not count: "mseloss" is as near to "MSELoss" as can be.
+    Case does not count: "mseloss" and "MSELoss" are equal here.
     """
     by_folded = {candidate.casefold(): candidate for candidate in sorted(known)}
     near = get_close_matches(name.casefold(), by_folded, n=1)
@@ -20,11 +20,11 @@ def check_name(kind: str, name: str, known: Iterable[str], otherwise: str = " or
     """Refuses a name outside `known`.
 
     Args:
-        kind: What is named, as the user wrote it: the Param.
-        otherwise: What may be given besides a name, with a leading space.
+        kind: The setting that holds the name, as the user wrote it: the Param.
+        otherwise: Text, with a leading space, on what may be given besides a name.
 
     Raises:
-        ValueError: With the known names and the nearest.
+        ValueError: The name is unknown; the message has the known names and the nearest one.
     """
     names = sorted(known)
     if name not in names:

@@ -1,16 +1,18 @@
-"""What the files and folders in the folder of one training are called.
+"""The names of the files and folders in the folder of one training.
 
 run/
-  owner.json      the driver that works on it now; its presence says that a run has begun here
-  run.json        what makes it this run: see `run.identity`
-  config.json     the settings of its last start
-  shards.json     what its file system or store tells of each of its shards: see `run.shard_states`
-  shards/         its rows, where `fit` wrote them into a folder that the user named
+  owner.json      the driver that works on the run now; its presence says that a run has begun here
+  run.json        the settings, data and model that a resume must share: see `run.identity`
+  config.json     the settings of the last start
+  shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
+  shards/         the rows, if `fit` wrote them into a folder that the user named
   heartbeat/      rank-<k>.json: each rank's last sign of life
-  history.json    the epochs so far; progress.json: the step that it is at
+  history.json    the epochs so far
+  progress.json   the present step
   checkpoints/    step-<n>: positions to resume from, until the training has ended
-  checkpoint/     the final weights; best-<epoch>/ where the best epoch's are kept
-  result.json     the finished training: its presence says so
+  checkpoint/     the final weights
+  best-<epoch>/   the weights of the best epoch, if they are kept
+  result.json     the finished training; its presence says that the training has finished
 """
 
 from __future__ import annotations

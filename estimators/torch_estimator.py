@@ -1,8 +1,8 @@
 """`TorchEstimator` and its two tasks: from a DataFrame to a trained network, in one `fit`.
 
-The order of `fit` is the promise to the user: every setting is checked, then the storage, then the
-data is written once and its statistics are checked, then the model is tried on two rows of zeros,
-and only then does a gang start. Whatever fails, the folders of the fit are removed.
+`fit` promises this order to the user: it checks every setting, then the storage; it writes the data once and
+checks its statistics; it tries the model on two rows of zeros; only then does a gang start. Whatever fails,
+`fit` removes its folders.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ M = TypeVar("M", bound=TorchModel)
 
 
 class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
-    """What the estimators share. Keywords of the constructor are the Params: see `explainParams()`."""
+    """Base class of the estimators. The keywords of the constructor are the Params: see `explainParams()`."""
 
     _task: Task = "any"
     _model_class: type[TorchModel] = TorchModel
@@ -74,7 +74,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return self
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[dict[Any, Any]]) -> Iterator[tuple[int, M]]:
-        """Fits one model per parameter map; the data is written once for all that read the same of it.
+        """Fits one model per parameter map; all fits that read the same columns share one write of the data.
 
         Returns:
             A thread-safe iterator over (index of the map, model); each `next` is one fit.
@@ -91,10 +91,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return _FitIterator(lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits))
 
     def fitOnShards(self, uri: str) -> M:
-        """Trains on shards that `write_shards` has written; they stay as they are.
+        """Trains on shards that `write_shards` has written, and does not change them.
 
         Raises:
-            ValueError: The settings, the model or the shards cannot be used; says why.
+            ValueError: The settings, the model or the shards cannot be used; the message says why.
             WorkerError: A worker failed.
         """
         spark = active_session()
@@ -110,7 +110,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             return self._train_on(spark, run, config, objects, pickled, manifest)
 
     def write(self) -> StageWriter:
-        """A writer; its `overwrite()` replaces what is there."""
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return StageWriter(self)
 
     @classmethod
@@ -128,7 +128,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 stack.enter_context(run.guarded())
                 manifest, key = run_shards(dataset, fit.data, run)
             else:
-                # The rows stay until the run has been left.
+                # The rows stay until the run has ended.
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
             self._check_held_out(fit, manifest)
@@ -139,7 +139,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return RunFolder.new(root) if run_uri is None else RunFolder.given(run_uri, self.getResume())
 
     def _check_held_out(self, fit: _Fit, manifest: ShardManifest) -> None:
-        """Rows were to be held out: says so where there is none."""
+        """Warns if rows were to be held out but there are none."""
         asked = fit.data.validation_col is not None or fit.data.validation_fraction is not None
         if not asked or manifest.select("validation").num_rows:
             return
@@ -159,9 +159,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         manifest: ShardManifest,
         rows_key: str | None = None,
     ) -> M:
-        """Checks, trains (or finds that it was trained) and makes the model."""
+        """Checks, trains (unless the run has finished already) and makes the model."""
         config = replace(config, run_uri=run.uri, shards_uri=manifest.uri)
-        # Before the network is made: a host that cannot hold it would kill the driver.
+        # Checked before the network is made: a host that cannot hold it would kill the driver.
         check_on_driver(config, objects, manifest, spark_conf(spark), is_remote(spark))
         config, shapes = check_training(config, objects, manifest)
         self._check_outputs(shapes)
@@ -195,18 +195,18 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             columns=manifest.columns,
             input_columns=config.input_columns,
         )
-        # Also the parent's uid, as every Spark ML model has it.
+        # The model also gets the parent's uid, like every Spark ML model.
         model._resetUid(self.uid)
         self._copyValues(model)
         if objects.module is not None:
-            # What the user does to the own module from now on is no matter of this model's.
+            # Later changes of the user's module must not affect this model.
             model._set(model=skeleton(objects.module))
         return cast(M, model)
 
     def _supervised(
         self, spark: SparkSession, run: RunFolder, config: TrainConfig, pickled: bytes, states: ShardStates
     ) -> str:
-        """Trains on the gang; what `TrainingSummary.of_run` reads."""
+        """Trains on the gang; returns the JSON text that `TrainingSummary.of_run` reads."""
         supervisor = Supervisor(
             spark=spark,
             make_work=lambda num_workers: TrainTask(
@@ -228,18 +228,18 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return Finished(result=result, restarts=outcome.restarts).to_json()
 
     def _label_columns(self) -> list[str]:
-        """One label for each output of the network."""
+        """Returns the label columns, one for each output of the network."""
         return [self.getLabelCol()]
 
     def _label_param(self) -> str:
         return "labelCol"
 
     def _output_columns(self, num_outputs: int) -> list[str]:
-        """The columns that the model will add."""
+        """Returns the columns that the model will add."""
         return self.predictionColumns(num_outputs)
 
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Refuses what the model's `transform` would refuse, before it is trained."""
+        """Refuses output shapes that the model's `transform` would refuse, before the training."""
         check_distinct(self._output_columns(len(shapes)))
 
     def _warn(self, on_shards: bool = False) -> None:
@@ -276,7 +276,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """One fit, checked as far as it goes without data."""
+    """One fit, checked as far as possible without data."""
 
     config: TrainConfig
     objects: UserObjects
@@ -313,7 +313,7 @@ class _Fit:
 
 
 class _FitIterator:
-    """Hands out the numbers 0, 1, ... to whichever thread asks, each with its fit."""
+    """Yields (index, result of its fit) for the indices 0, 1, ... to any number of threads."""
 
     def __init__(self, fit: Callable[[int], Any], count: int) -> None:
         self._fit = fit

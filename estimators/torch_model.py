@@ -20,7 +20,6 @@ from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
-    check_forward,
     find,
     model_inputs,
     source_columns,
@@ -49,13 +48,13 @@ M = TypeVar("M", bound="TorchModel")
 
 Shape = tuple[int, ...]
 
-# Holds what Python gave back until its parts have columns of their own.
+# Name of the temporary column for Python's result, whose parts then become columns.
 _RESULT = "__ringspark_result"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription(Description):
-    """What is written down of a model beside its weights; the attributes are the model's own."""
+    """The description of a model that is saved beside its weights; the attributes are the model's own."""
 
     inputs: tuple[ModelInput, ...]
     output_shapes: tuple[Shape, ...]
@@ -92,7 +91,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self._summary
 
     def module(self) -> nn.Module:
-        """The trained network as a plain `nn.Module` on the CPU, in eval mode; a new one each time."""
+        """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode."""
         model = self.getModel()
         module = build_skeleton(model) if isinstance(model, ModelSpec) else skeleton(model)
         weights = self._trained()
@@ -103,8 +102,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Writes the trained network, for any number of rows, to the file `path` on any store.
 
         Args:
-            path: "torch.export" writes what `torch.export.load` reads, "onnx" what ONNX runtimes read.
-            format: Of the file; "onnx" needs `pip install 'ringspark[onnx]'`.
+            path: Path or URI of the file to write.
+            format: Format of the file. `torch.export.load` reads "torch.export", ONNX runtimes read "onnx";
+                "onnx" needs `pip install 'ringspark[onnx]'`.
 
         Raises:
             ValueError: The format is unknown or not installed, or the network cannot be traced.
@@ -112,7 +112,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         export_module(self.module(), self._inputs, self.inputColumns(), path, format)
 
     def write(self) -> StageWriter:
-        """A writer; its `overwrite()` replaces what is there."""
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
         return StageWriter(
             self,
             self._trained(),
@@ -128,7 +128,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return StageReader(cls)
 
     def transformSchema(self, schema: StructType) -> StructType:
-        """The schema that `transform` gives for `schema`."""
+        """Returns the schema of `transform`'s result for a DataFrame with `schema`."""
         self._bind(schema)
         names, results = self._outputs()
         added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
@@ -149,8 +149,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         elif handling == "keep":
             columns = [*(_where_valid(item, valid) for item in bound), valid]
         predictor = self._predictor([item.feed for item in bound])
-        # One name for the struct, then its parts: Spark computes the function once. Exploded, because a
-        # filter on a part would take a copy of a plain expression below it, and run the network twice.
+        # The struct gets one name before its parts, so that Spark computes the function once. It is exploded,
+        # because Spark would copy a plain expression into a filter on a part, and run the network twice.
         result = dataset.select(
             "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
         )
@@ -159,19 +159,13 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return result.select("*", *named).drop(_RESULT)
 
     def _bind(self, schema: StructType, is_case_sensitive: bool = False) -> list[BoundInput]:
-        """The model's inputs met with a schema."""
+        """Returns the model's inputs, matched with the columns of a schema."""
         self._trained()  # refuses a model that was never fitted
-        names = self.inputColumns()
-        if not self._inputs:
-            # Of format 1, which did not keep them.
-            model = self.getModel()
-            check_forward(build_skeleton(model) if isinstance(model, ModelSpec) else model, names)
-        inputs = self._inputs or model_inputs((), names)
-        fields = source_columns(inputs, names, schema, is_case_sensitive)
-        return [bind(item, field) for item, field in zip(inputs, fields, strict=True)]
+        fields = source_columns(self._inputs, self.inputColumns(), schema, is_case_sensitive)
+        return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 
     def _check_free(self, schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
-        """Refuses to write over a column, in the words of Spark's own stages, and two columns of one name."""
+        """Refuses a column that exists, in the words of Spark's stages, and two columns of one name."""
         check_distinct(names)
         for name in names:
             if find(name, schema, is_case_sensitive) is not None:
@@ -181,7 +175,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
                 )
 
     def _outputs(self) -> tuple[list[str], Results]:
-        """Names of the columns that `transform` adds, empty for one left out, and what is in them."""
+        """Returns the names of the columns that `transform` adds, "" for one left out, and their contents."""
         values = Values(shapes=self._output_shapes)
         return self.predictionColumns(len(self._output_shapes)), values
 
@@ -209,7 +203,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _set_trained(
         self: M,
         weights_uri: str,
-        output_shapes: int | Sequence[Shape] | None,
+        output_shapes: Sequence[Shape],
         summary: TrainingSummary | None,
         *,
         columns: Sequence[ShardColumn] = (),
@@ -219,27 +213,24 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         Args:
             weights_uri: Folder of the checkpoint.
-            output_shapes: Of a row, for each output. In place of the list: the width of the one
-                output, None where it has no second dimension.
+            output_shapes: Of a row, for each output.
             summary: Of the training.
-            columns: All columns of the shards.
-            input_columns: The model's inputs by their names in the shards.
+            columns: All columns of the shards; without them, inputs take any numbers.
+            input_columns: The model's inputs by their names in the shards; its own if left out.
         """
-        if output_shapes is None or isinstance(output_shapes, int):
-            output_shapes = [()] if output_shapes is None else [(output_shapes,)]
         self._weights = HeldWeights(weights_uri)
-        # Held from here on: the folder may be removed by a save over one of its parents.
+        # Held from here on, because a save over one of the folder's parents may remove it.
         self._weights.hold()
-        self._inputs = model_inputs(columns, input_columns)
+        self._inputs = model_inputs(columns, input_columns or self.inputColumns())
         self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
         self._summary = summary
         return self
 
     def _restore(self, uri: str, description: ModelDescription) -> None:
-        """Called by the reader with the folder that the stage was saved in."""
+        """Restores a saved stage; the reader calls it with the stage's folder."""
         weights = HeldWeights(storage.join(uri, WEIGHTS_FOLDER))
-        # Now rather than in the first task: the folder may be damaged. And a pipeline that is saved
-        # over the folder it was loaded from removes the folder before it asks for the weights.
+        # Held now instead of in the first task, because the folder may be damaged, and because a pipeline
+        # that is saved over the folder it was loaded from removes it before it asks for the weights.
         weights.hold()
         self._weights = weights
         self._inputs = description.inputs
@@ -259,7 +250,7 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
 
     @property
     def numClasses(self) -> int:
-        """Classes that the network tells apart."""
+        """Number of classes that the network tells apart."""
         return self._classes().num_classes
 
     def _classes(self) -> Classes:
@@ -280,6 +271,6 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
 
 
 def _where_valid(item: BoundInput, valid: Column) -> Column:
-    """The input's values, and nothing that Python would stumble over where a row is not valid."""
+    """Returns the input's values, with values that Python can handle in the rows that are not valid."""
     values = F.when(valid, item.values)
     return values if item.filler is None else F.coalesce(values, item.filler)

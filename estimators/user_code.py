@@ -1,8 +1,8 @@
-"""The user's own Python objects as bytes: what no name or JSON stands for.
+"""Turns the user's own Python objects into bytes, if neither a name nor JSON can describe them.
 
-A network defined in `my_net.py` beside the job, or in a notebook's repository, can be imported on
-the driver and nowhere else. So classes and functions of files that no package manager installed
-travel by value, with their code; those of installed packages by name, as always.
+A network defined in `my_net.py` beside the job, or in a notebook's repository, can be imported only on
+the driver. So classes and functions from files that no package manager installed travel by value, with
+their code; those of installed packages travel by name, as always.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 import cloudpickle
 
-# Installed wherever this package runs, also where they lie outside of site-packages.
+# Modules that exist wherever this package runs, even if they lie outside site-packages.
 _EVERYWHERE = ("ringspark", "pyspark", "py4j", "__main__")
 
-# What is registered with cloudpickle is registered for the process: one at a time.
+# Modules are registered with cloudpickle for the whole process, so only one thread at a time may do it.
 _lock = threading.Lock()
 
 
 def dumps(value: Any) -> bytes:
-    """Pickles `value`; code from the user's own files goes along.
+    """Pickles `value` together with code from the user's own files.
 
     Raises:
-        ValueError: Something in it cannot be pickled; names it.
+        ValueError: Something in it cannot be pickled; the message names it.
     """
     with _lock, _by_value(_own_modules()):
         try:
@@ -40,7 +40,7 @@ def dumps(value: Any) -> bytes:
         else:
             return pickled
     try:
-        # A module whose globals cannot be pickled, such as a Spark session, may still be importable.
+        # A module with globals that cannot be pickled, such as a Spark session, may still be importable.
         pickled = cloudpickle.dumps(_ByName(cloudpickle.dumps(value), f"{type(problem).__name__}: {problem}"))
     except Exception:
         raise ValueError(
@@ -51,10 +51,10 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(pickled: bytes) -> Any:
-    """The value that `dumps` was given. Runs code: only for bytes of this process or of a trusted file.
+    """Returns the value given to `dumps`. Runs code, so only for bytes of this process or a trusted file.
 
     Raises:
-        ValueError: A module of the user's is missing here, and could not travel; says why.
+        ValueError: One of the user's modules is missing here and could not travel; the message says why.
     """
     value = cloudpickle.loads(pickled)
     if not isinstance(value, _ByName):
@@ -71,17 +71,17 @@ def loads(pickled: bytes) -> Any:
 
 @dataclass(frozen=True)
 class _ByName:
-    """A value whose modules are found by their names, as travelling by value failed with `problem`."""
+    """A value whose modules travel by name, because travelling by value failed with `problem`."""
 
     pickled: bytes
     problem: str
 
 
 def _own_modules() -> list[ModuleType]:
-    """Imported modules of Python source that no package manager installed."""
+    """Returns the imported modules of Python source that no package manager installed."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names]
-    # Also those of another environment, which a .pth file or PYTHONPATH has put behind this one's.
+    # Folders of another environment count too, if a .pth file or PYTHONPATH put them behind this one's.
     folders += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     found = []
@@ -89,7 +89,7 @@ def _own_modules() -> list[ModuleType]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or name.split(".")[0] in _EVERYWHERE:
             continue
-        # cloudpickle finds a module by its name, which a module of a test or a plug-in may not have.
+        # cloudpickle finds a module by its name, and a module of a test or a plug-in may be known by another.
         if getattr(module, "__name__", None) == name and not os.path.realpath(file).startswith(installed):
             found.append(module)
     return found

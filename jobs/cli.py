@@ -1,4 +1,4 @@
-"""What the jobs share: options, refusals in one sentence, the Spark session, rates.
+"""Code that the jobs share: options, refusals in one sentence, the Spark session, rates.
 
 Nothing here imports Spark before a job needs it, so `--help` and a misspelt option answer at once.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
-# What an option's value is called in the help.
+# Names of the options' values in the help.
 _SHOWN = {"int": "N", "float": "X"}
 
 
@@ -41,7 +41,7 @@ class JobParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
     def add_master(self) -> None:
-        """Add `--master`, which every job that starts Spark takes."""
+        """Adds `--master`, which every job that starts Spark takes."""
         self.add_argument(
             "--master",
             metavar="URL",
@@ -54,7 +54,7 @@ def main(
     run: Callable[[argparse.Namespace], None],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse the options and run the job.
+    """Parses the options and runs the job.
 
     Returns:
         The exit code: 0, or 1 where the job refused its input (a ValueError, printed as one line).
@@ -70,7 +70,7 @@ def main(
 
 
 def option(setting: Setting[Any]) -> str:
-    """The option's name, such as "--num-workers"."""
+    """Returns the option's name, such as "--num-workers"."""
     return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", setting.name)
 
 
@@ -179,7 +179,7 @@ def spark_session(app_name: str, master: str | None = None) -> SparkSession:
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:
-    """Print a job's throughput in the one format that all jobs share."""
+    """Prints a job's throughput in the one format that all jobs share."""
     print(f"{job}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s", flush=True)
 
 

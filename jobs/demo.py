@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def build_parser() -> cli.JobParser:
-    """The job's options."""
+    """Returns the parser of the job's options."""
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
     for setting, default in FOR_DEMO:

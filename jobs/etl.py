@@ -25,7 +25,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def build_parser() -> cli.JobParser:
-    """The job's options."""
+    """Returns the parser of the job's options."""
     parser = cli.JobParser("etl", "Join the flights tables and write training shards and test rows.")
     parser.add_argument("--output", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for all results")
     parser.add_argument(

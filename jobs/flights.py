@@ -104,7 +104,7 @@ def find_raw_tables() -> dict[str, Path]:
 
 
 def unpack_raw_tables(folder: str | Path) -> Path:
-    """Copy the installed tables to `folder` as plain CSV files, because Spark cannot read a zip."""
+    """Copies the installed tables to `folder` as plain CSV files, because Spark cannot read a zip."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in find_raw_tables().items():
@@ -125,7 +125,7 @@ def unpack_raw_tables(folder: str | Path) -> Path:
 
 
 def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]:
-    """Read `<folder>/<table>.csv` for every table in `SCHEMAS`; "NA" is null.
+    """Reads `<folder>/<table>.csv` for every table in `SCHEMAS`; "NA" is null.
 
     Raises:
         ValueError: If a file cannot be found.
@@ -145,7 +145,7 @@ def read_tables(spark: SparkSession, folder: str | Path) -> dict[str, DataFrame]
 
 
 def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
-    """One row per flight, cancelled ones included, with its weather, plane, airport and airline.
+    """Returns one row per flight, cancelled ones included, with weather, plane, airport and airline.
 
     Every join is a left join on the other table's key, so it neither drops nor repeats a flight. An
     airport outside the table is taken to be in New York's time zone (Puerto Rico and St. Thomas).

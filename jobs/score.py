@@ -30,7 +30,7 @@ KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 
 
 def build_parser() -> cli.JobParser:
-    """The job's options."""
+    """Returns the parser of the job's options."""
     parser = cli.JobParser("score", "Predict the test rows with the saved pipeline and report how well.")
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder of etl and train")
     parser.add_argument("--model", metavar="URI", help="saved pipeline; without it DATA/model")

@@ -21,7 +21,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def build_parser() -> cli.JobParser:
-    """The job's options."""
+    """Returns the parser of the job's options."""
     parser = cli.JobParser("shards", "Look at shards, and at caches of them.")
     # The parsers of the commands take none of the job's own arguments, hence the plain class.
     commands = parser.add_subparsers(
@@ -44,7 +44,7 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run one command.
+    """Runs one command.
 
     Raises:
         ValueError: The folder holds no shards, they are damaged, or no entry has the key.

@@ -52,7 +52,7 @@ RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
 
 
 def build_parser() -> cli.JobParser:
-    """The job's options."""
+    """Returns the parser of the job's options."""
     parser = cli.JobParser("train", "Train the entity-embedding network on the shards of jobs/etl.py.")
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")

@@ -27,6 +27,6 @@ class Linear(nn.Module):
         self.linear = nn.Linear(in_features, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (batch, in_features) to (batch, out_features)."""
+        """Maps (batch, in_features) to (batch, out_features)."""
         out: torch.Tensor = self.linear(x)
         return out

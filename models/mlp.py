@@ -35,7 +35,7 @@ class DenseBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block on (batch, in_dim)."""
+        """Runs the block on (batch, in_dim)."""
         out: torch.Tensor = self.dropout(self.activation(self.norm(self.linear(x))))
         return out
 
@@ -98,6 +98,6 @@ class MLP(nn.Module):
         self.head = nn.Linear(hidden[-1] if hidden else in_features, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (batch, in_features) to (batch, out_features)."""
+        """Maps (batch, in_features) to (batch, out_features)."""
         out: torch.Tensor = self.head(self.trunk(x))
         return out

@@ -35,7 +35,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = _convolution(in_channels, out_channels, 1, stride) if changes else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block."""
+        """Runs the block."""
         y = F.relu(self.first_norm(self.first(x)))
         return F.relu(self.second_norm(self.second(y)) + self.shortcut(x))
 
@@ -83,7 +83,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(channels, out_features)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map (batch, in_channels, height, width) to (batch, out_features)."""
+        """Maps (batch, in_channels, height, width) to (batch, out_features)."""
         x = self.blocks(F.relu(self.stem_norm(self.stem(images))))
         out: torch.Tensor = self.head(x.mean((2, 3)))
         return out

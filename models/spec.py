@@ -58,7 +58,7 @@ class ModelSpec:
         object.__setattr__(self, "kwargs", checked)
 
     def build(self) -> nn.Module:
-        """Import the class and call it with the keyword arguments.
+        """Imports the class and calls it with the keyword arguments.
 
         Raises:
             ValueError: If it cannot be imported, is not an `nn.Module`, or refuses the arguments.
@@ -84,7 +84,7 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, text: str) -> ModelSpec:
-        """Read what `to_json` wrote.
+        """Reads what `to_json` wrote.
 
         Raises:
             ValueError: If the text is not JSON, or is not a spec.
@@ -105,7 +105,7 @@ class ModelSpec:
 
 
 def _check_target(target: str) -> None:
-    """Refuse a target that no worker could resolve; imports nothing."""
+    """Refuses a target that no worker could resolve; imports nothing."""
     if ":" not in target:
         if target in MODELS:
             return

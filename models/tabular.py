@@ -80,7 +80,7 @@ class TabularNet(nn.Module):
             nn.init.normal_(table, std=0.05)
 
     def forward(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
-        """Map (batch, K) indices and (batch, M) numbers to (batch, out_features).
+        """Maps (batch, K) indices and (batch, M) numbers to (batch, out_features).
 
         Raises:
             ValueError: If the number of columns is not what the network was built for, or, on the CPU,

@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend where `mask`, (batch, 1, 1, seq) booleans, is True; everywhere if it is None."""
+        """Attends where `mask`, (batch, 1, 1, seq) booleans, is True; everywhere if it is None."""
         batch, seq, dim = x.shape
         heads = self.qkv(x).view(batch, seq, 3, self.num_heads, dim // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, dim / heads)
@@ -56,7 +56,7 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the block on (batch, seq, dim); `mask` as in `Attention`."""
+        """Runs the block on (batch, seq, dim); `mask` as in `Attention`."""
         x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         out: torch.Tensor = x + self.dropout(self.down(self.activation(self.up(self.mlp_norm(x)))))
         return out
@@ -104,7 +104,7 @@ class _Trunk(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def _features(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map (batch, seq) to (batch, seq, dim)."""
+        """Maps (batch, seq) to (batch, seq, dim)."""
         seq = ids.shape[1]
         if seq > self.max_seq_len:
             raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
@@ -170,7 +170,7 @@ class TransformerClassifier(_Trunk):
         self._init_weights()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map (batch, seq) token ids to (batch, out_features)."""
+        """Maps (batch, seq) token ids to (batch, out_features)."""
         x = self._features(ids)
         if self.padding_id is None:
             pooled = x.mean(1)
@@ -220,7 +220,7 @@ class TransformerLM(_Trunk):
         self._init_weights()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map (batch, seq) token ids to (batch, vocab_size, seq)."""
+        """Maps (batch, seq) token ids to (batch, vocab_size, seq)."""
         logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
         # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
         return logits.transpose(1, 2).contiguous()

@@ -150,7 +150,7 @@ class EpochPlan:
 
 
 class ShardPlan:
-    """What one shard reads, and how its batches are put together from it.
+    """The row groups that one shard reads, and the way its batches are put together from them.
 
     Attributes:
         plan: The plan of the whole epoch.

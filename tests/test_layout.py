@@ -4,6 +4,7 @@ import ast
 import graphlib
 import itertools
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -224,6 +225,42 @@ def test_no_two_files_import_each_other_however_far_around() -> None:
         if importer != imported:
             order.add(importer, imported)
     order.prepare()  # raises CycleError, which names the files
+
+
+# Settings whose name stands in more than 4 places, and why.
+_COLUMN = "who binds, checks or feeds the column names the setting where it refuses"
+_PLANNED = "the step reads it, the planner weighs it and tells the user to change it"
+_GANG = "resources, devices and the planner count by it and tell the user to change it"
+_READ = "several parts of a training read it from the config"
+_ADVISED = "what refuses a network, a loss or a step that is not finite tells the user to set it"
+IN_MORE_PLACES = {
+    **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
+    **dict.fromkeys(("validationFraction", "validationIndicatorCol"), _COLUMN),
+    **dict.fromkeys(("activationCompression", "activationOffload", "gradientAccumulation"), _PLANNED),
+    **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
+    **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
+    **dict.fromkeys(("epochs", "metrics", "model", "monitor", "seed"), _READ),
+    **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
+    **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),
+    "runUri": "the config calls the run's folder so, where all that a rank keeps is written",
+}
+
+
+def test_a_setting_is_spelled_in_few_places() -> None:
+    """`python scripts/count_setting_files.py` prints the table."""
+    places = runpy.run_path(str(ROOT / "scripts" / "count_setting_files.py"))["places"]()
+    more = {name: found for name, found in places.items() if len(found) > 4}
+    assert {name: found for name, found in more.items() if name not in IN_MORE_PLACES} == {}
+    # Declared in one file each.
+    declared = [
+        keyword.value.value
+        for path in sources("estimators")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Setting")
+        for keyword in node.keywords
+        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+    ]
+    assert sorted(declared) == sorted(places)
 
 
 def test_no_module_is_named_after_a_dependency() -> None:

@@ -1,4 +1,4 @@
-"""How ranks talk to each other: one file a library, all behind one protocol."""
+"""The ways in which ranks talk to each other: one file per library, all behind one protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLLECTIVES: dict[str, tuple[str, str, str]] = {
 
 
 def collective_class(name: str) -> Any:
-    """The class registered as `name`; it has `open_rendezvous` and `connect`.
+    """Returns the class registered as `name`; it has `open_rendezvous` and `connect`.
 
     Raises:
         ValueError: The name is unknown or its library is not installed.

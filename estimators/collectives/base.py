@@ -126,7 +126,7 @@ class ConnectedMember:
 
 
 def gather_bytes(collective: Collective, data: bytes) -> list[bytes]:
-    """Every rank's bytes, in the order of ranks; a rank may give none. Runs on every rank."""
+    """Returns every rank's bytes, in rank order; a rank may give none. Runs on every rank."""
     # torch makes no tensor of an empty buffer.
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     return [piece.numpy().tobytes() for piece in collective.all_gather(mine)]

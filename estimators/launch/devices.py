@@ -1,13 +1,13 @@
-"""Which device each rank computes on: decided for the whole gang at once, by every rank alike.
+"""Decides on which device each rank computes, for the whole gang at once and on every rank alike.
 
 Spark's task resources say which GPU a task was given, but not what PyTorch calls it: YARN and
 standalone workers give the node's index, a Kubernetes pod counts its own from 0, a discovery script
-may print UUIDs, and a process may see fewer devices than its host has. So each rank states what it
-was given and what it sees, all ranks exchange these claims, and the pure function `assign_devices`
+may print UUIDs, and a process may see fewer devices than its host has. So each rank states which devices
+it was given and which it sees, all ranks exchange these claims, and the pure function `assign_devices`
 makes the same table on every rank: all compute, or all fail with the same sentence.
 
-`CUDA_VISIBLE_DEVICES` is neither read nor written: a reused Python worker may still have the last
-job's (`TorchDistributor` leaves it behind).
+`CUDA_VISIBLE_DEVICES` is neither read nor written, because a reused Python worker may still have the value
+of the last job (`TorchDistributor` leaves it behind).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one rank knows of its GPUs.
+    """The GPUs that one rank was given and the GPUs that it sees.
 
     Attributes:
-        addresses: What Spark gave the task; empty where Spark manages no GPUs.
-        visible: Names of the CUDA devices that PyTorch sees, in its order: UUIDs where it knows them.
+        addresses: GPU addresses that Spark gave the task; empty if Spark manages no GPUs.
+        visible: Names of the CUDA devices that PyTorch sees, in its order; UUIDs if it knows them.
     """
 
     host: str
@@ -36,19 +36,19 @@ class Claim:
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Names of the CUDA devices of this process. Runs on every rank."""
+    """Returns the names of this process's CUDA devices. Runs on every rank."""
     import torch
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    # Only builds for CUDA know the UUID, and an index identifies a device on its host as well as any.
+    # Only CUDA builds know the UUID; without it, the index identifies a device on its host as well.
     return tuple(str(getattr(value, "uuid", index)) for index, value in enumerate(properties))
 
 
 def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
-    """Refuses more workers than a host has GPUs, where Spark hands out none.
+    """Refuses more workers than a host has GPUs, if Spark hands out none.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: There are more workers; the message has both numbers.
     """
     if num_gpus < num_workers:
         raise ValueError(
@@ -58,10 +58,10 @@ def check_enough(num_workers: int, host: str, num_gpus: int) -> None:
 
 
 def assign_devices(claims: Sequence[Claim]) -> list[str]:
-    """The torch device of every rank, in the order of `claims`.
+    """Returns the torch device of every rank, in the order of `claims`.
 
     Raises:
-        ValueError: A rank has no GPU of its own, or none that PyTorch can be told of.
+        ValueError: A rank has no GPU of its own, or none that PyTorch can address.
     """
     _check_not_shared(claims)
     # Ranks that see the same devices number them the same way.
@@ -73,7 +73,7 @@ def assign_devices(claims: Sequence[Claim]) -> list[str]:
         indices.update(zip(members, _indices([claims[m] for m in members]), strict=True))
     used: dict[tuple[str, str], int] = {}
     for number, claim in enumerate(claims):
-        # The same card under two indices: processes whose numberings differ.
+        # Processes with different numberings may name the same card by two indices.
         device = (claim.host, claim.visible[indices[number]])
         if device in used:
             raise ValueError(
@@ -85,9 +85,9 @@ def assign_devices(claims: Sequence[Claim]) -> list[str]:
 
 
 def _check_not_shared(claims: Iterable[Claim]) -> None:
-    """A fraction of a GPU for a task lets Spark give one address to several tasks.
+    """Refuses a GPU for two ranks: with a fraction of a GPU per task, Spark gives one address to several.
 
-    Two containers on one host may each call their only card "0", so what they see counts too.
+    Two containers on one host may each call their only card "0", so the devices that they see count too.
     """
     counts: dict[tuple[str, tuple[str, ...], str], int] = {}
     for claim in claims:
@@ -103,19 +103,19 @@ def _check_not_shared(claims: Iterable[Claim]) -> None:
 
 
 def _indices(group: Sequence[Claim]) -> list[int]:
-    """Device indices of ranks that see the same devices."""
+    """Returns the device indices of ranks that see the same devices."""
     visible, host = group[0].visible, group[0].host
     if not group[0].addresses:
         check_enough(len(group), host, len(visible))
         return list(range(len(group)))
     names = [_plain(name) for name in visible]
-    # More than one address where a task asks for several GPUs: a rank computes on the first.
+    # A task that asks for several GPUs has several addresses; the rank computes on the first.
     addresses = [claim.addresses[0] for claim in group]
     if all(_plain(address) in names for address in addresses):
         return [names.index(_plain(address)) for address in addresses]
     if all(address.isdecimal() and int(address) < len(visible) for address in addresses):
         return [int(address) for address in addresses]
-    # Isolated: the process sees what was given, numbered anew in the same order.
+    # In an isolated process, the visible devices are the given ones, renumbered in the same order.
     given = sorted({a for claim in group for a in claim.addresses}, key=lambda a: (len(a), a))
     if len(given) == len(visible):
         return [given.index(address) for address in addresses]
@@ -128,5 +128,5 @@ def _indices(group: Sequence[Claim]) -> list[int]:
 
 
 def _plain(name: str) -> str:
-    """A UUID as PyTorch prints it: Spark's discovery scripts write `GPU-` in front."""
+    """Returns a UUID in PyTorch's form: Spark's discovery scripts write `GPU-` in front."""
     return name.lower().removeprefix("gpu-")

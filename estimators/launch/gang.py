@@ -1,9 +1,9 @@
 """A gang: one Spark barrier stage whose tasks become the ranks of a collective.
 
 The stage is a `mapInArrow(..., barrier=True)` of the DataFrame API, so Spark Connect runs it too.
-Each task learns its rank from the hosts of all tasks, rank 0 opens the rendezvous, everybody
-connects, and the work runs (`gang_task`). Gangs of one driver that do not fit together take turns
-(`gang_queue`). What starts a gang again stands in `supervisor`.
+Each task learns its rank from the hosts of all tasks, rank 0 opens the rendezvous, all ranks
+connect, and the work runs (`gang_task`). Gangs of one driver that do not fit together take turns
+(`gang_queue`). The `supervisor` starts a gang again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def run_gang(
     """Runs `work` once on `num_workers` ranks at the same time; returns their texts in rank order.
 
     Args:
-        work: Picklable. Its result is collected, so it must stay small.
+        work: A picklable function. Spark collects its result, which must stay small.
         timeout_seconds: How long a rank waits for the others in one operation.
 
     Raises:
-        WorkerError: A rank failed; names its rank, host and phase.
+        WorkerError: A rank failed; the message names its rank, host and phase.
     """
     task = GangTask(collective=collective, work=work, use_gpu=use_gpu, timeout_seconds=timeout_seconds)
     stage = GangStage(spark, use_gpu)
@@ -47,13 +47,13 @@ def run_gang(
         rows = stage.run(task, num_workers, SparkJob(spark))
     failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
     if failures:
-        # None: the driver's own stack says nothing about what happened on the rank.
+        # `from None`, because the driver's own stack says nothing about the rank's failure.
         raise WorkerError(failures) from None
     return [str(row.result) for row in rows]
 
 
 class GangStage:
-    """How gangs of one kind are scheduled in a session."""
+    """Schedules the barrier stages of gangs, with or without GPUs, in one session."""
 
     def __init__(self, spark: SparkSession, use_gpu: bool) -> None:
         self._spark = spark
@@ -63,16 +63,16 @@ class GangStage:
             warnings.warn(self._plan.reason, RuntimeWarning, stacklevel=3)
 
     def turn(self, num_workers: int) -> Any:
-        """A context manager that waits until the gangs of other threads leave room."""
+        """Returns a context manager that waits until the gangs of other threads leave room."""
         return queue_of(application_of(self._spark)).turn(num_workers, self._shared_slots)
 
     def slots(self) -> int | None:
-        """Workers that can run at the same time now."""
+        """Returns how many workers can run at the same time now; None if nobody knows."""
         return count_slots(self._spark, self._use_gpu)
 
     def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
-        """One barrier stage; its rows in rank order. Blocks until all ranks have ended."""
-        # Only where there is one: before Spark 4.0 the stages of a DataFrame take no profile.
+        """Runs one barrier stage; returns its rows in rank order. Blocks until all ranks have ended."""
+        # Passed only if there is one: before Spark 4.0 the stages of a DataFrame accept no profile.
         request = self._plan.request
         profile = {"profile": profile_of(self._spark, request)} if request else {}
         frame = self._spark.range(0, num_workers, 1, num_workers)
@@ -81,7 +81,7 @@ class GangStage:
         return sorted(rows, key=lambda row: int(row.rank))
 
     def _shared_slots(self) -> int | None:
-        """How many slots gangs share; none to share where only the local rank tells the GPUs apart."""
+        """Returns how many slots gangs share; 0 if only the local rank tells the GPUs apart."""
         if self._use_gpu and not self._plan.gives_gpus:
             return 0
         return self.slots()

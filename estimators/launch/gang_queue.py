@@ -1,10 +1,10 @@
-"""Gangs of one application take turns: first come, first served.
+"""A queue in which the gangs of one application take turns: first come, first served.
 
-Spark starts the tasks of a barrier stage all at once or not at all, so two gangs never hold half of
-their slots each and wait for ever. But it passes over a stage that does not fit at the moment, so a
-wide gang could wait behind any number of narrow ones that came later; and where Spark manages no
-GPUs, two gangs that run at the same time would both take the first device of a host. This queue, in
-the driver, knows the gangs of this process only; Spark's own rule holds between processes.
+Spark starts the tasks of a barrier stage all at once or not at all, so two gangs never wait for ever
+with half of their slots each. But it passes over a stage that does not fit at the moment, so a wide gang
+could wait behind any number of narrow gangs that came later. And if Spark manages no GPUs, two gangs that
+run at the same time would both take the first device of a host. This queue, in the driver, knows only the
+gangs of this process; between processes Spark's own rule holds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class GangQueue:
         """Waits until `num_workers` slots are free of other gangs; holds them inside the block.
 
         Args:
-            count_slots: All slots of the cluster, None if nobody knows: then the gang does not wait. Called
-                only if another gang is there.
+            count_slots: Returns the number of slots of the cluster; None if nobody knows it, and then the
+                gang does not wait. Called only if there is another gang.
         """
         ticket = object()
         with self._changed:
@@ -43,7 +43,7 @@ class GangQueue:
         try:
             slots = None if alone else count_slots()
             with self._changed:
-                # An interrupt (Ctrl-C) ends the wait like any other exit.
+                # An interrupt (Ctrl-C) also ends the wait.
                 self._changed.wait_for(lambda: self._may_run(ticket, num_workers, slots))
                 self._running[ticket] = num_workers
                 self._leave_line(ticket)
@@ -56,7 +56,7 @@ class GangQueue:
     def _may_run(self, ticket: object, num_workers: int, slots: int | None) -> bool:
         if self._waiting[0] is not ticket:
             return False
-        # Alone, a gang always starts: the cluster may have shrunk since the slots were counted.
+        # A gang that is alone always starts, even if the cluster has shrunk since its slots were counted.
         return slots is None or not self._running or sum(self._running.values()) + num_workers <= slots
 
     def _leave_line(self, ticket: object) -> None:
@@ -70,6 +70,6 @@ _LOCK = Lock()
 
 
 def queue_of(application: str) -> GangQueue:
-    """The queue of a Spark application: sessions of one application share its executors."""
+    """Returns the queue of a Spark application, whose sessions share its executors."""
     with _LOCK:
         return _QUEUES.setdefault(application, GangQueue())

@@ -1,8 +1,8 @@
-"""What a task of the gang's barrier stage does: it becomes a rank, works, and returns one row.
+"""The task of the gang's barrier stage: it becomes a rank, works, and returns one row.
 
-A task never raises what the work raised: it returns the failure as its row, so Spark neither retries a
-deterministic error nor buries it in a JVM trace, and the peers, whose pending operations fail when the
-communicator is aborted, return theirs. Where a process dies, Spark fails the job: see `supervisor`.
+A task never raises an error of the work. It returns the failure as its row, so Spark neither retries a
+deterministic error nor buries it in a JVM trace. The peers' pending operations fail when the communicator
+is aborted, and they return their failures too. If a process dies, Spark fails the job: see `supervisor`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines.typed_json import record
 
-# Gets the connected collective, this rank's device and the status to keep; returns a short text.
+# The work of a rank: takes the connected collective, the rank's device and the status to update; returns a
+# short text.
 Work = Callable[[Collective, str, Status], str]
 
-# Of the key that a rank proves to know before any other is told anything.
+# Length, in bytes, of the run's secret, which a rank proves to know before it is told anything.
 SECRET_BYTES = 32
 
 SCHEMA = "rank int, result string, failure string"
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
-    """The place of each task: ranks of one host are neighbours, hosts in order of first appearance.
+    """Returns the place of each task: ranks of one host are consecutive, hosts in order of appearance.
 
     Args:
-        hosts: Host of task 0, 1, ...; the result is in the same order.
+        hosts: Hosts of the tasks 0, 1, ...; the result is in the same order.
     """
     names = list(dict.fromkeys(hosts))
     local_sizes = {name: hosts.count(name) for name in names}
@@ -48,7 +49,7 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
     for host in hosts:
         local_rank = seen[host]
         seen[host] += 1
-        # The "cross" group of a rank: those with its local rank on all hosts that have one.
+        # A rank's "cross" group is the ranks with its local rank, on all hosts that have one.
         cross = [name for name in names if local_sizes[name] > local_rank]
         members.append(
             Member(
@@ -65,7 +66,7 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
 
 
 def _all_gather(context: Any, text: str) -> list[str]:
-    """Spark's exchange between the tasks of a stage, which fails where one of them is lost."""
+    """Exchanges texts between the tasks of a stage through Spark; fails if a task is lost."""
     try:
         return list(context.allGather(text))
     except Exception as error:
@@ -77,7 +78,7 @@ class GangTask:
     """The function of the barrier stage. Runs on every rank.
 
     Attributes:
-        pulse: Where the ranks give signs of life; None for none.
+        pulse: Place where the ranks write their signs of life; None if they write none.
     """
 
     collective: str
@@ -109,7 +110,7 @@ class GangTask:
         import torch
 
         status = Status()
-        # One task has as many cores as Spark gave it; torch would take all of the host's.
+        # A task has only the cores that Spark gave it; torch would take all cores of the host.
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, context.cpus()))
         task: int = context.partitionId()
@@ -117,7 +118,7 @@ class GangTask:
         with heartbeat:
             try:
                 return self._connected(context, member, members, status), None
-            # SystemExit too: sys.exit() in a user's code would end the Python worker without a word.
+            # SystemExit too, because sys.exit() in user code would end the Python worker silently.
             except (Exception, SystemExit) as error:
                 from_peer = isinstance(error, CollectiveError)
                 failure = Failure.of(error, member.rank, status.phase, from_peer=from_peer)
@@ -127,7 +128,7 @@ class GangTask:
                 torch.set_num_threads(threads)
 
     def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
-        """Agrees with the others on where to meet and on the devices, connects, works, leaves or aborts."""
+        """Agrees with the other ranks on a meeting point and devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
         rendezvous, claim, problem = None, Claim(host=member.host), ""
@@ -142,7 +143,7 @@ class GangTask:
             "claim": asdict(claim),
             "problem": problem,
         }
-        # Every task reaches this exchange, also one that cannot go on: the others must hear of it.
+        # Every task reaches this exchange, even if it cannot go on, because the others must learn of that.
         told = [json.loads(text) for text in _all_gather(context, json.dumps(offer))]
         try:
             if problem:
@@ -168,7 +169,7 @@ class GangTask:
                 rendezvous.close()
 
     def _claim(self, context: Any, member: Member) -> Claim:
-        """What this task was given, for the others to see that it is theirs alone."""
+        """Returns the devices given to this task; by the claims the ranks see that none is given twice."""
         if not self.use_gpu:
             return Claim(host=member.host)
         gpu = context.resources().get("gpu")
@@ -177,7 +178,7 @@ class GangTask:
         )
 
     def _device(self, claims: list[Claim], context: Any) -> str:
-        """This rank's device: the table that every rank makes from the same claims has it."""
+        """Returns this rank's device from the table that every rank makes from the same claims."""
         if not self.use_gpu:
             return "cpu"
         import torch

@@ -1,10 +1,10 @@
-"""Which rank of a gang hangs: judged from its signs of life, by the driver's clock alone.
+"""Finds the rank of a gang that hangs, from the ranks' signs of life and the driver's clock alone.
 
-A rank is silent when its beats stand still (its process is stopped, its host lost), and stalled when
-its beats go on but its ticks stand still (a loader that never gives the next batch, user code that never
-returns). A rank that waits for a silent one stalls as well, so a silent rank is blamed first; and before
-a stalled one is blamed, those that only wait for it get the time to end by their own timeout. While one
-has yet to start, importing its libraries on a busy machine, nobody makes progress and nobody hangs.
+A rank is silent if its beats stand still (its process is stopped, its host lost), and stalled if its beats
+go on but its ticks stand still (a loader never gives the next batch, user code never returns). A rank that
+waits for a silent one stalls as well, so a silent rank is blamed first. Before a stalled rank is blamed,
+the ranks that only wait for it get the time to end by their own timeout. While a rank has yet to start,
+importing its libraries on a busy machine, nobody makes progress and nobody hangs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ringspark.estimators.launch.heartbeat import Beat, interval_seconds
 
-# What a rank may take to start after another, where the timeout is shorter.
+# How long one rank may start after another, if the timeout is shorter.
 START_SECONDS = 60.0
 
 
@@ -32,7 +32,7 @@ class Hung:
     """The rank that keeps the others waiting.
 
     Attributes:
-        beat: Its last sign of life, None where it never gave one.
+        beat: The rank's last sign of life; None if it never gave one.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class Hung:
 
 
 class HangDetector:
-    """What the driver has seen of one launch of a gang. All times are seconds of one monotonic clock."""
+    """Judges the beats that the driver sees in one launch of a gang. Times are monotonic seconds."""
 
     def __init__(self, num_ranks: int, timeout_seconds: float) -> None:
         self._num_ranks = num_ranks
         self._timeout = timeout_seconds
-        # Two beats may be missed: the store hiccups, the machine is loaded.
+        # Two beats may be missed, since the store may hiccup or the machine may be busy.
         self._grace = 2 * interval_seconds(timeout_seconds) + 1.0
         self._began: float | None = None
         self._seen: dict[int, _Seen] = {}
@@ -59,9 +59,9 @@ class HangDetector:
         return [self._seen[rank].beat for rank in sorted(self._seen)]
 
     def look(self, beats: Iterable[Beat], now: float) -> None:
-        """Takes in what the ranks have written last."""
+        """Takes in the beats that the ranks have written last."""
         if self._last_look is not None and now - self._last_look > self._grace:
-            # The driver itself was stopped or could not read: nothing is known of the time between.
+            # The driver itself was stopped or could not read, so nothing is known about the time between.
             self._forgive(now - self._last_look)
         self._last_look = now
         for beat in beats:
@@ -81,11 +81,11 @@ class HangDetector:
                 seen.tick_changed = now
 
     def hung(self, now: float) -> Hung | None:
-        """The rank that hangs, None while none does."""
+        """Returns the rank that hangs; None if none does."""
         if self._began is None:
             return None
         running = {rank: seen for rank, seen in self._seen.items() if not seen.beat.ended}
-        # A peer that has given up waits for nobody any more: what is silent now will not come back.
+        # A peer that has given up no longer waits for anybody, and a rank that is silent now will not return.
         given_up = any(seen.beat.failure is not None for seen in self._seen.values())
         patience = min(self._grace, self._timeout) if given_up else self._timeout
         late = [rank for rank in range(self._num_ranks) if rank not in self._seen]
@@ -108,7 +108,7 @@ class HangDetector:
             self._stalled_since = now
         if now - self._stalled_since < self._grace:
             return None
-        # In step with the others but for the one that they wait for: it has done the least.
+        # The waiting ranks are all at the same step; the rank that they wait for has done the least.
         seen = min(stalled, key=lambda s: (s.beat.ticks, s.beat.rank))
         return Hung(
             rank=seen.beat.rank,
@@ -117,7 +117,7 @@ class HangDetector:
         )
 
     def excuse(self, now: float) -> None:
-        """Starts all clocks anew: the ranks could not give signs of life."""
+        """Restarts all clocks, because the ranks could not give signs of life."""
         if self._began is not None:
             self._began = now
         self._stalled_since = None
@@ -125,7 +125,7 @@ class HangDetector:
             seen.beat_changed = seen.tick_changed = now
 
     def nobody_works(self, now: float) -> bool:
-        """Whether no rank has given a sign of life lately and is not done."""
+        """Whether every rank is done or has given no sign of life lately."""
         return not any(
             not seen.beat.ended and now - seen.beat_changed < self._grace for seen in self._seen.values()
         )

@@ -1,13 +1,13 @@
-"""Signs of life: what every rank of a gang writes into the run directory while it works.
+"""Signs of life that every rank of a gang writes into the run directory while it works.
 
-`run/heartbeat/rank-<k>.json` holds one `Beat`, replaced every few seconds by a daemon thread of the
-rank's Python worker; whoever wants to find the process of a rank reads its `host` and `pid` there. The
-driver judges by what changes between two looks, never by the time of another machine's clock. A store
-that fails must not end a training, so writing fails in silence.
+`run/heartbeat/rank-<k>.json` holds one `Beat`. A daemon thread of the rank's Python worker replaces it every
+few seconds; its `host` and `pid` say where the process of the rank is. The driver judges by the changes
+between two looks, never by another machine's clock. A failing store must not end a training, so a failed
+write is ignored.
 
-The thread also ends what nobody wants any more: a worker whose parent process died exits; and rank 0,
-which alone writes into the run directory, stops where another driver, or a later launch of the same
-one, has taken the run over.
+The thread also ends work that nobody wants any more. A worker whose parent process died exits. Rank 0,
+which alone writes the other files of the run directory, stops if another driver, or a later launch of the
+same driver, has taken the run over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record
 
 LONGEST_INTERVAL_SECONDS = 5.0
-# Often enough to leave quickly where the parent died or the work is done.
+# Often enough to leave quickly when the parent dies or the work is done.
 _TICK_SECONDS = 0.25
 
 _logger = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class Beat:
     """One rank's last sign of life.
 
     Attributes:
-        token: Of the driver that started the rank.
-        task: Spark's number of it in the stage.
-        pid: Of the Python worker, on `host`.
-        launch: See `Pulse`.
-        ticks: See `Status.ticks`.
-        beats: How many were written before this one.
-        ended: The rank has nothing more to do.
-        failure: What it failed with, as `Failure.to_json`.
+        token: Token of the driver that started the rank.
+        task: Spark's number of the rank's task in the stage.
+        pid: Process id of the Python worker, on `host`.
+        launch: Number of earlier launches, see `Pulse`.
+        ticks: Count of the rank's progress, see `Status.ticks`.
+        beats: Number of beats written before this one.
+        ended: Whether the rank has nothing more to do.
+        failure: The rank's failure, as `Failure.to_json` gives it; None if it has not failed.
     """
 
     token: str
@@ -68,9 +68,9 @@ class Beat:
 
     @classmethod
     def from_json(cls, data: bytes) -> Beat | None:
-        """The beat, None where the text is none."""
+        """Reads a beat; returns None if the text is not one."""
         try:
-            # Checked here, since whoever may write into the folder may write nonsense.
+            # Checked here, because anybody who may write into the folder may write nonsense.
             beat = record(cls, parse_object(data))
             if beat.failure is not None:
                 Failure.from_json(beat.failure)
@@ -80,15 +80,15 @@ class Beat:
 
 
 def beat_uri(run_uri: str, rank: int) -> str:
-    """The file of one rank."""
+    """Returns the URI of a rank's file."""
     return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.json")
 
 
 def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Beat]:
-    """The last beats of one launch, of those ranks that have any. Runs on the driver.
+    """Returns the last beat of each rank that has written one in this launch. Runs on the driver.
 
     Raises:
-        OSError: The store cannot be asked now.
+        OSError: The store does not answer now.
     """
     found = []
     for rank in range(num_ranks):
@@ -103,12 +103,12 @@ def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Be
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """What a rank needs in order to give signs of life, as Spark ships it.
+    """The settings for a rank's signs of life, which Spark ships to it.
 
     Attributes:
-        run_uri: The run directory.
-        token: Of the driver.
-        launch: How often the driver had started the gang before.
+        run_uri: URI of the run directory.
+        token: Token of the driver.
+        launch: Number of times that the driver had started the gang before.
     """
 
     run_uri: str
@@ -118,7 +118,7 @@ class Pulse:
 
 
 class Heartbeat:
-    """A context manager around a rank's work: beats until the work ends. Runs on every rank."""
+    """A context manager that writes beats until the rank's work in its block ends. Runs on every rank."""
 
     def __init__(self, pulse: Pulse | None, status: Status, rank: int, host: str, task: int) -> None:
         self._pulse = pulse
@@ -145,19 +145,19 @@ class Heartbeat:
         return self
 
     def fail(self, failure: Failure) -> None:
-        """Says in the last beat what the rank failed with: its row may never reach the driver."""
+        """Puts the failure into the last beat, because the rank's row may never reach the driver."""
         self._failure = failure
 
     def __exit__(self, *_: Any) -> None:
         self._done.set()
         if self._pulse is not None:
-            # A store that does not answer must not keep the result back.
+            # A store that does not answer must not hold back the result.
             self._thread.join(LONGEST_INTERVAL_SECONDS)
 
     def _run(self) -> None:
         assert self._pulse is not None
         interval = interval_seconds(self._pulse.timeout_seconds)
-        # The first beat may only be written after the look: this rank may be a late one.
+        # The look comes before the first beat, because this rank may belong to an earlier launch.
         self._look_for_successor()
         left = 0.0
         while True:
@@ -170,7 +170,7 @@ class Heartbeat:
                 return
             left -= _TICK_SECONDS
             if os.getppid() != self._parent:
-                # Nobody is there any more to take the result or to end this process.
+                # Nobody is left to take the result or to end this process.
                 os._exit(1)
 
     def _write(self, *, ended: bool) -> None:
@@ -183,13 +183,13 @@ class Heartbeat:
             ended=ended,
             failure=self._failure.to_json() if self._failure else None,
         )
-        # What a store's client raises is no matter here, whatever its type.
+        # Errors of the store's client do not matter here, whatever their type.
         with suppress(Exception):
             data = json.dumps(asdict(self._beat)).encode()
             storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data)
 
     def _look_for_successor(self) -> None:
-        """Stops rank 0 where somebody else writes into the run directory."""
+        """Stops rank 0 if somebody else writes into the run directory."""
         if self._beat.rank != 0 or self._pulse is None:
             return
         with suppress(Exception):

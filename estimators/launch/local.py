@@ -1,7 +1,6 @@
 """Training without Spark: a gang of one in this process, or ranks in processes of their own.
 
-The spawned ranks go through the same collectives as a barrier stage; tests and machines without
-Spark use them.
+The spawned ranks use the same collectives as a barrier stage. Tests and machines without Spark use them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ringspark.pipelines import ShardManifest, storage
 
 Work = Callable[[Collective, str, Status], str]
 
-# Those that are not installed are left out.
+# Modules that the server imports before it forks a rank; those not installed are left out.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
 
 
@@ -36,7 +35,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     """Checks and trains on one rank in this process.
 
     Raises:
-        ValueError: As `check_training`.
+        ValueError: `check_training` refuses the training.
     """
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
@@ -45,7 +44,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     collective = LocalCollective()
     check_on_rank(config, objects, manifest, collective)
     result = train_worker(config, collective, objects, device)
-    # The training is over: nobody goes on from them.
+    # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result
 
@@ -53,7 +52,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
 def run_spawned(
     num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0, num_threads: int = 1
 ) -> list[str]:
-    """Runs `work` on `num_workers` ranks, each a new process of this host; texts in rank order.
+    """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
 
     Raises:
         WorkerError: A rank failed.
@@ -67,7 +66,7 @@ def run_spawned(
     rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds, secret)
     context = _context()
     queue: Any = context.Queue()
-    # As Spark would: closures and functions of the main script too.
+    # cloudpickle, as in Spark, also ships closures and functions of the main script.
     pickled = cloudpickle.dumps(work)
     processes = [
         context.Process(
@@ -95,9 +94,9 @@ def run_spawned(
 
 
 def _context() -> Any:
-    """Where a rank's process comes from: a server that has imported the libraries and done nothing else.
+    """Returns a context whose ranks are forks of a server that has imported the libraries and nothing else.
 
-    Importing them takes seconds; a fork of a process without threads takes none.
+    Importing them takes seconds; forking a process without threads takes next to none.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -105,7 +104,7 @@ def _context() -> Any:
 
 
 def _receive(queue: Any, processes: list[Any]) -> list[tuple[int, str, str | None]]:
-    """One row per rank; a process that died without one is reported by its exit code."""
+    """Returns one row per rank; for a process that died without a row, the row names its exit code."""
     from queue import Empty
 
     rows: list[tuple[int, str, str | None]] = []
@@ -137,7 +136,7 @@ def _spawned(
     import numpy as np
     import torch
 
-    # All ranks are forks of one process: its draws would be theirs, and its environment is an older one.
+    # All ranks are forks of one process: they would share its random numbers and its older environment.
     np.random.seed()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,7 +1,7 @@
-"""The driver's thread beside the Spark job of a gang: reads the signs of life and acts on them.
+"""Monitors a gang from a thread of the driver: reads the signs of life and acts on them.
 
-The thread that waits for the job can do nothing else. This one cancels the job where a rank hangs, or
-where Spark waits for slots that are gone.
+The thread that waits for the Spark job can do nothing else. This one cancels the job if a rank hangs, or
+if Spark waits for slots that are gone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
 
-# The type of the failure of a gang that Spark has no slots for.
+# Type of the failure of a gang for which Spark has no slots.
 NO_ROOM = "NoRoom"
 
 
 class Monitor:
-    """A context manager around one job.
+    """A context manager that monitors the job in its block.
 
     Attributes:
-        verdict: Why this thread cancelled the job, None where it did not.
+        verdict: The failure for which this thread cancelled the job; None if it did not.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Monitor:
 
     @property
     def beats(self) -> list[Beat]:
-        """The last signs of life."""
+        """The ranks' last signs of life."""
         return self._hang_detector.beats
 
     def __enter__(self) -> Monitor:
@@ -62,16 +62,16 @@ class Monitor:
     def __exit__(self, *_: Any) -> None:
         self._done.set()
         self._thread.join()
-        # What the ranks said last.
+        # Takes in what the ranks wrote last.
         with suppress(OSError):
             self._look()
 
     def _run(self) -> None:
-        # A far store is asked no more often than there is news.
+        # A remote store is asked only as often as there may be news.
         interval = interval_seconds(self._pulse.timeout_seconds)
         poll = POLL_SECONDS if storage.is_local(self._pulse.run_uri) else max(POLL_SECONDS, interval / 2)
         while not self._done.wait(poll):
-            # Neither the store nor Spark need answer at once, and a training must not end by that.
+            # The store or Spark may fail to answer, and that must not end a training.
             with suppress(Exception):
                 self.verdict = self._judge()
             if self.verdict is not None:
@@ -87,7 +87,7 @@ class Monitor:
             storage.write_atomic(
                 storage.join(self._pulse.run_uri, run_layout.HEARTBEAT, "driver.json"), b"{}"
             )
-        except Exception:  # a store's client raises what it likes
+        except Exception:  # a store's client may raise anything
             return False
         return True
 
@@ -96,7 +96,7 @@ class Monitor:
         now = time.monotonic()
         hung = self._hang_detector.hung(now)
         if hung is not None and not self._store_takes_files():
-            # No rank can give a sign of life either; nor is another start of them what would help.
+            # The ranks cannot write a sign of life either, and starting them again would not help.
             self._hang_detector.excuse(now)
             hung = None
         if hung is not None:

@@ -1,10 +1,11 @@
-"""PySpark's daemon, with torch imported: the workers of a gang start seconds sooner.
+"""PySpark's daemon with torch imported, so that the workers of a gang start seconds sooner.
 
     spark-submit --conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon ...
 
-Spark forks the Python workers of an executor from one daemon, so what the daemon has imported costs a worker
-nothing. Otherwise every rank imports torch again whenever a gang is started anew: 3 to 5 s of CPU each. Nor
-does a Python task, of whatever library, list Spark's archives again: 0.2 s of CPU each up to Python 3.12.
+Spark forks the Python workers of an executor from one daemon, so modules that the daemon has imported cost a
+worker nothing. Without this daemon every rank imports torch again whenever a gang is started anew, at 3 to
+5 s of CPU each. It also saves Python tasks of any library from listing Spark's archives again, at 0.2 s of
+CPU each up to Python 3.12.
 
 ringspark must be installed where the executors run: the daemon starts before Spark ships any file.
 """
@@ -20,7 +21,7 @@ import zipimport
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
-# What a rank imports and what takes long; those that are not installed are left out.
+# Modules that a rank imports and that take long to import; those not installed are left out.
 _PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -33,33 +34,33 @@ _PRELOADED = (
 
 
 def main() -> None:
-    """Imports, then serves Spark until it ends."""
+    """Imports the modules, then serves Spark until the daemon ends."""
     with _quiet_stdout():
         _preload()
     _list_archives_once()
     from pyspark.daemon import manager
 
-    # The collector would write into every object, and so copy the memory that the forks share.
+    # Otherwise the garbage collector would write into every object and so copy memory that the forks share.
     gc.freeze()
     manager()
 
 
 def _preload() -> None:
-    # Asked for GPUs, torch would start CUDA in this process, and no fork could use it any more.
+    # A question for GPUs would otherwise start CUDA in this process, and then no fork could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in _PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if "numpy" in sys.modules:
-        # Forks would draw the same numbers.
+        # Without a new seed, all forks would draw the same numbers.
         os.register_at_fork(after_in_child=importlib.import_module("numpy").random.seed)
 
 
 def _list_archives_once() -> None:
     """Keeps the listing of an archive on sys.path until its file changes.
 
-    Every task of PySpark invalidates the caches of importlib. Python then lists an archive again for each
-    package in it: Spark's pyspark.zip, and its spark-core.jar, which has 5000 entries.
+    Every task of PySpark invalidates the caches of importlib. Then Python lists an archive again for each
+    package in it: Spark's pyspark.zip and its spark-core.jar, which has 5000 entries.
     """
     list_anew = zipimport.zipimporter.invalidate_caches
     listed: WeakKeyDictionary[zipimport.zipimporter, tuple[int, int, int]] = WeakKeyDictionary()
@@ -81,7 +82,7 @@ def _list_archives_once() -> None:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Sends what libraries print to standard error: Spark reads the daemon's port from standard output."""
+    """Sends output of libraries to standard error: Spark reads the daemon's port from standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

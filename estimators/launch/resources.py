@@ -1,9 +1,9 @@
-"""What a gang asks of Spark: each worker's cores and its one GPU, and how many such workers fit.
+"""Decides what a gang asks of Spark: each worker's cores and its one GPU, and how many such workers fit.
 
-A cluster for ETL gives each task a fraction of a GPU (`spark.task.resource.gpu.amount=0.25`), or
-none, so that all cores work. A gang on it needs whole GPUs, which Spark's stage-level scheduling
-grants to the one stage: tasks of another size on the executors that exist, as xgboost.spark does it,
-but for any number of GPUs an executor. All decisions here are pure functions of the Spark conf.
+A cluster for ETL gives each task a fraction of a GPU (`spark.task.resource.gpu.amount=0.25`), or none, so
+that all cores work. A gang on it needs whole GPUs. Spark's stage-level scheduling grants them to this one
+stage: its tasks have another size on the existing executors. xgboost.spark does the same; this works for any
+number of GPUs per executor. All decisions here are pure functions of the Spark conf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRequest:
-    """The size of one task; the default is that of `spark.task.*`."""
+    """The resources of one task: its cores and GPUs."""
 
     cpus: int
     gpus: float = 1.0
@@ -31,13 +31,13 @@ class TaskRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """How the gang's stage is scheduled.
+    """The scheduling of the gang's stage.
 
     Attributes:
-        request: The size of its tasks, None for that of all other stages.
-        reason: Why, in words.
-        gives_gpus: Spark gives each of the tasks a GPU that it gives to no other task.
-        is_problem: The workers will not each get a GPU from Spark, and the user can change that.
+        request: Size of the stage's tasks; None for the size of all other stages.
+        reason: Reason for the plan, in words.
+        gives_gpus: Whether Spark gives each task a GPU that it gives to no other task.
+        is_problem: Whether some worker gets no GPU from Spark although the user could change that.
     """
 
     request: TaskRequest | None
@@ -50,8 +50,8 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
     """Decides whether the gang's stage needs tasks of its own size.
 
     Args:
-        conf: The Spark conf, `spark.master` among it.
-        version: Spark's.
+        conf: The Spark conf, including `spark.master`.
+        version: Spark's version.
     """
     master = conf.get("spark.master", "")
     if not use_gpu:
@@ -73,7 +73,7 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
             is_problem=True,
         )
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (4, 0):
-        # The stages of a DataFrame take a profile from 4.0 on.
+        # The stages of a DataFrame accept a profile only from Spark 4.0 on.
         return StagePlan(
             request=None,
             reason=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
@@ -81,7 +81,7 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
             is_problem=True,
         )
     cores, task_cpus = executor_cores(conf), int(conf.get("spark.task.cpus", "1"))
-    # Without a known number of cores a worker takes what any task takes: still a whole GPU.
+    # If the number of cores is unknown, a worker takes the cores of any task, but still a whole GPU.
     cpus = max(task_cpus, cores // gpus) if cores else task_cpus
     if cores:
         cpus = min(cpus, cores)
@@ -95,14 +95,14 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
 def slots_of_conf(
     conf: Mapping[str, str], request: TaskRequest | None, total_cores: int | None = None
 ) -> int | None:
-    """Workers that run at the same time, as far as the conf tells.
+    """Returns how many workers can run at the same time by the conf.
 
     Args:
-        request: The size of their tasks, None for `spark.task.*`.
-        total_cores: All cores of the executors, where somebody counted them.
+        request: Size of their tasks; None for `spark.task.*`.
+        total_cores: Number of cores of all executors; None if nobody has counted them.
 
     Returns:
-        None where the conf tells neither the executors nor their cores.
+        The number; None if the conf gives neither the executors nor their cores.
     """
     master = conf.get("spark.master", "")
     cpus = request.cpus if request else int(conf.get("spark.task.cpus", "1"))
@@ -126,13 +126,13 @@ def slots_of_conf(
     gpus = float(conf.get(EXECUTOR_GPUS, "0"))
     amount = request.gpus if request else float(conf.get(TASK_GPUS, "0"))
     if gpus and amount:
-        # Below 1, a GPU is given to as many tasks as the fraction fits into it, but never divided otherwise.
+        # An amount below 1 shares a GPU between as many tasks as fit; from 1 on, tasks get whole GPUs.
         slots = min(slots, int(gpus // amount) if amount >= 1 else int(gpus) * int(1 / amount + 1e-9))
     return executors * slots
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:
-    """Cores of one executor, None where the conf leaves it to the worker nodes."""
+    """Returns the cores of one executor; None if the conf leaves the number to the worker nodes."""
     master = conf.get("spark.master", "")
     if match := re.fullmatch(r"local-cluster\[\s*\d+\s*,\s*(\d+)\s*,.*\]", master):
         return int(conf.get("spark.executor.cores", match[1]))
@@ -146,12 +146,12 @@ def is_local(master: str) -> bool:
     return master == "local" or master.startswith("local[")
 
 
-# Spark never forgets a profile, so each size is made once per application.
+# Spark never drops a profile, so each size is made once per application.
 _PROFILES: dict[tuple[str, TaskRequest], Any] = {}
 
 
 def profile_of(spark: SparkSession, request: TaskRequest) -> Any:
-    """The `ResourceProfile` of tasks of this size; executors stay what they are."""
+    """Returns a `ResourceProfile` for tasks of this size; it does not change the executors."""
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
     key = (application_of(spark), request)
@@ -161,8 +161,8 @@ def profile_of(spark: SparkSession, request: TaskRequest) -> Any:
         builder.require(tasks)
         profile = builder.build
         if is_remote(spark):
-            # The server numbers the profile through the thread's active session, which a thread other
-            # than the one that made the session (a fit of CrossValidator) does not have.
+            # The server numbers the profile through the thread's active session. Only the thread that made
+            # the session has one; a fit of CrossValidator runs in another.
             kind: Any = type(spark)
             kind._set_default_and_active_session(spark)
             assert profile.id
@@ -174,7 +174,7 @@ def profile_of(spark: SparkSession, request: TaskRequest) -> Any:
 
 
 def stage_plan(spark: SparkSession, use_gpu: bool) -> StagePlan:
-    """`plan_stage` for a session."""
+    """Calls `plan_stage` with the conf and version of a session."""
     if not use_gpu:
         return plan_stage({}, "", use_gpu)
     return plan_stage(spark_conf(spark), str(spark.version), use_gpu)

@@ -1,7 +1,7 @@
-"""How many gang members the cluster can run at the same time.
+"""Counts how many gang members the cluster can run at the same time.
 
-A barrier stage that needs more tasks than there are slots is not refused by Spark at once: it
-checks again for minutes. So the driver asks first.
+Spark does not refuse a barrier stage with more tasks than slots at once; it checks again for minutes. So
+the driver asks first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ringspark.estimators.launch.resources import (
 )
 from ringspark.estimators.stages.session import is_remote, spark_conf
 
-# As long as Spark's own schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
+# The time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
 
-# A range that nobody gave a number of partitions has the cluster's default parallelism.
+# The plan of a range without a given number of partitions shows the cluster's default parallelism.
 _SPLITS = re.compile(r"\bsplits=(\d+)")
 
 
 def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
-    """Workers that can run at the same time now; None where neither Spark nor its conf tells."""
+    """Returns how many workers can run at the same time now; None if neither Spark nor its conf tells."""
     conf = spark_conf(spark)
     return _count(spark, conf, plan_stage(conf, str(spark.version), use_gpu).request)
 
@@ -42,15 +42,15 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
     """Refuses a gang that Spark would never start.
 
     Raises:
-        ValueError: The gang is larger than the cluster, with both numbers; or the cluster changes its
-            size by itself, which no barrier stage runs on; or a local master lacks the GPUs.
+        ValueError: The gang is larger than the cluster (the message has both numbers), or a local master
+            lacks the GPUs, or the cluster changes its size by itself, so no barrier stage runs on it.
     """
     conf = spark_conf(spark)
     check_fixed_size(conf)
     request = plan_stage(conf, str(spark.version), use_gpu).request
     expected = slots_of_conf(conf, request)
     if use_gpu and is_local(conf.get("spark.master", "")) and not is_remote(spark):
-        # The workers will see what this process sees: no gang need start to find out.
+        # The workers will see the same GPUs as this process, so the gang need not start to find out.
         check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
     deadline = time.monotonic() + REGISTRATION_SECONDS
     slots = _count(spark, conf, request)
@@ -67,11 +67,12 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
 
 
 def may_grow(slots: int | None, num_workers: int, expected: int | None) -> bool:
-    """Whether enough executors may still be on their way: a session is there before they are.
+    """Whether enough executors may still be on their way: a session exists before its executors do.
 
     Args:
-        slots: Those of now.
-        expected: Those that the conf promises, None if it does not say: then there is one executor at least.
+        slots: Number of slots now.
+        expected: Number of slots that the conf promises; None if it does not say, and then there is at
+            least one executor.
     """
     if slots is None or slots >= num_workers:
         return False
@@ -79,10 +80,11 @@ def may_grow(slots: int | None, num_workers: int, expected: int | None) -> bool:
 
 
 def check_fixed_size(conf: Mapping[str, str]) -> None:
-    """Refuses dynamic allocation: Spark fails every barrier stage on it (SPARK-24942).
+    """Refuses dynamic allocation, on which Spark fails every barrier stage (SPARK-24942).
 
     Raises:
-        ValueError: Says what to set. A local master ignores the setting, so it is not refused there.
+        ValueError: The conf turns it on; the message says what to set. A local master ignores the setting,
+            so it is not refused there.
     """
     enabled = conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
     if enabled and not is_local(conf.get("spark.master", "")):
@@ -106,9 +108,9 @@ def _count(spark: SparkSession, conf: Mapping[str, str], request: TaskRequest | 
 
 
 def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | None:
-    """Cores of all executors, on every cluster manager, unless somebody set another parallelism.
+    """Returns the number of cores of all executors, on every cluster manager; a set parallelism wins.
 
-    The plan of a range tells it without running anything.
+    The plan of a range shows it without running anything.
     """
     if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
         return None

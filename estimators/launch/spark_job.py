@@ -1,8 +1,8 @@
 """One Spark job that can be cancelled from another thread, on Spark Classic and Spark Connect.
 
-The job carries a tag of its own. Spark interrupts nothing by itself: where a task is cancelled, the
-executor kills its Python worker (SIGKILL, so a stopped process goes too) after at most
-`spark.python.task.killTimeout` and the two seconds between Spark's looks.
+The job has a unique tag. When a task is cancelled, Spark does not interrupt its Python worker at once: the
+executor kills it (SIGKILL, so a stopped process goes too) after at most `spark.python.task.killTimeout` and
+the two seconds between Spark's checks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.stages.session import is_remote
 
-# What Spark says of a job that somebody cancelled: by group, by tag, all jobs, or with the session.
+# Spark's words for a job that somebody cancelled: by group, by tag, with all jobs, or with the session.
 _CANCELLED = re.compile(
     r"(?:Job|Stage|Query) \S+ (?:was )?cancel+ed|JOB_CANCEL+ED|OPERATION_CANCEL+ED|OPERATION_ABANDONED"
     r"|SparkContext was shut down",
     re.IGNORECASE,
 )
-# A job that Spark gave up since processes died under it; an error of a task's Python code is none of these.
+# Spark's words for a job that it gave up because processes died; an error of a task's Python code has others.
 _LOST = re.compile(
     r"aborted due to stage failure|Job aborted|ExecutorLost|exited unexpectedly|Could not recover"
 )
 _KILL_SECONDS = 5.0
 _RAISED = re.compile(r"Traceback \(most recent call last\)|PythonException|PicklingError")
-# What tells most of it, first.
+# The most telling patterns come first.
 _REASONS = (
     re.compile(r"ExecutorLostFailure[^\n]*"),
     re.compile(r"Python worker exited[^\n]*"),
@@ -40,14 +40,14 @@ _REASONS = (
 
 
 class SparkJob:
-    """The tag of one job. `cancel` may be called from any thread, also when the job has ended."""
+    """One job, known by its tag. Any thread may call `cancel`, even after the job has ended."""
 
     def __init__(self, spark: SparkSession) -> None:
         self._spark: Any = spark
         self.tag = f"ringspark-gang-{uuid.uuid4().hex[:12]}"
 
     def run(self, action: Callable[[], list[Any]]) -> list[Any]:
-        """Runs the action; what leaves it by an exception, as Ctrl-C, cancels the job."""
+        """Runs the action; an exception that leaves it, such as Ctrl-C, cancels the job."""
         remote = is_remote(self._spark)
         owner = self._spark if remote else self._spark.sparkContext
         add, remove = (owner.addTag, owner.removeTag) if remote else (owner.addJobTag, owner.removeJobTag)
@@ -60,15 +60,15 @@ class SparkJob:
             self.cancel()
             raise
         finally:
-            # The session may be gone by now.
+            # The session may be gone.
             with suppress(Exception):
                 remove(self.tag)
 
     def _aside(self, action: Callable[[], list[Any]]) -> list[Any]:
         """Runs the action in another thread, with this one's job group and tags.
 
-        PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread; where that one waits
-        for a job over the same connection, the handler fails and nobody is interrupted.
+        PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread. If the main thread
+        waits for a job over that connection, the handler fails and nobody is interrupted.
         """
         from pyspark import InheritableThread
 
@@ -94,14 +94,14 @@ class SparkJob:
         return rows
 
     def wait_until_ended(self, seconds: float) -> None:
-        """After the job has failed: waits until its tasks have ended too, at most so long."""
+        """Waits, after the job has failed, until its tasks have ended too, but at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._has_tasks(deadline - seconds):
             time.sleep(0.1)
 
     def _has_tasks(self, began: float) -> bool:
         if is_remote(self._spark):
-            # A client is not told: as long as an executor takes to kill a Python worker.
+            # A client cannot know; it waits as long as an executor takes to kill a Python worker.
             return time.monotonic() - began < _KILL_SECONDS
         try:
             tracker = self._spark.sparkContext.statusTracker()
@@ -113,7 +113,7 @@ class SparkJob:
         return any(stage is not None and stage.numActiveTasks > 0 for stage in stages)
 
     def cancel(self) -> None:
-        """Ends the job, if it runs."""
+        """Ends the job if it is running."""
         with suppress(Exception):
             if is_remote(self._spark):
                 self._spark.interruptTag(self.tag)
@@ -122,12 +122,12 @@ class SparkJob:
 
 
 def was_cancelled(error: BaseException) -> bool:
-    """Whether Spark says that somebody cancelled the job."""
+    """Whether the error says that somebody cancelled the job."""
     return _CANCELLED.search(str(error)) is not None
 
 
 def lost_workers(error: BaseException) -> str | None:
-    """What Spark says of the processes that it lost, in a line; None for any other error."""
+    """Returns, in one line, what Spark says about the processes that it lost; None for any other error."""
     text = str(error)
     if was_cancelled(error) or _RAISED.search(text) or not _LOST.search(text):
         return None

@@ -1,11 +1,11 @@
-"""Keeps a gang training until it has ended well: notices what hangs, starts again what was lost.
+"""Keeps a gang training until it has ended well, by restarting it when it was lost or hung.
 
-A gang is started again, up to `max_restarts` times, where its infrastructure failed: a process or an
-executor died, a rank hung, a collective broke without any rank having raised, a store failed for a
-while. What user code or data raise ends it at once, and so does a cancelled job. It is this driver that
-starts a gang again: Spark gives up a barrier stage with a result as soon as one of its tasks dies.
+The supervisor starts a gang again, up to `max_restarts` times, if its infrastructure failed: a process or an
+executor died, a rank hung, a collective broke although no rank had raised an error, a store failed for a
+while. An error of user code or data ends it at once, and so does a cancelled job. The driver has to restart
+the gang, because Spark gives up a barrier stage with a result as soon as one of its tasks dies.
 
-Every start goes on from the newest good checkpoint of the run directory, by itself (`train_worker`).
+Every start resumes by itself from the newest good checkpoint of the run directory (`train_worker`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
 
-# After a cancelled job: as long as Spark takes to kill a Python worker that does not react, and more.
+# Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
 END_SECONDS = 15.0
 
-# The task that Spark's report of a failed job blames.
+# Finds the task that Spark blames in its report of a failed job.
 _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 
 _logger = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a gang returned in the end.
+    """The results of a gang that ended well.
 
     Attributes:
-        texts: Of the ranks, in their order.
-        restarts: Why it was started again, a line for each time.
+        texts: One JSON text per rank, in rank order.
+        restarts: Reasons of the restarts, one line for each.
     """
 
     texts: list[str]
@@ -53,14 +53,14 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Runs one gang, as often as it takes.
+    """Runs one gang, and restarts it if necessary.
 
     Attributes:
-        make_work: Gives the work of a gang of so many ranks.
-        run_uri: The run directory; signs of life go there.
-        token: Of this driver: see `owner`.
-        min_workers: Ranks with which it may go on; None: `num_workers`.
-        check_data: Called before the workers start again; raises where the data are not what they were.
+        make_work: Makes the work for a gang of the given number of ranks.
+        run_uri: URI of the run directory, which gets the signs of life.
+        token: Token of this driver, see `owner`.
+        min_workers: The fewest ranks that may go on after a loss; None for `num_workers`.
+        check_data: Function called before the workers start again; it raises an error if the data changed.
     """
 
     spark: SparkSession
@@ -78,13 +78,13 @@ class Supervisor:
     _stage: Any = None
 
     def run(self) -> Outcome:
-        """Blocks until the gang has ended well, or for good.
+        """Blocks until the gang has ended well or has failed for good.
 
         Raises:
-            WorkerError: A rank failed by its own doing, or the last start that was allowed failed.
+            WorkerError: A rank failed through its own fault, or the last allowed start failed.
             TrainingCancelledError: The Spark job was cancelled.
-            RuntimeError: The cluster has no room for the workers any more.
-            ValueError: The data are not what they were.
+            RuntimeError: The cluster no longer has room for the workers.
+            ValueError: The data changed.
             OSError: The run's folder cannot be written to.
         """
         self._stage = GangStage(self.spark, self.use_gpu)
@@ -99,13 +99,13 @@ class Supervisor:
                     self._note(error.first.sentence)
                     self._make_room(error.first)
                     if self.check_data is not None:
-                        # A store that cannot be asked now is the workers' to wait for.
+                        # If the store does not answer now, the workers will wait for it.
                         with suppress(OSError):
                             self.check_data()
                 launch += 1
 
     def _launch(self, launch: int) -> list[str]:
-        """One job."""
+        """Runs the gang once, as one Spark job."""
         try:
             write_owner(self.run_uri, self.token, launch)
         except OSError as error:
@@ -134,7 +134,7 @@ class Supervisor:
                 job.wait_until_ended(END_SECONDS)
             raise cause from None
         except BaseException:
-            # Ctrl-C: the folder may be removed next, and no rank may write into it any more.
+            # After Ctrl-C the folder may be removed next, and then no rank may write into it.
             job.wait_until_ended(END_SECONDS)
             raise
         failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
@@ -143,7 +143,7 @@ class Supervisor:
         return [str(row.result) for row in rows]
 
     def _cause(self, error: Exception, monitor: Monitor) -> Exception:
-        """What to tell of a job that failed."""
+        """Returns the error to raise or to restart on, for a job that failed."""
         if monitor.verdict is not None:
             return WorkerError([monitor.verdict, *_told(monitor.beats)])
         if was_cancelled(error):
@@ -173,7 +173,7 @@ class Supervisor:
         )
 
     def _make_room(self, cause: Failure) -> None:
-        """Waits until the workers fit again; where they do not, lets fewer of them go on.
+        """Waits until the workers fit again; if they do not, lets fewer of them go on.
 
         Raises:
             RuntimeError: Not even `min_workers` fit.
@@ -196,12 +196,12 @@ class Supervisor:
 
 
 def _told(beats: list[Beat]) -> list[Failure]:
-    """What the ranks said in their last beats: their rows were lost with the job."""
+    """Returns the failures in the ranks' last beats, because their rows were lost with the job."""
     return [Failure.from_json(beat.failure) for beat in beats if beat.failure is not None]
 
 
 def _lost(beats: list[Beat], message: str, task: int | None = None) -> list[Failure]:
-    """The ranks that never said that they had ended; of several the one whose task Spark blames."""
+    """Returns failures of ranks that never reported their end; only of the one that Spark blames, if any."""
     silent = [beat for beat in beats if not beat.ended]
     blamed = [beat for beat in silent if beat.task == task] or silent
     return [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]

@@ -1,4 +1,4 @@
-"""`TrainTask`: the work of one rank, as Spark and `launch.local` ship it."""
+"""`TrainTask`: the work of one rank in the form that Spark and `launch.local` ship."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ringspark.pipelines import ShardManifest
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask:
-    """Trains on one rank, where its host has the memory.
+    """Trains on one rank, if its host has the memory.
 
     Attributes:
-        objects: `UserObjects`, pickled: the user's own files travel along.
+        objects: The `UserObjects`, pickled together with the code from the user's own files.
     """
 
     config: TrainConfig

@@ -17,9 +17,10 @@ from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
-from ringspark.estimators.memory.sizes import parse_bytes
 from ringspark.estimators.training.driver_check import check_names
 from ringspark.estimators.training.objective.losses import default_loss
+from ringspark.estimators.training.settings import memory, optimization, python_objects, workers
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
@@ -29,17 +30,17 @@ def plan_memory(
     batch: tuple[Any, Any],
     *,
     rows: int | None = None,
-    optimizer: Any = "adamw",
-    loss: Any = "auto",
-    precision: str = "fp32",
-    gradientCheckpointing: str | int | Sequence[str] = "none",
-    gradientAccumulation: int = 1,
-    activationOffload: str = "none",
-    activationCompression: str = "none",
-    sharding: str = "none",
-    collective: str = "torch",
-    numWorkers: int = 1,
-    useGpu: bool = False,
+    optimizer: Any = python_objects.OPTIMIZER.default,
+    loss: Any = python_objects.LOSS.default,
+    precision: str = memory.PRECISION.default,
+    gradientCheckpointing: str | int | Sequence[str] = memory.NO_CHECKPOINTING,
+    gradientAccumulation: int = optimization.GRADIENT_ACCUMULATION.default,
+    activationOffload: str = memory.ACTIVATION_OFFLOAD.default,
+    activationCompression: str = memory.ACTIVATION_COMPRESSION.default,
+    sharding: str = memory.SHARDING.default,
+    collective: str = workers.COLLECTIVE.default,
+    numWorkers: int = workers.NUM_WORKERS.default,
+    useGpu: bool = workers.USE_GPU.default,
     budget: int | str | None = None,
 ) -> MemoryPlan:
     """Plans the bytes of one optimizer step on one worker, in steady state, without allocating anything.
@@ -51,7 +52,7 @@ def plan_memory(
         )
         print(plan.table())
 
-    The keywords are the estimators' Params of the same names.
+    The keywords are the estimators' Params of the same names, with their defaults.
 
     Args:
         model: A spec, for which nothing is allocated, or a module, which is not changed.

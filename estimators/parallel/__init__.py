@@ -1,4 +1,4 @@
-"""How a network is spread over the ranks: one file a strategy, one registry."""
+"""Strategies that spread a network over the ranks: one file per strategy, one registry."""
 
 from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
@@ -17,7 +17,7 @@ _OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zer
 
 
 def strategy_key(sharding: str) -> str:
-    """The key of `STRATEGIES` that the settings ask for."""
+    """Returns the key of `STRATEGIES` that the settings ask for."""
     return _OF_SHARDING[sharding]
 
 

@@ -1,4 +1,4 @@
-"""What a parallelization strategy is to the trainer."""
+"""The interface between the trainer and a parallelization strategy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Strategy(Protocol):
     ) -> GradientSync:
         """Ties the module to its copies or parts on the other ranks. Runs on every rank.
 
-        The optimizer is made here, by the factory: a strategy may first change the parameters.
+        The strategy calls the factory of the optimizer, because it may change the parameters first.
 
         Args:
-            module: On the rank's device, activation checkpointing applied.
+            module: The module on the rank's device, with activation checkpointing applied.
             make_optimizer: Makes the optimizer over the trainable parameters of a module.
-            micro_batches: Backward passes per optimizer step, at most.
+            micro_batches: The most backward passes per optimizer step.
         """

@@ -1,4 +1,4 @@
-"""`GradientSync`: one module and its optimizer, kept equal on all ranks."""
+"""`GradientSync`: keeps one module and its optimizer equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_b
 
 
 class Scaler(Protocol):
-    """Decides whether a step is taken: `LossScaler`, or torch's GradScaler."""
+    """Decides whether the optimizer takes a step: `LossScaler`, or torch's GradScaler."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> object:
         """Lets the optimizer take its step, unless its gradients overflowed."""
 
 
 class GradientSync(Protocol):
-    """One module and its optimizer, kept equal on all ranks.
+    """Keeps one module and its optimizer equal on all ranks.
 
-    The loss that is differentiated on each rank is its share of the global batch's mean, times
-    `loss_factor`; after `reduce` the gradients that the optimizer of a rank sees, all of them or the part
-    that a sharding leaves to it, are those of the whole mean. A parameter that got a gradient on no rank
-    keeps None, as on one rank, so that no optimizer decays or moves it.
+    Each rank differentiates its share of the global batch's mean loss, times `loss_factor`. After `reduce`,
+    the optimizer of a rank sees gradients of the whole mean: all of them, or the part that a sharding leaves
+    to the rank. A parameter that got a gradient on no rank keeps None, as it would on one rank, so that no
+    optimizer decays or moves it.
 
     Attributes:
-        module: To call in training, with whatever wrapper the exchange needs.
-        network: Without that wrapper; its names are those of the state dict.
+        module: The module to call in training, in the wrapper that the exchange needs.
+        network: The module without that wrapper; its names are those of the state dict.
     """
 
     module: nn.Module
@@ -41,16 +41,16 @@ class GradientSync(Protocol):
         """Takes part in the exchange of a step in which this rank has no rows.
 
         Args:
-            inputs: The arguments of `module`, of zero rows: what their shapes and dtypes would be.
+            inputs: Arguments of `module` with zero rows, which show the shapes and dtypes.
         """
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes part in an evaluation of `network` on a batch of which this rank has no rows."""
+        """Takes part in an evaluation of `network` on a batch in which this rank has no rows."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward pass of one micro-batch.
+        """Returns a context for the forward and backward pass of one micro-batch.
 
-        Only the last communicates, unless the rank is to hold no more than its part of the gradients.
+        Only the last one communicates, unless the rank may hold no more than its part of the gradients.
         """
 
     def reduce(self) -> None:
@@ -60,20 +60,20 @@ class GradientSync(Protocol):
         """Scales reduced gradients so that the 2-norm of all of them together is at most `max_norm`."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that this rank holds at the moment."""
+        """Returns the gradients that this rank holds at the moment."""
 
     def step(self, scaler: Scaler) -> None:
         """Takes the optimizer step on reduced gradients."""
 
     def optimizer_state(self) -> OptimizerState:
-        """The whole optimizer state by parameter name, complete on rank 0. Runs on every rank."""
+        """Returns the optimizer state by parameter name, complete on rank 0. Runs on every rank."""
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Takes over this rank's part of a whole optimizer state, of any number of ranks and sharding."""
+        """Loads this rank's part of a whole optimizer state, saved by any number of ranks and sharding."""
 
 
 class PlainSync:
-    """`GradientSync` without communication: the base of the others."""
+    """`GradientSync` without communication, the base class of the others."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module = module
@@ -94,7 +94,7 @@ class PlainSync:
         return
 
     def clip_gradients(self, max_norm: float) -> None:
-        # Of the parameters that are trained: others may keep gradients, which differ by rank.
+        # Only trained parameters count: others may keep gradients, which differ by rank.
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(trained, max_norm)
 

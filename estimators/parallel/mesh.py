@@ -1,8 +1,8 @@
-"""What each rank of a gang is for: asked wherever a training deals with rows, random numbers or files.
+"""The roles of the ranks: asked wherever a training deals with rows, random numbers or files.
 
-A rank's number in the gang is for transport alone. Which rows a rank reads, what it draws, over whom sums of
-rows go and who writes files follow from its place in the mesh. The one axis is data: every rank reads rows of
-its own. An axis that cuts the network instead adds its collective here, and those who ask stay as they are.
+A rank's number in the gang is for transport alone. Its place in the mesh decides which rows it reads, what it
+draws, over which ranks sums of rows go, and which rank writes files. The only axis is data: every rank reads
+different rows. An axis that cuts the network instead adds its collective here, and the code that asks stays.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Mesh:
     """One rank's place among all.
 
     Attributes:
-        world: All ranks. What all must do alike goes over it: stop, skip a step, take up a checkpoint.
-        data: The ranks that read different rows of one global batch, this one among them. Gradients, losses
-            and metrics are summed over it.
+        world: Collective of all ranks, for what all must do alike: stop, skip a step, load a checkpoint.
+        data: Collective of the ranks that read different rows of one global batch, including this one.
+            Gradients, losses and metrics are summed over it.
     """
 
     world: Collective
@@ -27,20 +27,20 @@ class Mesh:
 
     @classmethod
     def of(cls, world: Collective) -> Mesh:
-        """The mesh whose ranks all read rows of their own."""
+        """Makes the mesh in which all ranks read different rows."""
         return cls(world=world, data=world)
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_size` shares of every global batch this rank reads."""
+        """Index of this rank's share of every global batch, from 0 to `data_size - 1`."""
         return self.data.rank
 
     @property
     def data_size(self) -> int:
-        """Into how many shares a global batch is dealt."""
+        """Number of shares into which a global batch is dealt."""
         return self.data.size
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the run's files and decides by its clock; one rank of the world does."""
+        """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
         return self.world.rank == 0

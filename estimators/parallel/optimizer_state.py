@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of the parameters, whole: the same for any number of ranks.
+"""The whole state of an optimizer by parameter name, which is the same for any number of ranks.
 
-Tensors of a parameter's shape (momentum, second moments) are what sharding cuts; the rest, such as a
-count of steps, belongs to the parameter as a whole.
+Sharding cuts the tensors of a parameter's shape (momentum, second moments); the rest, such as a count of
+steps, belongs to the parameter as a whole.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-# Parameter name -> key of the optimizer's own -> value. Numbers of a parameter are tensors or plain.
+# Parameter name -> key of the optimizer -> value. A value is a tensor or a plain number or text.
 StateValue = torch.Tensor | bool | int | float | str | None
 OptimizerState = dict[str, dict[str, StateValue]]
 
 
 def names_of(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Each parameter's name; the first one where it is tied."""
+    """Returns each parameter's name; for a tied parameter the first one."""
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """The state of an optimizer that holds the module's parameters themselves. Runs on every rank.
+    """Returns the state of an optimizer that holds the module's parameters themselves. Runs on every rank.
 
-    Parts of tensors that lie on several ranks (`DTensor`) are put together one by one, on the CPU.
+    It joins the parts of tensors that lie on several ranks (`DTensor`), one tensor at a time, on the CPU.
     """
     names = names_of(module)
     result: OptimizerState = {}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    # In one order on all ranks: putting together is a collective call.
+    # All ranks use the same order, because joining the parts is a collective call.
     for parameter in sorted(held, key=lambda p: names[p]):
         state = optimizer.state.get(parameter)
         if state:
@@ -41,7 +41,7 @@ def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
 
 
 def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Puts `state_by_name`'s result into an optimizer that holds the module's parameters themselves."""
+    """Loads the result of `state_by_name` into an optimizer that holds the module's parameters themselves."""
     names = names_of(module)
     check_known(state, names.values())
     for group in optimizer.param_groups:
@@ -54,19 +54,19 @@ def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: Opt
 
 
 def placed(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any]) -> StateValue:
-    """A copy of a state's value where the optimizer expects it: this rank's part of it, on its device."""
+    """Returns a copy of this rank's part of a state's value, on the device where the optimizer expects it."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == parameter.shape and hasattr(parameter, "full_tensor"):
         return part_of(value, parameter)
     if value.dim() == 0 and not (group.get("capturable") or group.get("fused")):
-        # Counts of steps stay on the CPU, from where an optimizer reads them without waiting.
+        # Counts of steps stay on the CPU, where an optimizer reads them without waiting for the device.
         return value.clone()
     return value.to(parameter.device, copy=True)
 
 
 def whole(value: StateValue) -> StateValue:
-    """All of a tensor of which this rank may have a part only. Runs on every rank."""
+    """Returns the whole of a tensor of which this rank may have only a part. Runs on every rank."""
     if isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
         full: torch.Tensor = value.full_tensor()
         return full.detach().cpu()
@@ -74,19 +74,19 @@ def whole(value: StateValue) -> StateValue:
 
 
 def part_of(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's part of `value`, cut as the `DTensor` `like` is; nothing travels."""
+    """Returns this rank's part of `value`, cut like the `DTensor` `like`; sends nothing."""
     from torch.distributed.tensor import distribute_tensor
 
     part = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    # A rank that holds all of a dimension would otherwise share the memory of `value`.
+    # Without the copy, a rank that holds all of a dimension would share the memory of `value`.
     return part.clone()
 
 
 def checked(name: str, key: str, value: object) -> StateValue:
-    """The value, if it is one that can be saved.
+    """Returns the value, if it can be saved.
 
     Raises:
-        ValueError: It is neither a dense tensor nor a plain number or text.
+        ValueError: The value is neither a dense tensor nor a plain number or text.
     """
     is_plain = type(value) in (torch.Tensor, nn.Parameter) or hasattr(value, "full_tensor")
     if is_plain and getattr(value, "layout", None) is torch.strided:
@@ -103,7 +103,7 @@ def check_known(state: OptimizerState, names: Any) -> None:
     """Refuses the state of another network.
 
     Raises:
-        ValueError: It names a parameter that is not there.
+        ValueError: The state names a parameter that the network does not have.
     """
     unknown = sorted(set(state) - set(names))
     if unknown:

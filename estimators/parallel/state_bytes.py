@@ -1,4 +1,4 @@
-"""What a training's state takes on one rank, counted from the tensors that are there."""
+"""Counts the bytes of a training's state on one rank, from its actual tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StateBytes:
 
 
 def state_bytes(sync: GradientSync) -> StateBytes:
-    """Counts what this rank holds; of tensors that lie on several ranks, its own part."""
+    """Counts the bytes that this rank holds; of tensors that lie on several ranks, only its own part."""
     states = [value for state in sync.optimizer.state.values() for value in state.values()]
     return StateBytes(
         parameters=sum(_bytes(p) for p in sync.network.parameters()),

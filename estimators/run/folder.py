@@ -1,7 +1,7 @@
-"""The folder of one training: new or the user's own, begun, gone on with, finished, or removed.
+"""The folder of one training, from its start over resumes to its end or removal.
 
-`run_layout` says what lies in it. A folder that the user names is kept after a failure if a checkpoint in it
-is worth going on with. All others are removed: no fit starts from another's weights.
+`run_layout` lists its content. After a failure, a folder that the user named is kept if it holds a checkpoint
+to resume from. All other folders are removed, so that no fit starts from another's weights.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
     """Refuses a folder that a fit may not use.
 
     Raises:
-        ValueError: `resume` without a folder; a folder with a run that is not to be resumed, or with
-            something else in it; a folder that cannot be written.
+        ValueError: `resume` was set without a folder; or the folder holds a run that is not to be resumed,
+            or something else; or it cannot be written.
     """
     if run_uri is None:
         if resume:
@@ -57,13 +57,13 @@ def make_way(uri: str, resume: bool | None) -> None:
     """Removes a run that is in the way of a new one, unless it is to be resumed.
 
     Args:
-        resume: Whether the run is to be resumed; None where the user has not said.
+        resume: Whether to resume the run; None if the user has not said.
 
     Raises:
         ValueError: The folder holds an unfinished run, and nobody said what to do with it.
     """
     names = storage.list_names(uri)
-    # Something that is no run is left to `check_run_uri`, which refuses it.
+    # A folder that holds something else than a run is left to `check_run_uri`, which refuses it.
     if resume or not {run_layout.IDENTITY, run_layout.OWNER} & set(names):
         return
     folder = RunFolder(uri, is_given=True)
@@ -80,8 +80,8 @@ class Begun:
     """The content of `run.json`.
 
     Attributes:
-        identity: See `run_identity`.
-        rows_key: What tells the rows of its DataFrame from others, within one Spark application.
+        identity: Settings, data and model of the run, see `run.identity`.
+        rows_key: Digest that tells the rows of its DataFrame from others, within one Spark application.
     """
 
     identity: dict[str, Any]
@@ -93,41 +93,41 @@ class RunFolder:
     """One fit's hold on a run directory.
 
     Attributes:
-        uri: The folder.
-        token: Of this driver: ranks of another one end when they see it.
-        is_given: The user named the folder, and may come back to it.
+        uri: URI of the folder.
+        token: Token of this driver; ranks of another driver end when they see it.
+        is_given: Whether the user named the folder, and so may come back to it.
     """
 
     def __init__(self, uri: str, *, is_given: bool) -> None:
         self.uri = storage.normalize(uri)
         self.token = uuid.uuid4().hex
         self.is_given = is_given
-        # What is there already survives a fit that is refused.
+        # False while the content of an earlier run must survive a fit that is refused.
         self._is_mine = True
 
     @classmethod
     def new(cls, root: str) -> RunFolder:
-        """A folder that was never used before."""
+        """Returns a folder that was never used before."""
         return cls(storage.join(root, f"run-{uuid.uuid4().hex[:12]}"), is_given=False)
 
     @classmethod
     def given(cls, run_uri: str, resume: bool) -> RunFolder:
-        """The folder that the user named, taken over from whatever driver had it."""
+        """Takes the folder that the user named over from any driver that had it."""
         check_run_uri(run_uri, resume)
         folder = cls(run_uri, is_given=True)
         folder._is_mine = folder.identity() is None
         if folder._is_mine:
-            # Nothing was trained here: what a driver that died has left is of no use.
+            # Nothing was trained here, so files that a dead driver left are of no use.
             for name in storage.list_names(folder.uri):
                 storage.remove(storage.join(folder.uri, name), recursive=True)
             write_owner(folder.uri, folder.token, 0)
         return folder
 
     def identity(self) -> Begun | None:
-        """What the run was begun with, None where none was.
+        """Returns the content of `run.json`; None if no run was begun.
 
         Raises:
-            ValueError: `run.json` is no such thing.
+            ValueError: `run.json` cannot be read as such.
         """
         uri = storage.join(self.uri, run_layout.IDENTITY)
         try:
@@ -145,10 +145,10 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
-        """Writes what the run is, or checks that it is still that. From now on it is this driver's.
+        """Writes the identity of the run, or checks that it is unchanged. The run is then this driver's.
 
         Raises:
-            ValueError: The run was begun with other settings, data or another model; lists them.
+            ValueError: The run was begun with other settings, data or model; the message lists them.
         """
         known = self.identity()
         if known is not None:
@@ -165,27 +165,27 @@ class RunFolder:
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
 
     def refusal(self, changed: list[str]) -> ValueError:
-        """The error of a run that is not what it was."""
+        """Returns the error for a run whose identity changed."""
         return ValueError(
             f"the run in {self.uri!r} cannot be resumed, since it was begun with others: "
             f"{'; '.join(changed)}; set them back, or give another folder"
         )
 
     def result(self) -> str | None:
-        """The finished training as JSON, None where it has not finished."""
+        """Returns the finished training as JSON; None if it has not finished."""
         try:
             return storage.read_bytes(storage.join(self.uri, run_layout.RESULT)).decode()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def finish(self, result: str) -> None:
-        """Says that the training has finished; keeps of the rows only what tells them apart."""
+        """Marks the training as finished; keeps only the manifest of the rows, which tells them apart."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
-        # Until now, a driver that dies goes on from them.
+        # Up to here, a later driver could resume from these files if this one died.
         discard(checkpoints_uri(self.uri))
         discard(storage.join(self.uri, run_layout.HEARTBEAT))
         discard(storage.join(self.uri, run_layout.SHARD_STATES))
-        # What `write_atomic` leaves where it is killed.
+        # A killed `write_atomic` leaves its temporary file.
         for name in storage.list_names(self.uri):
             if name.startswith("."):
                 discard(storage.join(self.uri, name))
@@ -197,7 +197,7 @@ class RunFolder:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around the training: a failure keeps the folder and says so, or leaves nothing of it."""
+        """Wraps the training: after a failure it keeps the folder and says so, or removes it."""
         try:
             yield
         except BaseException as error:
@@ -212,19 +212,19 @@ class RunFolder:
             raise
 
     def _leave(self) -> str:
-        """Removes the folder unless it is worth keeping; then what to tell of it."""
+        """Removes the folder, unless it is worth keeping; then returns what to tell the user about it."""
         if not self._is_mine:
             return ""
         with suppress(OSError):
             owner = read_owner(self.uri)
             if owner is not None and owner.token != self.token:
-                return ""  # another driver's by now
+                return ""  # the folder is another driver's by now
             if self.is_given and self.has_checkpoint():
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
         discard(self.uri)
         return ""
 
     def has_checkpoint(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is a checkpoint to resume from."""
         root = checkpoints_uri(self.uri)
         return any(is_committed(root, step) for step in steps_in(root))

@@ -1,7 +1,8 @@
 """Which settings, data and model a resumed run must share with its start.
 
-What only decides where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may
-change; each setting's declaration says so. Everything here is JSON and small.
+These decide the result of the run, so a run is resumed only if they are unchanged. Settings that only decide
+where and how fast it is trained (workers, devices, reader, time limits, checkpoints) may change; each
+setting's declaration says so. Everything here is JSON and small.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from ringspark.pipelines import ShardManifest
 
 FORMAT_VERSION = 1
 
-# Fields of the config that may differ between the starts of one run: folders, and what declares so.
+# Config fields that may differ between the starts of one run: the folders, and settings that declare it.
 _FREE = {"shards_uri", "run_uri"} | {s.field for s in SETTINGS.values() if s.may_differ_on_resume}
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs"
 }
-# Sums of floats come out differently in another order of the rows.
+# Relative tolerance: sums of floats differ with the order of the rows.
 _TOLERANCE = 1e-6
 
 
 def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
-    """The identity of a run, as JSON values: settings, data and model by the names that a user knows."""
+    """Returns the identity of a run as JSON: settings, data and model by the names that a user knows."""
     settings = {
         _NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)
@@ -47,13 +48,13 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         "callbacks": [_name(callback) for callback in objects.callbacks],
     }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
-    # As it is read back: tuples are lists then.
+    # Converted to the form in which it is read back, where tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
     return found
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What changed between two identities, an entry each: `name: old -> new`."""
+    """Returns the changes between two identities, one entry each: `name: old -> new`."""
     found = []
     for part in ("settings", "data", "model"):
         before, now = old.get(part, {}), new.get(part, {})
@@ -64,7 +65,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
-    """How the rows of two writes differ, as far as columns, counts and statistics tell."""
+    """Returns the differences between the rows of two writes, as far as columns and statistics show them."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
     if columns[0] != columns[1]:
@@ -121,7 +122,7 @@ def _model_of(config: TrainConfig, objects: UserObjects) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str | None:
-    """The name of a function or of an object's class, as its author wrote it."""
+    """Returns the name of a function or of an object's class, as its author wrote it."""
     if value is None:
         return None
     if isinstance(value, functools.partial):

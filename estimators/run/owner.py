@@ -1,6 +1,6 @@
-"""Which driver works on a run: `owner.json`, written anew before each start of its workers.
+"""Claims a run for a driver: `owner.json`, written anew before each start of the workers.
 
-Two gangs never write into one run directory for long: rank 0 of the older one sees that the file has
+Two gangs never write into one run directory for long: rank 0 of the older gang sees that the file has
 another token, or a later launch, and ends (`heartbeat`).
 """
 
@@ -16,11 +16,11 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The content of the file.
+    """The content of `owner.json`.
 
     Attributes:
-        token: The driver's.
-        launch: How often that driver had started the workers before.
+        token: Token of the driver.
+        launch: Number of times that the driver had started the workers before.
     """
 
     token: str
@@ -28,13 +28,13 @@ class Owner:
 
 
 def write_owner(run_uri: str, token: str, launch: int) -> None:
-    """Takes the run: ranks of other drivers, and of earlier launches, end. Runs on the driver."""
+    """Claims the run, so that ranks of other drivers and of earlier launches end. Runs on the driver."""
     data = json.dumps(asdict(Owner(token=token, launch=launch))).encode()
     storage.write_atomic(storage.join(run_uri, run_layout.OWNER), data)
 
 
 def read_owner(run_uri: str) -> Owner | None:
-    """The driver that runs it now, None where there is none."""
+    """Returns the driver that owns the run now; None if there is none."""
     try:
         return record(Owner, parse_object(storage.read_bytes(storage.join(run_uri, run_layout.OWNER))))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,8 +1,8 @@
-"""Whether a run's shards are still those that it began with, whenever its workers start again.
+"""Checks, whenever a run's workers start again, that its shards are still those that it began with.
 
-Shards hold the digest of every file, and no reader can afford to compute it. What a file system or a store
-tells of a file, its time or its version, says which files were touched since the run began; these alone are
-read whole and compared with their digests. A copy of the shards elsewhere is touched, and so is read once.
+The manifest holds the digest of every file, but no reader can afford to compute it. A file's time or version,
+from the file system or the store, says whether it was touched since the run began. Only touched files are
+read whole and compared with their digests. A copy of the shards elsewhere counts as touched and is read once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ringspark.pipelines.typed_json import fit, parse
 
 
 class ShardStates:
-    """The states of the files of `manifest`, known to the run in `run_uri`. Runs on the driver."""
+    """States of the files of `manifest`, as noted in the run in `run_uri`. Runs on the driver."""
 
     def __init__(self, manifest: ShardManifest, run_uri: str) -> None:
         self._manifest = manifest
         self._uri = storage.join(run_uri, run_layout.SHARD_STATES)
 
     def note(self) -> None:
-        """Writes down the states, or checks the files where they were written down before.
+        """Notes the states; if they were noted before, checks the files instead.
 
         Raises:
             ValueError: See `check`.
@@ -37,13 +37,13 @@ class ShardStates:
         storage.write_atomic(self._uri, json.dumps(self._states()).encode())
 
     def check(self) -> None:
-        """Reads what was touched since, and compares it with what was written.
+        """Reads the files that were touched since, and compares their digests.
 
         Raises:
-            ValueError: Files hold other bytes than were written, or are missing; names them. Or the manifest,
-                which every worker reads again, says something else than it did.
+            ValueError: Files hold other bytes than were written, or are missing; the message names them. Or
+                the manifest, which every worker reads again, has changed.
         """
-        # As text: of two NaN among the statistics, neither is the other's equal.
+        # Compared as text, because a NaN among the statistics does not equal itself.
         if ShardManifest.load(self._manifest.uri).to_json() != self._manifest.to_json():
             raise ValueError(
                 f"{storage.join(self._manifest.uri, MANIFEST_NAME)!r} changed during the training; put back "
@@ -56,7 +56,7 @@ class ShardStates:
             replace(self._manifest, files=tuple(touched)).verify()
 
     def _known(self) -> dict[str, str]:
-        """The states written down; what cannot be read as such is none, and its file is read whole."""
+        """Returns the noted states; none if they cannot be read, and then every file is read whole."""
         with suppress(FileNotFoundError, ValueError):
             states: dict[str, str] = fit(
                 dict[str, str], parse(storage.read_bytes(self._uri)), run_layout.SHARD_STATES
@@ -65,9 +65,9 @@ class ShardStates:
         return {}
 
     def _states(self) -> dict[str, str]:
-        """Path of each file in the shards' folder -> what changes with its bytes; empty if nobody can tell.
+        """Returns path -> text that changes with the file's bytes; empty if the store tells nothing.
 
-        A file that is missing is `check`'s to name.
+        It is also empty if a file is missing, which `check` names.
         """
         paths = [file.path for file in self._manifest.files]
         try:

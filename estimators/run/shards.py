@@ -1,8 +1,8 @@
-"""The rows of a run that the user may come back to: written once into its folder, and read again.
+"""Writes the rows of a run once into its folder, if the user may come back to it, and reads them again.
 
-A resumed training reads the very files that it began with: another write of the same DataFrame may put
-its rows in another order. That the DataFrame still has those rows is known by its plan and source files
-within one Spark application (`pipelines.reuse`); otherwise it is written once more and compared.
+A resumed training reads the very files that it began with, because another write of the same DataFrame may
+order its rows differently. Within one Spark application, plan and source files prove that the DataFrame still
+has those rows (`pipelines.reuse`); otherwise it is written once more and compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ringspark.pipelines.reuse.cached_shards import rows_key
 
 
 def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[ShardManifest, str | None]:
-    """The run's shards, written where there are none; and what tells the DataFrame's rows from others.
+    """Returns the run's shards, after writing them if there are none, and the key of the DataFrame's rows.
 
     Raises:
-        ValueError: The DataFrame has other rows than the run, says how; or the shards are damaged.
+        ValueError: The DataFrame has other rows than the run (the message says how), or the shards are
+            damaged.
     """
     uri = storage.join(run.uri, run_layout.SHARDS)
     settings = asdict(data)

@@ -1,7 +1,7 @@
 """Shows a training on the driver while it runs, from the files of the run directory.
 
-The driver is blocked in a Spark job meanwhile and may have no connection to the ranks, so this
-reads what rank 0 writes to the store.
+The driver is blocked in a Spark job meanwhile and may have no connection to the ranks, so this code reads
+the files that rank 0 writes to the store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POLL_SECONDS = 0.5
 
 
 class ProgressWatcher:
-    """A context manager: one bar over all steps, one line per finished epoch."""
+    """A context manager that shows one bar over all steps and one line per finished epoch."""
 
     def __init__(self, run_uri: str, enabled: bool) -> None:
         self._run_uri = run_uri
@@ -41,12 +41,12 @@ class ProgressWatcher:
         shown_epochs = 0
         bar = None
         while True:
-            # Read once more after the stop, so that the last epoch is shown too.
+            # It reads once more after the stop, so that the last epoch is shown too.
             last = self._stop.wait(POLL_SECONDS)
             try:
                 progress, history = read_progress(self._run_uri), read_history(self._run_uri)
             except (OSError, ValueError):
-                # The store may hiccup; showing progress must not end a training.
+                # The store may fail for a moment, and showing progress must not end a training.
                 progress, history = None, []
             if progress is not None:
                 bar = bar or tqdm(total=progress.num_steps, unit="step", desc="training", disable=None)

@@ -4,7 +4,7 @@
   error that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end or before the
   next checkpoint.
 - 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its gradients and their
-  sum over the ranks not finite, so the check of the summed gradients finds both without further communication.
+  sum over the ranks not finite, so the check of the summed gradients finds both on every rank.
 """
 
 from __future__ import annotations

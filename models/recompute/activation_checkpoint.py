@@ -70,7 +70,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
 
 
 def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
-    """Cut a chain into consecutive segments whose lengths differ by at most one; longer ones first."""
+    """Cuts a chain into consecutive segments whose lengths differ by at most one; longer ones first."""
     size, extra = divmod(num_blocks, num_segments)
     starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
     return list(itertools.pairwise(starts))

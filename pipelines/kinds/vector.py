@@ -111,7 +111,7 @@ def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
 
 def is_vector(data_type: DataType) -> bool:
     """Whether a Spark type is the type of ML vectors."""
-    # By name, so that pyspark.ml need not be imported; Spark Connect rebuilds the same class.
+    # Compared by name, so that pyspark.ml need not be imported; Spark Connect rebuilds the same class.
     return type(data_type).__name__ == "VectorUDT"
 
 

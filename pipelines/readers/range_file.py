@@ -72,11 +72,11 @@ class RangeFile(io.RawIOBase):
         self._file: Any = None
 
     def readable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def tell(self) -> int:
@@ -125,7 +125,7 @@ class RangeFile(io.RawIOBase):
         return data
 
     def close(self) -> None:
-        """Forgets the file."""
+        """Closes this file, and the store's file behind it if one is open."""
         if self._file is not None:
             self._file.close()
             self._file = None

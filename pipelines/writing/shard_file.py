@@ -167,15 +167,15 @@ class _DigestFile:
         return self.num_bytes
 
     def readable(self) -> bool:
-        """Never: it is written from front to end."""
+        """Returns False: the file is written from front to end."""
         return False
 
     def writable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Never."""
+        """Returns False."""
         return False
 
 

@@ -82,7 +82,7 @@ def write_shards(
         columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
             `HashBuckets(n)` for strings, `Padded()` or `Ragged()` for arrays of varying length,
             `Sparse()` to keep vectors sparse, `Vector("float64")`, `Binary("image", shape=...)`.
-        handle_invalid: What happens to nulls, for all columns or by name: "error" refuses the write,
+        handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write,
             "skip" leaves out the row and counts it, "keep" stores zero (or nothing, for lists) and
             adds a boolean column `<name>.isnull`.
         validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
@@ -219,8 +219,8 @@ def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: 
         if nulls and handling == "error":
             raise ValueError(
                 f"column {column.name!r} has nulls in {nulls} of {rows} rows; fill or drop them first, e.g. "
-                "with pyspark.ml.feature.Imputer or df.na.drop, or pass handle_invalid='skip' or 'keep' "
-                "to write_shards"
+                "with pyspark.ml.feature.Imputer or df.na.drop, or leave the rows out: handle_invalid='skip' "
+                "of write_shards, handleInvalid='skip' of an estimator"
             )
     for report in reports:
         if report["problem"] is not None:

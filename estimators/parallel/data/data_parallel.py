@@ -12,8 +12,8 @@ from ringspark.estimators.parallel.base import MakeOptimizer
 from ringspark.estimators.parallel.data.all_reduce import AllReduceSync
 from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync
 
-# Collective -> the module and class that exchange gradients by that library's own means, which overlap the
-# exchange with the backward pass. Any other collective sums them in one call of its `all_reduce`.
+# Name of a collective -> (module, class) that exchange gradients with that library's own means, which overlap
+# the exchange with the backward pass. For any other collective, one call of its `all_reduce` sums them.
 SYNCS: dict[str, tuple[str, str]] = {
     "horovod": ("ringspark.estimators.parallel.data.horovod_sync", "HorovodSync"),
     "torch": ("ringspark.estimators.parallel.data.ddp", "DdpSync"),
@@ -21,7 +21,7 @@ SYNCS: dict[str, tuple[str, str]] = {
 
 
 class DataParallel:
-    """Equal weights at the start, summed gradients in every step, so equal weights for ever."""
+    """Keeps the weights equal: all ranks start with the same and sum the gradients in every step."""
 
     def prepare(
         self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
@@ -37,8 +37,8 @@ def synchronize(
     """Ties a module's gradients together over the ranks. Runs on every rank.
 
     Args:
-        module: Its weights must be equal on all ranks already.
-        micro_batches: Backward passes per optimizer step, at most.
+        module: The module, whose weights must already be equal on all ranks.
+        micro_batches: The most backward passes per optimizer step.
     """
     if collective.size == 1:
         return PlainSync(module, optimizer)

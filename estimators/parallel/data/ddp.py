@@ -1,4 +1,4 @@
-"""Gradients averaged by torch's DistributedDataParallel, while the backward pass goes on (Li et al. 2020)."""
+"""Averages gradients with torch's DistributedDataParallel during the backward pass (Li et al. 2020)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ringspark.models.outputs import as_outputs
 
 
 class _Anchored(nn.Module):
-    """What DistributedDataParallel wraps: the module, and a parameter that needs no rows.
+    """The module for DistributedDataParallel to wrap, with one more parameter that needs no rows, the anchor.
 
-    The anchor gives a rank without rows a backward pass that uses no parameter of the module. Of an
-    output with more than losses take (hidden states, an unused head), only what they take goes
-    on: DistributedDataParallel would wait for the gradients of the rest.
+    With the anchor, a rank without rows has a backward pass that uses no parameter of the module. If an
+    output has more tensors than the losses take (hidden states, an unused head), the rest is dropped,
+    because DistributedDataParallel would wait for its gradients.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -40,16 +40,16 @@ class _Anchored(nn.Module):
 class DdpSync(PlainSync):
     """Gradients averaged by DistributedDataParallel; `loss_factor` turns the mean into a sum.
 
-    It looks for unused parameters in every step, because a network may branch by its data: those
-    count as zeros where another rank used them, and keep None where none did.
+    It looks for unused parameters in every step, because a network may branch by its data. Their gradients
+    count as zeros if another rank used them, and stay None if none did.
     """
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, micro_batches: int
     ) -> None:
         device = next(module.parameters()).device
-        # Without syncing buffers: as with Horovod, running statistics stay each rank's own and
-        # the checkpoint takes rank 0's. torch 2.13 renamed the argument.
+        # Buffers are not synchronized: as with Horovod, each rank keeps its own running statistics and the
+        # checkpoint takes rank 0's. torch 2.13 renamed the argument.
         renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
         options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
         anchored = _Anchored(module, device)
@@ -63,10 +63,10 @@ class DdpSync(PlainSync):
         self.network = module
         self.loss_factor = float(collective.size)
         self._traffic = collective.traffic
-        # The reducer holds the process group: its connections close when nothing refers to it.
+        # The reducer refers to the process group, whose connections close only without any reference.
         collective.on_leave(self.release)
-        # Its buckets hold every trainable parameter, also those that the optimizer leaves out; a flag
-        # of 4 bytes each says who used it.
+        # Its buckets hold every trainable parameter, also those that the optimizer leaves out; a flag of
+        # 4 bytes for each says whether a rank used it.
         exchanged = [p for p in anchored.parameters() if p.requires_grad]
         self._gradient_bytes = num_bytes(exchanged) + 4 * len(exchanged)
 
@@ -80,7 +80,7 @@ class DdpSync(PlainSync):
         return nullcontext()
 
     def reduce(self) -> None:
-        # The reduction itself has ended with the backward pass.
+        # The reduction itself ended with the backward pass.
         self._traffic.all_reduce(self._gradient_bytes)
 
     def release(self) -> None:

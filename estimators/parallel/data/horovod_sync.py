@@ -1,8 +1,8 @@
-"""Gradients summed by `hvd.DistributedOptimizer` (Sergeev and Del Balso 2018).
+"""Sums gradients with `hvd.DistributedOptimizer` (Sergeev and Del Balso 2018).
 
 It hooks every parameter's gradient, so the reduction of one layer runs while the layers before it still
-compute. Gradients are summed, not averaged: each rank's loss is already its share of the global mean, which
-stays right when ranks hold different numbers of rows.
+compute. Gradients are summed, not averaged: each rank's loss is already its share of the global mean, so the
+sum is right even if ranks hold different numbers of rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ringspark.estimators.parallel.gradient_sync import PlainSync, Scaler
 class HorovodSync(PlainSync):
     """Gradients summed by `hvd.DistributedOptimizer`.
 
-    A parameter without a gradient on this rank, also because the rank has no rows in this step,
-    takes part with zeros: Horovod submits it in `synchronize`. Where no rank had a gradient, the sum
-    is all zeros, on every rank alike. From the first such step on the ranks tell each other who had
-    one, along with the gradients; until then that costs nothing.
+    A parameter without a gradient on this rank, for example because the rank has no rows in this step,
+    takes part with zeros: Horovod submits it in `synchronize`. If no rank had a gradient, the sum is all
+    zeros on every rank. From the first such step on, the ranks tell each other which of them had a
+    gradient, along with the gradients; until then that costs nothing.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HorovodSync(PlainSync):
         import horovod.torch as hvd
 
         for parameter in module.parameters():
-            # Horovod refuses other gradients, and a gradient is laid out as its parameter.
+            # Horovod refuses other gradients, and a gradient has the layout of its parameter.
             parameter.data = parameter.data.contiguous()
         distributed = _distribute(module, optimizer, micro_batches, hvd)
         super().__init__(module, distributed)
@@ -53,7 +53,7 @@ class HorovodSync(PlainSync):
         with peer_errors("summing the gradients"):
             asked = self._ask(present) if self._asks else None
             self._distributed.synchronize()
-            # Every rank sees the same sums, so either all of them begin to ask or none.
+            # Every rank sees the same sums, so all of them begin to ask at once.
             if asked is None and any(_all_zero([p.grad for p in self._held])):
                 self._asks = True
                 asked = self._ask(present)
@@ -66,7 +66,7 @@ class HorovodSync(PlainSync):
     def _ask(self, present: list[bool]) -> Any:
         """Begins to count the ranks that had a gradient, parameter by parameter.
 
-        In fp32 and under one name, so that Horovod sends it in one go with the gradients.
+        The counts are fp32 and have a fixed name, so that Horovod sends them together with the gradients.
         """
         self._traffic.all_reduce(4 * len(present))
         counts = torch.tensor(present, dtype=torch.float32)
@@ -78,20 +78,20 @@ class HorovodSync(PlainSync):
 
 
 def _all_zero(gradients: list[torch.Tensor | None]) -> list[bool]:
-    """Which gradients are zero in every element; sparse and empty ones never are."""
+    """Returns, for each gradient, whether all its elements are zero; False for sparse and empty ones."""
     dense = [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
     if not dense:
         return []
-    # Most are ruled out by their first element: one small copy off the device instead of a pass over all.
+    # The first element rules most gradients out: one small copy from the device instead of a pass over all.
     first = torch.stack([g[(0,) * g.dim()].float() for g in dense]).tolist()
     return [not f and not bool(g.any()) for f, g in zip(first, dense, strict=True)]
 
 
 def _distribute(module: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int, hvd: Any) -> Any:
-    """Horovod's form of `optimizer`, with all that its maker put into it.
+    """Makes Horovod's form of `optimizer`, and copies everything that its maker put into it.
 
-    Horovod makes an optimizer of the same class anew from the groups alone. What its constructor
-    keeps elsewhere would fall back to defaults: Adagrad's first accumulator is in its state.
+    Horovod makes a new optimizer of the same class from the groups alone. Anything that the constructor
+    keeps elsewhere would fall back to defaults, such as Adagrad's first accumulator in its state.
     """
     try:
         distributed = hvd.DistributedOptimizer(
@@ -106,7 +106,7 @@ def _distribute(module: nn.Module, optimizer: torch.optim.Optimizer, micro_batch
             f"under collective 'horovod', got {error}; give its other arguments defaults, or set "
             "collective='torch'"
         ) from error
-    # A scheduler of the user's may have wrapped `step` of the instance: that one would not be ours.
+    # A user's scheduler may have wrapped `step` of the instance; that `step` would bypass Horovod's.
     kept = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(distributed).update(kept)
     return distributed

@@ -1,12 +1,12 @@
 """ZeRO stage 3 by torch's FSDP2: each rank keeps its part of weights, gradients and optimizer state.
 
-Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". The unit is a block of the network's longest chain
-of blocks; the rest forms one more unit. A unit's weights are gathered when it runs, forward and
-backward, and freed after it; its gradients leave it as parts of their sum.
+Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP". Each block of the network's longest chain of blocks
+is a unit; the rest forms one more unit. A unit's weights are gathered when it runs, forward and backward, and
+freed afterwards; its gradients leave it as parts of their sum.
 
 Invariant: every rank runs the same units in the same order, as often as there may be micro-batches. A rank
-without rows runs one row of zeros and drops the gradients; a parameter that a rank does not use counts as
-zeros there. What a network must not do is skip a block of the chain on some ranks and not on others.
+without rows runs one row of zeros and drops the gradients; the gradient of a parameter that a rank does not
+use counts as zeros there. A network must not skip a block of the chain on some ranks and run it on others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringspark.models.outputs import as_outputs
 
 
 class FullySharded:
-    """ZeRO 3: every rank has its part of everything, and the whole of one block at a time."""
+    """ZeRO 3: every rank holds its part of everything, and the whole of one block at a time."""
 
     def prepare(
         self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
@@ -56,10 +56,10 @@ class FullySharded:
 
 
 def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
-    """Cuts the module's parameters over the ranks, in place; the units, the module itself last.
+    """Cuts the module's parameters over the ranks, in place; returns the units, the module itself last.
 
     Raises:
-        ValueError: This torch or a parameter does not allow it.
+        ValueError: This torch version or a parameter does not allow it.
     """
     try:
         from torch.distributed.device_mesh import init_device_mesh
@@ -87,10 +87,10 @@ def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks of the longest chain, each with parameters that nothing outside it shares.
+    """Returns those blocks of the longest chain whose parameters nothing outside the block shares.
 
-    A chain is an `nn.Sequential` or an `nn.ModuleList` of modules that have children; the outermost of
-    equals is taken. Empty where there is none of two blocks.
+    A chain is an `nn.Sequential` or an `nn.ModuleList` of modules that have children; of equals, the
+    outermost is taken. The list is empty if no chain has two blocks.
     """
     best: list[nn.Module] = []
     for chain in module.modules():
@@ -113,7 +113,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
         for owner in block.modules():
             for parameter in owner.parameters(recurse=False):
                 inside[parameter] = inside.get(parameter, 0) + 1
-        # A block that the chain has twice would be freed after its first use in the backward pass.
+        # A block that is in the chain twice would be freed after its first use in the backward pass.
         is_once = sum(block in set(other.modules()) for other in best) == 1
         return bool(inside) and is_once and all(uses[p] == n for p, n in inside.items())
 
@@ -121,14 +121,14 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
-    """The block itself, or what it holds if it is a mere container, as in a list of pairs of layers."""
+    """Returns the block, or its items if it is a mere container, as in a list of pairs of layers."""
     if type(block).forward is not nn.Module.forward:
         return [block]
     return [module for child in block.children() for module in _callables(child)]
 
 
 class FullySync(PlainSync):
-    """Lets FSDP2 exchange, and sees to what it leaves open: ranks without rows, parameters without use."""
+    """Lets FSDP2 exchange, and covers the cases that it does not: ranks without rows, unused parameters."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class FullySync(PlainSync):
         names = {parameter: name for name, parameter in self._named.items()}
         for unit in units:
             places = _places(unit, [u for u in units if u is not unit], names)
-            # After FSDP2's own hook, which puts the whole parameters into their places.
+            # This runs after FSDP2's own hook, which puts the whole parameters into place.
             unit.register_forward_pre_hook(partial(self._on_forward, places, unit is network))
         network.register_forward_pre_hook(self._remember)
 
@@ -164,13 +164,13 @@ class FullySync(PlainSync):
     def _on_forward(
         self, places: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object
     ) -> None:
-        """A unit's whole parameters are there: listens to their gradients, and counts what they cost."""
+        """Hooks the gradients of a unit's gathered parameters, and counts the bytes that they cost."""
         whole = []
         for owner, attribute, name in places:
             parameter = owner._parameters[attribute]
             assert parameter is not None
             whole.append(parameter)
-            # FSDP2 makes them once, and only lets go of their memory afterwards.
+            # FSDP2 makes the whole parameters once, and later frees only their memory.
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 hook = partial(self._on_gradient, self._index[name])
@@ -188,11 +188,11 @@ class FullySync(PlainSync):
         if self._has_rows:
             self._had[index] = 1.0
         else:
-            # FSDP2 then takes zeros: what a row of zeros gives may be anything, also not a number.
+            # FSDP2 then takes zeros. The gradients of a row of zeros may be anything, even NaN.
             parameter.grad = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        # The rounds themselves are made up for in `reduce`.
+        # `reduce` makes up for the rounds themselves.
         self._like = [values[:0].detach() for values in inputs]
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -208,7 +208,7 @@ class FullySync(PlainSync):
         self._round += 1
 
     def _run_without_rows(self) -> None:
-        """A pass over a row of zeros, for the exchange alone: gradients and buffers stay as they are."""
+        """Runs a pass over a row of zeros, for the exchange alone; gradients and buffers do not change."""
         device = next(iter(self._named.values())).device
         kept = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
         self._has_rows = False
@@ -256,7 +256,7 @@ class FullySync(PlainSync):
         super().load_optimizer_state(state)
 
     def _free_whole(self) -> None:
-        # After an evaluation the last unit's parameters are still whole: not those of the optimizer.
+        # After an evaluation the last unit still has its whole parameters, which the optimizer does not hold.
         for unit in self._units:
             unit.reshard()
 
@@ -264,7 +264,7 @@ class FullySync(PlainSync):
 def _places(
     unit: nn.Module, others: Sequence[nn.Module], names: dict[nn.Parameter, str]
 ) -> list[tuple[nn.Module, str, str]]:
-    """Where a unit's own parameters are: module, attribute, and name in the whole network."""
+    """Returns (module, attribute, name in the whole network) for each of a unit's own parameters."""
     inner = {m for other in others if other in set(unit.modules()) for m in other.modules()}
     return [
         (owner, attribute, names[parameter])
@@ -276,5 +276,5 @@ def _places(
 
 
 def _row(values: torch.Tensor) -> torch.Tensor:
-    """One row of zeros in the form of `values`, (rows, ...)."""
+    """Returns one row of zeros with the row shape and dtype of `values`, (rows, ...)."""
     return values.new_zeros((1, *values.shape[1:]))

@@ -1,7 +1,7 @@
-"""The optimizer state of a sharded training, whole and by parameter name: to save it, and to go on from it.
+"""Gathers and loads the whole optimizer state of a sharded training, by parameter name.
 
-One tensor at a time travels, as bytes: rank 0 holds all of the state on the CPU at the end, the other
-ranks their own part and one tensor more.
+One tensor at a time travels, as bytes. In the end rank 0 holds the whole state on the CPU; the other ranks
+hold their own part and at most one tensor more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringspark.estimators.parallel.sharded.pieces import Piece, Shard, cut, unfl
 
 
 def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Collective) -> OptimizerState:
-    """The whole state on rank 0, nothing on the others. Runs on every rank."""
+    """Returns the whole state on rank 0, and nothing on the others. Runs on every rank."""
     mine = {piece.index: optimizer.state.get(tensor) or {} for piece, tensor in shard.held.items()}
     described = {
         index: {key: _describe(shard, index, key, value) for key, value in sorted(state.items())}
@@ -37,7 +37,7 @@ def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Col
         owners = shard.owners(index)
         if not owners:
             continue
-        # All of a parameter's owners take the same steps on it: the first one speaks for them.
+        # All owners of a parameter take the same steps on it, so the first one speaks for all.
         values: dict[str, StateValue] = {}
         for key, entry in entries[owners[0].rank].get(str(index), {}).items():
             if "value" in entry:
@@ -51,12 +51,12 @@ def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Col
 
 
 def _describe(shard: Shard, index: int, key: str, value: object) -> dict[str, Any]:
-    """What the other ranks must know of a value before it travels; plain ones are in it."""
+    """Returns what the other ranks must know of a value before it travels; a plain value is in it."""
     value = checked(shard.names[index], key, value)
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")
-    # A piece of a parameter has one dimension, so a state of it with as many elements is cut as it is.
+    # A piece has one dimension, so a state tensor with as many elements is cut like the piece.
     held = next(t for piece, t in shard.held.items() if piece.index == index)
     if shard.is_even and value.shape == held.shape:
         return {"dtype": dtype, "shape": None}
@@ -71,7 +71,7 @@ def _gather_tensor(
     owners: list[Piece],
     collective: Collective,
 ) -> torch.Tensor | None:
-    """The whole tensor on rank 0, None on the others."""
+    """Returns the whole tensor on rank 0, None on the others."""
     dtype: torch.dtype = getattr(torch, entry["dtype"])
     elements = [0] * collective.size
     if entry["shape"] is None:
@@ -80,7 +80,7 @@ def _gather_tensor(
     else:
         elements[owners[0].rank] = torch.Size(entry["shape"]).numel()
     sends = own is not None and elements[collective.rank]
-    # As bytes: not every library carries every dtype.
+    # The data travels as bytes, because not every library carries every dtype.
     data = torch.zeros(0, dtype=torch.uint8)
     if own is not None and sends:
         data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -94,7 +94,7 @@ def _gather_tensor(
 
 
 def load_state(shard: Shard, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Takes this rank's part of a whole state over."""
+    """Loads this rank's part of a whole state into the optimizer."""
     check_known(state, shard.names)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for piece, tensor in shard.held.items():

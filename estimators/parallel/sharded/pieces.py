@@ -1,7 +1,7 @@
-"""What one rank holds of a network's parameters, as the optimizer and the other ranks see it.
+"""The pieces of a network's parameters that one rank holds, as the optimizer and the other ranks see them.
 
-Invariant: a piece of a parameter shares the parameter's memory, so a step on the pieces is a step on the
-network, and what a rank receives for the others' pieces it writes where the network reads it.
+Invariant: a piece of a parameter shares the parameter's memory. So a step on the pieces is a step on the
+network, and a rank writes the received pieces of others directly where the network reads them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ringspark.estimators.parallel.sharded.shard_layout import (
     whole_layout,
 )
 
-# Of these, each number of the state depends on its own parameter and gradient alone, so a parameter may be
-# cut anywhere. By class and not by name: a factory of the user's may well make one of them.
+# Optimizers in which each element of the state depends only on its own parameter and gradient, so that a
+# parameter may be cut anywhere. They are listed by class instead of name, as a user's factory may make one.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     (
         torch.optim.SGD,
@@ -45,8 +45,8 @@ class Shard:
     """The parameters of an optimizer, dealt out to the ranks.
 
     Attributes:
-        names: Of the parameters; `parameters` and all indices are in this order.
-        held: For each piece of this rank: the tensor that its optimizer holds.
+        names: Names of the parameters; `parameters` and all indices follow this order.
+        held: Tensor that the optimizer holds, for each piece of this rank.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Shard:
         return nn.Parameter(flat(parameter.data)[piece.start : piece.stop])
 
     def owners(self, index: int) -> list[Piece]:
-        """The pieces of a parameter, by rank; an empty parameter has none."""
+        """Returns the pieces of a parameter in rank order; an empty parameter has none."""
         return [piece for pieces in self._pieces for piece in pieces if piece.index == index]
 
     def flat_gradients(self, bucket: int) -> tuple[torch.Tensor, list[int]]:
-        """Moves a bucket's gradients into one tensor; those that are None count as zeros.
+        """Moves a bucket's gradients into one tensor; a gradient of None counts as zeros.
 
         Returns:
-            The tensor, with the padding; and the indices of the parameters that had a gradient.
+            The tensor with its padding, and the indices of the parameters that had a gradient.
         """
         slots, present = self.buckets[bucket].slots, []
         like = self.parameters[slots[0].index]
@@ -118,8 +118,8 @@ class Shard:
         """Gives this rank's pieces their gradients, without a copy.
 
         Args:
-            part: This rank's range of the bucket.
-            had: For each parameter, how many ranks had a gradient.
+            part: Sum of the gradients in this rank's range of the bucket.
+            had: Number of ranks that had a gradient, for each parameter.
         """
         for piece in self.mine[bucket]:
             tensor = self.held[piece]
@@ -132,7 +132,7 @@ class Shard:
 
     @torch.no_grad()
     def share(self, bucket: int) -> None:
-        """Gives the present numbers of every rank's pieces of a bucket to all. Runs on every rank."""
+        """Sends the present values of every rank's pieces of a bucket to all ranks. Runs on every rank."""
         counts, rank = self.buckets[bucket].counts, self._collective.rank
         like = self.parameters[self.buckets[bucket].slots[0].index]
         own = torch.zeros(counts[rank], dtype=like.dtype, device=like.device)
@@ -149,22 +149,22 @@ class Shard:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory, as a view: also of channels-last weights."""
+    """Returns a view of a dense tensor's elements in memory order, also for channels-last weights."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def unflat(elements: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `flat`: a view of `elements` in the shape of `like`."""
+    """Inverts `flat`: returns a view of `elements` in the shape of `like`."""
     return _place(elements, 0, like)
 
 
 def _place(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The elements of a flat buffer from `start` on, as a view with shape and strides of `like`."""
+    """Returns the elements of a flat buffer from `start` on, as a view with shape and strides of `like`."""
     return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory, in whatever order."""
+    """Whether the elements fill one range of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -177,10 +177,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _narrow(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], held: dict[Piece, torch.Tensor]
 ) -> None:
-    """Leaves an optimizer over whole parameters with what this rank holds of them.
+    """Replaces an optimizer's whole parameters by the pieces that this rank holds.
 
-    Its groups and their settings stay. What its constructor put into the state (Adagrad's first
-    accumulator) is cut like the parameters.
+    The groups and their settings stay. State that the constructor made (Adagrad's first accumulator) is
+    cut like the parameters.
     """
     by_index: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
     for piece, tensor in held.items():
@@ -196,12 +196,12 @@ def _narrow(
                     optimizer.state[tensor] = {
                         key: cut(value, parameter, piece, tensor) for key, value in state.items()
                     }
-        # In place: a wrapper around an optimizer as a rule shares the list.
+        # Changed in place, because a wrapper around an optimizer usually shares the list.
         group["params"][:] = own
 
 
 def cut(value: Any, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> Any:
-    """A state's value for a piece: its own elements where it has one for each, else the value itself."""
+    """Returns a state's value for a piece: the piece's elements if it has one for each, else all of it."""
     if not isinstance(value, torch.Tensor):
         return value
     if tensor is parameter or value.shape != parameter.shape:

@@ -1,11 +1,11 @@
-"""Which rank holds which elements of a network's parameters: pure arithmetic, the same on every rank.
+"""Decides which rank holds which elements of a network's parameters, by arithmetic alike on every rank.
 
 The parameters lie in buckets, in reverse order of registration, which is about the order in which the
 backward pass finishes their gradients. Each rank holds one range of each bucket.
 
 Invariant: every element of every parameter belongs to exactly one rank, and has one place in one bucket.
-An even layout cuts through parameters, so that all ranks hold the same number of elements; a whole one
-gives every parameter to one rank, and balances the ranks by their sum.
+An even layout cuts through parameters, so that all ranks hold the same number of elements; a whole layout
+gives every parameter to one rank, and balances the ranks by their total number of elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# As DistributedDataParallel's: large enough for the network's speed, small enough for overlap.
+# The same size as in DistributedDataParallel: large enough for the network's speed, small enough for overlap.
 BUCKET_BYTES = 25 << 20
 
 
@@ -28,7 +28,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements [start, stop) of parameter number `index`: those of rank `rank`, at `offset` of its range."""
+    """Elements [start, stop) of parameter number `index` on rank `rank`, at `offset` of the rank's range."""
 
     rank: int
     index: int
@@ -39,10 +39,11 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters behind one another, of one dtype.
+    """Parameters of one dtype, end to end.
 
     Attributes:
-        bounds: Rank r holds the elements [bounds[r], bounds[r + 1]); past the last slot is padding.
+        bounds: Bounds of the ranks' ranges: rank r holds elements [bounds[r], bounds[r + 1]). Elements past
+            the last slot are padding.
     """
 
     slots: tuple[Slot, ...]
@@ -54,11 +55,11 @@ class Bucket:
 
     @property
     def counts(self) -> list[int]:
-        """Elements that each rank holds."""
+        """Number of elements that each rank holds."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def pieces(self) -> Iterator[Piece]:
-        """What each rank holds of each parameter, without the padding."""
+        """Yields the piece of each parameter that each rank holds, without the padding."""
         for rank, (low, high) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
             for slot in self.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
@@ -73,11 +74,11 @@ class Bucket:
 
 
 def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Buckets of which every rank holds the same share.
+    """Makes buckets of which every rank holds an equal share.
 
     Args:
-        members: The parameters of each bucket, as `fill_buckets` deals them out.
-        sizes: Elements of each parameter.
+        members: Indices of each bucket's parameters, as `fill_buckets` deals them out.
+        sizes: Number of elements of each parameter.
     """
     buckets = []
     for own in members:
@@ -88,7 +89,7 @@ def even_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_rank
 
 
 def whole_layout(members: Sequence[Sequence[int]], sizes: Sequence[int], num_ranks: int) -> list[Bucket]:
-    """Buckets in which each parameter is one rank's; arguments as of `even_layout`.
+    """Makes buckets in which each parameter belongs to one rank; takes the arguments of `even_layout`.
 
     The largest parameter goes to the rank that has least so far, then the next (Graham 1969: at most 4/3
     of the best balance).
@@ -112,10 +113,10 @@ def fill_buckets(
     """Deals parameters out to buckets, in order.
 
     Args:
-        sizes: Elements of each parameter.
-        kinds: What the parameters of one bucket must have in common, such as dtype and device.
-        max_elements: How many elements a bucket of this parameter's kind may have; a larger parameter has
-            one for itself.
+        sizes: Number of elements of each parameter.
+        kinds: Properties that the parameters of one bucket must share, such as dtype and device.
+        max_elements: The most elements of a bucket of each parameter's kind; a larger parameter gets its own
+            bucket.
 
     Returns:
         The indices of each bucket's parameters.

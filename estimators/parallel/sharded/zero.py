@@ -1,16 +1,17 @@
 """ZeRO stages 1 and 2: each rank keeps the optimizer state, and the gradients, of a part of the network.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The sum of
-all gradients goes to the ranks part by part (reduce-scatter), each steps its own part, and all get the
-new weights (all-gather): as many bytes as the all-reduce of data parallelism, which is these two in one.
+all gradients goes to the ranks part by part (reduce-scatter), each rank steps its own part, and all get the
+new weights (all-gather). This sends as many bytes as the all-reduce of data parallelism, which is these two
+in one.
 
 Stage 1 exchanges when the step's last backward pass is over, so all gradients are in memory until then. In
-stage 2 they leave during the backward pass, bucket by bucket, once per micro-batch: a rank never holds
-more than its part and about two buckets, for as many times the bytes as there are micro-batches.
+stage 2 they leave during the backward pass, bucket by bucket, once per micro-batch. So a rank never holds
+more than its part and about two buckets, but sends as many times the bytes as there are micro-batches.
 
 Invariant: every rank sends every bucket in the same order, in as many rounds as there may be micro-batches,
 whatever rows it has and whichever parameters they use. Weights are equal to the bit after each step,
-since each element is computed by one rank and copied to the others.
+because one rank computes each element and copies it to the others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ringspark.estimators.parallel.sharded.pieces import Shard
 
 
 class ShardedOptimizer:
-    """ZeRO 1: every rank has all weights, and the optimizer state of its part."""
+    """ZeRO 1: every rank holds all weights, and the optimizer state of its part."""
 
     during_backward = False
 
@@ -43,19 +44,19 @@ class ShardedOptimizer:
             return DataParallel().prepare(module, make_optimizer, collective, micro_batches)
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        # Over all parameters, as ever: groups and settings come out as without sharding.
+        # Made over all parameters, so that groups and settings are the same as without sharding.
         optimizer = make_optimizer(module)
         return ShardedSync(module, optimizer, collective, micro_batches if self.during_backward else None)
 
 
 class ShardedGradients(ShardedOptimizer):
-    """ZeRO 2: every rank has all weights, and gradients and optimizer state of its part."""
+    """ZeRO 2: every rank holds all weights, and the gradients and optimizer state of its part."""
 
     during_backward = True
 
 
 class ShardedSync(PlainSync):
-    """Sums gradients into parts, steps the own part, and shares the weights."""
+    """Sums gradients into parts, steps this rank's part, and shares the weights."""
 
     def __init__(
         self,
@@ -65,11 +66,11 @@ class ShardedSync(PlainSync):
         rounds: int | None,
         bucket_bytes: int | None = None,
     ) -> None:
-        """Deals the parameters out.
+        """Deals the parameters out to the ranks.
 
         Args:
-            rounds: Micro-batches per step, each of which is exchanged during its backward pass; None
-                for one exchange per step, after it.
+            rounds: Number of micro-batches per step, each exchanged during its backward pass; None for one
+                exchange per step, after the last backward pass.
         """
         super().__init__(network, optimizer)
         options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
@@ -87,12 +88,12 @@ class ShardedSync(PlainSync):
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _start_round(self) -> None:
-        self._next = 0  # the bucket to be sent next
+        self._next = 0  # index of the next bucket to send
         self._ready: set[int] = set()
         self._under_way: tuple[int, Callable[[], torch.Tensor]] | None = None
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """A gradient is complete: sends the buckets that are, in their order."""
+        """Notes that a gradient is complete; sends the buckets that are now complete, in order."""
         self._ready.add(index)
         buckets = self._shard.buckets
         while self._next < len(buckets) and all(s.index in self._ready for s in buckets[self._next].slots):
@@ -118,7 +119,7 @@ class ShardedSync(PlainSync):
         self._under_way = None
 
     def _end_round(self) -> None:
-        """Exchanges what this backward pass has not: parameters without a gradient count as zeros."""
+        """Exchanges the remaining buckets of this backward pass; a missing gradient counts as zeros."""
         while self._next < len(self._shard.buckets):
             self._send()
         self._receive()
@@ -134,12 +135,12 @@ class ShardedSync(PlainSync):
         self._end_round()
 
     def reduce(self) -> None:
-        # A rank with fewer rows has had fewer micro-batches, or none.
+        # A rank with fewer rows had fewer micro-batches, or none.
         while self._round < self._rounds:
             self._end_round()
         *had, late = self._ask()
         if late:
-            # A parameter's gradient came again after its bucket had left, as of a reentrant checkpoint.
+            # A gradient came again after its bucket had left, as with a reentrant checkpoint.
             self._end_round()
             *had, _ = self._ask()
         for bucket, part in enumerate(self._parts):
@@ -150,7 +151,7 @@ class ShardedSync(PlainSync):
         self._round = 0
 
     def _ask(self) -> list[float]:
-        """How many ranks had a gradient, parameter by parameter; last, how many have gradients left."""
+        """Returns how many ranks had a gradient, by parameter; then how many ranks have gradients left."""
         late = any(p.grad is not None for p in self._shard.parameters)
         device = self._shard.parameters[0].device
         mine = torch.tensor([*self._had, float(late)], device=device)
@@ -164,7 +165,7 @@ class ShardedSync(PlainSync):
             (n.square().to(device) for n in norms), torch.zeros((), dtype=torch.double, device=device)
         )
         norm = self._collective.all_reduce(square.reshape(1))[0].sqrt()
-        # As nn.utils.clip_grad_norm_ does.
+        # The same formula as in nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in self._held_gradients():
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
@@ -192,7 +193,7 @@ class ShardedSync(PlainSync):
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """For a step: a rank may hold nothing of a group, and not every optimizer expects that."""
+    """Hides empty groups during a step: a rank may hold nothing of a group, which some optimizers reject."""
     groups = optimizer.param_groups
     if all(group["params"] for group in groups):
         yield

@@ -1,18 +1,19 @@
-"""Sizes as Spark writes them: "4g", "512m"."""
+"""Parses sizes in Spark's notation ("4g", "512m"), and shows sizes to people."""
 
 from __future__ import annotations
 
 import re
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str = "budget") -> int:
-    """A number of bytes, from one or from a string such as "4g": units of 1024, as Spark has them.
+    """Returns a number of bytes from an int or from a string such as "4g", with units of 1024 like Spark's.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: The value is neither.
         ValueError: The string is no size, or the size is not above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -27,3 +28,11 @@ def parse_bytes(value: int | str, name: str = "budget") -> int:
     if count < 1:
         raise ValueError(f"{name} must be above 0 bytes, got {value!r}")
     return count
+
+
+def show_bytes(count: float) -> str:
+    """Returns a text such as "3.2 GiB"."""
+    size, unit = float(count), 0
+    while size >= 1024 and unit < len(_NAMES) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_NAMES[unit]}"

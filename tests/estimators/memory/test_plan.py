@@ -95,7 +95,7 @@ def test_stronger_settings_take_fewer_activations(stronger: Any, weaker: Any) ->
 
 def test_each_way_of_sharding_leaves_a_rank_its_share() -> None:
     plans = {
-        name: plan_memory(DEEP, BATCH, numWorkers=4, sharding=name)
+        name: plan_memory(DEEP, BATCH, numWorkers=4, sharding=name, collective="torch")
         for name in ("none", "optimizer", "gradients", "parameters")
     }
     whole = plans["none"]
