@@ -79,6 +79,12 @@ def check(
     if not known:
         return
     limit = min(known, key=lambda found: found.num_bytes)
+    # A user's network may draw numbers where it is made or run, and Spark uses this process again.
+    with torch.random.fork_rng(devices=[]), shared_generators_kept():
+        _check(config, objects, manifest, limit)
+
+
+def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> None:
     planner = _planner(config, objects, manifest)
     trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)

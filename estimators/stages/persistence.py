@@ -102,11 +102,11 @@ class StageWriter(MLWriter):
         storage.check_writable(storage.normalize(target))
         try:
             self.saveImpl(target)
-            if found:
-                _swap(storage.normalize(beside), uri)
         except BaseException:
             storage.remove(storage.normalize(target), recursive=True)
             raise
+        if found:
+            _swap(storage.normalize(beside), uri)
 
     def saveImpl(self, path: str) -> None:
         uri = storage.normalize(path)
@@ -161,7 +161,10 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         stage: Stage = self._cls()
         cast(Any, stage)._resetUid(metadata["uid"])
         try:
-            DefaultParamsReader.getAndSetParams(stage, metadata)
+            try:
+                DefaultParamsReader.getAndSetParams(stage, metadata)
+            except ValueError as error:  # a value that no stage would have taken
+                raise _damaged(path, error) from error
             if description.model is not None:
                 stage._set(model=ModelSpec.from_json(description.model))
             if description.objects:
@@ -235,6 +238,9 @@ def _swap(new: str, old: str) -> None:
 
     A local disk does it by two renames: at each moment one of the two stages is complete, under its name
     or beside it. Object stores cannot rename; there the new stage stays beside until it is copied.
+
+    Raises:
+        OSError: A store failed in between; names the folder that holds the new stage, whole.
     """
     if storage.is_local(new):
         retired = f"{old}.{uuid.uuid4().hex[:12]}"
@@ -243,13 +249,22 @@ def _swap(new: str, old: str) -> None:
             os.rename(new, old)
         except BaseException:
             os.rename(retired, old)
+            storage.remove(new, recursive=True)
             raise
         storage.remove(retired, recursive=True)
         return
-    storage.remove(old, recursive=True)
     fs, source = storage.filesystem(new)
     _, target = storage.filesystem(old)
-    fs.mv(source, target, recursive=True)
+    try:
+        storage.remove(old, recursive=True)
+        # Copied first: a move that fails half-way may have removed what it had moved.
+        fs.copy(source, target, recursive=True)
+    except Exception as error:
+        raise OSError(
+            f"{old} could not be replaced ({error}); the new stage is whole in {new}: load it from there, or "
+            f"save again"
+        ) from error
+    storage.remove(new, recursive=True)
 
 
 def _damaged(path: str, error: Exception) -> ValueError:

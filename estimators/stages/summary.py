@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines.typed_json import parse_object, record
@@ -94,8 +95,18 @@ class TrainingSummary:
 
     @classmethod
     def of_run(cls, finished: str) -> tuple[TrainingSummary, TrainResult]:
-        """Returns summary and result from the record that a finished run has written."""
-        found = record(Finished, parse_object(finished, allow_nan=True))
+        """Returns summary and result from the record that a finished run has written.
+
+        Raises:
+            ValueError: The record is damaged.
+        """
+        try:
+            found = record(Finished, parse_object(finished, allow_nan=True))
+        except ValueError as error:
+            raise ValueError(
+                f"the run has finished, and its {run_layout.RESULT} is damaged ({error}); train again in "
+                "another folder"
+            ) from None
         return cls.of(found.result, found.restarts), found.result
 
     def to_json(self) -> dict[str, Any]:

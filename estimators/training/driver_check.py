@@ -89,7 +89,7 @@ def _check_training(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest
 ) -> tuple[TrainConfig, list[Shape]]:
     check_names(config, objects)
-    _check_columns(config, manifest)
+    check_columns(config, manifest)
     module = build_module(config, objects)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
@@ -167,7 +167,7 @@ def monitored(monitor: str, heads: Sequence[Head], manifest: ShardManifest) -> s
     raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
 
 
-def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
+def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
     wanted = [*config.input_columns, *config.label_columns]
     if config.weight_column is not None:
         wanted.append(config.weight_column)

@@ -52,8 +52,17 @@ def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
     Floating values and booleans become fp32, like the parameters. Integers become int64: in fp32 an id of
     16,777,217 would become 16,777,216, and int8 would overflow in a network's arithmetic.
+
+    Raises:
+        ValueError: Neither holds the values, as of complex numbers.
     """
-    return np.dtype(np.float32 if np.dtype(dtype).kind in "fb" else np.int64)
+    kind = np.dtype(dtype).kind
+    if kind not in "fbiu":
+        raise ValueError(
+            f"a network takes numbers and booleans, got dtype {np.dtype(dtype)}; give real and imaginary parts "
+            "as two columns, or decode the values into numbers"
+        )
+    return np.dtype(np.float32 if kind in "fb" else np.int64)
 
 
 def as_input(values: Array) -> Array:

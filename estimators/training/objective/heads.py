@@ -57,7 +57,7 @@ class Head:
     @property
     def is_per_member(self) -> bool:
         """Whether the output in training mode holds each ensemble member's values, not a prediction."""
-        return self.loss_name.endswith("_per_member")
+        return isinstance(self.loss, str) and self.loss.endswith("_per_member")
 
     @property
     def takes_classes(self) -> bool:

@@ -138,7 +138,7 @@ class TrainConfig:
 
 def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:
     """Returns a policy for `apply_activation_checkpoint`, a number of segments as an int."""
-    return int(policy) if isinstance(policy, str) and policy.isdigit() else policy
+    return int(policy) if isinstance(policy, str) and policy.isdecimal() else policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ PRECISION = Setting[Precision](
 
 def _is_policy(value: Any) -> bool:
     if isinstance(value, str):
-        return value in ("none", "sqrt", "all") or (value.isdigit() and int(value) > 0)
+        return value in ("none", "sqrt", "all") or (value.isdecimal() and int(value) > 0)
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(name, str) for name in value)
 
 
