@@ -17,7 +17,7 @@ def active_session() -> SparkSession:
     """Returns the session of this thread, or else of this process.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No session is active.
     """
     # Only the thread that made the session has it as its active one.
     session = SparkSession.getActiveSession() or getattr(SparkSession, "_instantiatedSession", None)

@@ -31,7 +31,7 @@ class Running:
         sync: The network and its optimizer.
         recipe: How a micro-batch is computed; its scaler changes.
         sums: Sums of loss and metrics over the present epoch's rows.
-        validation: The same sums over the held-out rows, empty except during a validation.
+        validation: Sums over the held-out rows, empty except during a validation.
         state: State that callbacks see: epoch, step, history.
         steps_per_epoch: Optimizer steps per epoch with this data and batch size.
         finished_epochs: Epochs with a record in the history.

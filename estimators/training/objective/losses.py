@@ -295,7 +295,7 @@ def check_loss_name(name: str) -> None:
     """Refuses a name that is no loss.
 
     Raises:
-        ValueError: It is none; the error says why, or lists the known names and the nearest.
+        ValueError: The name is no loss; the error says why, or lists the known names and the nearest.
     """
     _check_arguments(name)
     if name not in loss_names():

@@ -98,7 +98,7 @@ class SavedBy(Protocol):
     """The hooks, as the mode sees them while an operation runs."""
 
     def saving(self, codec: Codec | None, largest: int) -> AbstractContextManager[None]:
-        """Args: codec of the saved tensors, if known; number of elements of the largest activation."""
+        """Sets the codec of saved tensors, if known, and the number of elements of the largest activation."""
         ...
 
 
