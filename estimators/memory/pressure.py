@@ -27,6 +27,7 @@ from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models.generators import shared_generators_kept
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers.demand import rows_in_flight
 
@@ -85,6 +86,7 @@ def check(
 
 
 def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> None:
+    """Refuses what needs more than the limit; looks closely only where a rough bound does."""
     planner = _planner(config, objects, manifest)
     trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)

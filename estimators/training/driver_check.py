@@ -168,6 +168,11 @@ def monitored(monitor: str, heads: Sequence[Head], manifest: ShardManifest) -> s
 
 
 def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
+    """Refuses shards whose columns no network can take, or whose rows are none.
+
+    Raises:
+        ValueError: Names the column.
+    """
     wanted = [*config.input_columns, *config.label_columns]
     if config.weight_column is not None:
         wanted.append(config.weight_column)

@@ -59,8 +59,8 @@ def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     kind = np.dtype(dtype).kind
     if kind not in "fbiu":
         raise ValueError(
-            f"a network takes numbers and booleans, got dtype {np.dtype(dtype)}; give real and imaginary parts "
-            "as two columns, or decode the values into numbers"
+            f"a network takes numbers and booleans, got dtype {np.dtype(dtype)}; give real and "
+            "imaginary parts as two columns, or decode the values into numbers"
         )
     return np.dtype(np.float32 if kind in "fb" else np.int64)
 

@@ -86,7 +86,14 @@ STAGES = [
 ]
 
 
-@pytest.fixture(scope="module", params=STAGES, ids=lambda case: case.estimator.__name__)
+# One of them tells most of what can break; the others are for `make test-all`.
+CASES = [
+    pytest.param(case, id=case.estimator.__name__, marks=[pytest.mark.slow] if number else [])
+    for number, case in enumerate(STAGES)
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> StageCase:
     """Each stage in turn."""
     found: StageCase = request.param

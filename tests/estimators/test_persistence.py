@@ -319,6 +319,34 @@ def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) ->
     assert predictions(TorchRegressionModel.load(str(tmp_path / "model")), pairs) == expected
 
 
+def test_an_overwrite_that_a_store_breaks_off_leaves_the_new_stage_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, uri = storage.filesystem("memory://")[0], "memory://ringspark-test/model"
+    model = make(tmp_path / "c")
+    try:
+        model.save(uri)
+        copy = store.copy
+
+        def broken(source: str, target: str, **options: Any) -> None:
+            if "weights" not in source and target.endswith("model"):
+                raise OSError("the store is away")
+            copy(source, target, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "copy", lambda self, *args, **options: broken(*args, **options))
+            with pytest.raises(
+                OSError, match=r"the new stage is whole in (\S+): load it from there"
+            ) as caught:
+                model.write().overwrite().save(uri)
+        kept = str(caught.value).split(" is whole in ")[1].split(": load")[0]
+        again = TorchRegressionModel.load(kept)
+        for a, b in zip(again.module().parameters(), model.module().parameters(), strict=True):
+            assert a.equal(b)
+    finally:
+        storage.remove("memory://ringspark-test", recursive=True)
+
+
 def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

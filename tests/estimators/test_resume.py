@@ -140,6 +140,7 @@ def test_a_killed_worker_costs_no_step(table: Any, shards: str, tmp_path: Path) 
     assert all(torch.equal(left, right) for left, right in pairs)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> None:
     estimator = _estimator(tmp_path, timeoutSeconds=10.0, maxRestarts=0)
     with _hit(tmp_path, 1, signal.SIGSTOP) as hits, pytest.raises(WorkerError) as caught:
@@ -233,6 +234,7 @@ def test_folders_that_cannot_be_used_are_refused_at_once(table: Any, tmp_path: P
     assert (tmp_path / "run" / "thesis.doc").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(

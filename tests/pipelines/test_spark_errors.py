@@ -22,6 +22,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_workers_without_the_package_are_explained(tmp_path: Path) -> None:
     bare = tmp_path / "python"

@@ -30,6 +30,7 @@ spark.stop()
 """
 
 
+@pytest.mark.slow
 def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
@@ -46,6 +47,8 @@ def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
 def test_what_libraries_print_does_not_reach_spark() -> None:
     code = """
 import os
+import pytest
+
 from ringspark.estimators.launch.python_daemon import _quiet_stdout
 with _quiet_stdout():
     print("a greeting")

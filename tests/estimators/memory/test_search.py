@@ -34,6 +34,7 @@ def test_every_suggestion_fits_the_budget() -> None:
         assert plan_memory(NET, BATCH, **settings).peak == other.peak
 
 
+@pytest.mark.slow
 def test_the_suggestion_fits_when_it_is_measured(benchmark_step: Any) -> None:
     rows = 16
     plain = benchmark_step.Case(model=benchmark_step.TRANSFORMER)

@@ -64,3 +64,13 @@ def test_a_run_with_another_function_as_its_loss_is_another_run(make_shards: Any
     (found,) = differences(old, new)
     assert found.startswith('loss: ["cross_entropy", "mse"] -> ["cross_entropy", "')
     assert "_relative" in found
+
+
+def _of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output[:, 0] - label).square()
+
+
+def test_only_a_named_loss_says_that_outputs_are_of_members() -> None:
+    """A callable that happens to be called so keeps its metrics of the training rows."""
+    assert Head(label="y", loss="bce_with_logits_per_member").is_per_member
+    assert not Head(label="y", loss=_of_each_per_member).is_per_member

@@ -15,7 +15,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     read_info,
     save_checkpoint,
 )
-from ringspark.estimators.training.feed import to_batch, to_tensor
+from ringspark.estimators.training.feed import as_input, to_batch, to_tensor
 
 CPU = torch.device("cpu")
 
@@ -72,3 +72,9 @@ def test_a_folder_without_checkpoint_a_damaged_one_and_a_foreign_one_are_refused
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(ValueError, match="the file is damaged"):
         load_checkpoint(uri, nn.Linear(3, 2))
+
+
+def test_what_no_network_dtype_holds_is_refused() -> None:
+    """As int64, a complex number would lose its imaginary part and its fraction."""
+    with pytest.raises(ValueError, match="got dtype complex64; give real and imaginary parts as two columns"):
+        as_input(np.array([1.5 + 2j], dtype="complex64"))

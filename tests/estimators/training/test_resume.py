@@ -301,7 +301,8 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["horovod", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", GANGS)
 def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
     make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
