@@ -20,7 +20,6 @@ from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
-    check_forward,
     find,
     model_inputs,
     source_columns,
@@ -162,14 +161,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _bind(self, schema: StructType, is_case_sensitive: bool = False) -> list[BoundInput]:
         """Returns the model's inputs, matched with the columns of a schema."""
         self._trained()  # refuses a model that was never fitted
-        names = self.inputColumns()
-        if not self._inputs:
-            # A model saved in format 1 did not keep its inputs.
-            model = self.getModel()
-            check_forward(build_skeleton(model) if isinstance(model, ModelSpec) else model, names)
-        inputs = self._inputs or model_inputs((), names)
-        fields = source_columns(inputs, names, schema, is_case_sensitive)
-        return [bind(item, field) for item, field in zip(inputs, fields, strict=True)]
+        fields = source_columns(self._inputs, self.inputColumns(), schema, is_case_sensitive)
+        return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 
     def _check_free(self, schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
         """Refuses a column that exists, in the words of Spark's stages, and two columns of one name."""
@@ -210,7 +203,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _set_trained(
         self: M,
         weights_uri: str,
-        output_shapes: int | Sequence[Shape] | None,
+        output_shapes: Sequence[Shape],
         summary: TrainingSummary | None,
         *,
         columns: Sequence[ShardColumn] = (),
@@ -220,18 +213,15 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         Args:
             weights_uri: Folder of the checkpoint.
-            output_shapes: Shape of one row, for each output. A single output may be given by its width
-                instead of a list, or by None if it has no second dimension.
+            output_shapes: Shape of one row, for each output.
             summary: Summary of the training.
-            columns: All columns of the shards.
-            input_columns: Names of the model's inputs in the shards.
+            columns: All columns of the shards; without them, inputs take any numbers.
+            input_columns: Names of the model's inputs in the shards; None takes the model's own.
         """
-        if output_shapes is None or isinstance(output_shapes, int):
-            output_shapes = [()] if output_shapes is None else [(output_shapes,)]
         self._weights = HeldWeights(weights_uri)
         # Held from here on, because a save over one of the folder's parents may remove it.
         self._weights.hold()
-        self._inputs = model_inputs(columns, input_columns)
+        self._inputs = model_inputs(columns, input_columns or self.inputColumns())
         self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
         self._summary = summary
         return self

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 import torch
 
 
-def as_outputs(output: object) -> tuple[torch.Tensor, ...]:
+def as_outputs(output: object, model: str = "the model") -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a module's output, in the module's order.
 
     A tensor is one output; a tuple or list of tensors is several. A mapping or a dataclass, such as the
@@ -25,7 +25,7 @@ def as_outputs(output: object) -> tuple[torch.Tensor, ...]:
     if wrong is not None or not values:
         inside = f" with a {type(wrong).__name__} inside" if wrong is not None else ""
         raise ValueError(
-            f"the model must return a tensor, several tensors, or an output that has logits, got "
+            f"{model} must return a tensor, several tensors, or an output that has logits, got "
             f"{type(output).__name__}{inside}; wrap it in a module that returns the logits or values"
         )
     return tuple(value for value in values if isinstance(value, torch.Tensor))

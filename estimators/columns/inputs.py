@@ -10,7 +10,6 @@ through the code of their kind.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StructField, StructType
-from torch import nn
 
 from ringspark.estimators.columns.expressions import (
     TEMPORAL,
@@ -96,21 +94,6 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
             )
         )
     return tuple(inputs)
-
-
-def check_forward(module: nn.Module, names: Sequence[str]) -> None:
-    """Refuses columns that do not fit the network's `forward`; for models that did not keep their inputs.
-
-    Raises:
-        ValueError: There are more or fewer columns than arguments.
-    """
-    try:
-        inspect.signature(module.forward).bind(*names)
-    except TypeError as error:
-        raise ValueError(
-            f"forward of {type(module).__name__} does not take {len(names)} inputs ({error}), featuresCol or "
-            f"inputCols gives {list(names)}; name one column for each argument"
-        ) from None
 
 
 def source_columns(

@@ -77,12 +77,7 @@ def check_inputs(schema: StructType, columns: Sequence[str], param: str = "featu
 
 
 def for_fit(error: ValueError) -> ValueError:
-    """Rewords a refusal of `write_shards` for a user of `fit`: adds how to use the choices that it names."""
-    text = str(error).replace(
-        "or pass handle_invalid='skip' or 'keep' to write_shards", "or set handleInvalid='skip'"
-    )
-    text = text.replace(" or Ragged() to write_shards", " to write_shards")
-    text = text.replace("validation_col", "validationIndicatorCol")
-    if "write_shards" in text:
-        text += "; fitOnShards trains on shards that write_shards has written"
-    return ValueError(text)
+    """A refusal of `write_shards` as a user of `fit` needs it: with how to use the choices that it names."""
+    if "to write_shards" not in str(error):
+        return error
+    return ValueError(f"{error}; fitOnShards trains on shards that write_shards has written")

@@ -52,12 +52,7 @@ def export_module(
             f"format 'onnx' needs {' and '.join(missing)}; pip install 'ringspark[onnx]', or take "
             "format='torch.export'"
         )
-    samples = tuple(_sample(item, name) for item, name in zip(inputs, names, strict=False))
-    if not samples:
-        raise ValueError(
-            "this model was saved by an older version, which did not keep the shapes of its inputs; "
-            "export model.module() with torch.export, or fit the model again"
-        )
+    samples = tuple(_sample(item, name) for item, name in zip(inputs, names, strict=True))
     target = storage.normalize(path)
     fs, inside = storage.filesystem(target)
     if path.endswith("/") or storage.exists(target):

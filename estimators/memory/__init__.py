@@ -4,6 +4,5 @@ from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.memory.plan import plan_memory
 from ringspark.estimators.memory.pressure import check_on_driver, check_on_rank
 from ringspark.estimators.memory.report import MemoryPlan
-from ringspark.estimators.memory.sizes import parse_bytes
 
-__all__ = ["MemoryPlan", "check_budget", "check_on_driver", "check_on_rank", "parse_bytes", "plan_memory"]
+__all__ = ["MemoryPlan", "check_budget", "check_on_driver", "check_on_rank", "plan_memory"]

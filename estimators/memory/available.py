@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringspark.estimators.memory.sizes import parse_bytes, show_bytes
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 
 PYSPARK_MEMORY = "spark.executor.pyspark.memory"
 

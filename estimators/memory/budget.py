@@ -7,7 +7,7 @@ import warnings
 
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
-from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -33,7 +33,7 @@ def check_budget(
             [column_of(manifest, name, rows) for name in names]
             for names in (config.input_columns, config.label_columns)
         )
-        plan = Planner(config, objects, inputs, labels).plan(budget)
+        plan = Planner(config, objects, inputs, labels).plan(budget, "memoryBudget")
     # Whatever a user's network does on fake tensors must not end a fit that real ones would get through.
     except Exception as error:
         warnings.warn(
@@ -44,7 +44,7 @@ def check_budget(
         )
         return
     if not plan.fits:
-        raise ValueError(plan.verdict.replace("the budget is", "memoryBudget is"))
+        raise ValueError(plan.verdict)
 
 
 def reason(error: Exception) -> str:

@@ -17,10 +17,10 @@ from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
-from ringspark.estimators.memory.sizes import parse_bytes
 from ringspark.estimators.training.driver_check import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings import memory, optimization, python_objects, workers
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 

@@ -9,8 +9,8 @@ from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.report import MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import suggestions
 from ringspark.estimators.memory.sharing import communication_bytes
-from ringspark.estimators.memory.sizes import show_bytes
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
@@ -36,7 +36,7 @@ class Planner:
         self._steps: dict[str, StepBytes] = {}
         self._update: UpdateBytes | None = None
 
-    def plan(self, budget: int | None = None) -> MemoryPlan:
+    def plan(self, budget: int | None = None, budget_name: str = "the budget") -> MemoryPlan:
         """The plan of the config; held against a budget, with what would fit where it does not."""
         plan = self._plan_of(self._config, budget)
         if budget is None:
@@ -45,23 +45,24 @@ class Planner:
             return replace(plan, verdict=f"fits the budget of {show_bytes(budget)}")
         fitting, least = suggestions(self._config, self._rows, self._peak_of, budget)
         suggest = tuple(self._plan_of(other, budget) for other in fitting)
-        return replace(plan, suggest=suggest, verdict=self._verdict(plan, suggest, least, budget))
+        verdict = (
+            f"training needs {show_bytes(plan.peak)} per worker, {budget_name} is {show_bytes(budget)}"
+            f"{self._remedy(plan, suggest, least)}"
+        )
+        return replace(plan, suggest=suggest, verdict=verdict)
 
-    def _verdict(
-        self, plan: MemoryPlan, suggest: tuple[MemoryPlan, ...], least: TrainConfig | None, budget: int
-    ) -> str:
-        needs = f"training needs {show_bytes(plan.peak)} per worker, the budget is {show_bytes(budget)}"
+    def _remedy(self, plan: MemoryPlan, suggest: tuple[MemoryPlan, ...], least: TrainConfig | None) -> str:
         if suggest:
             others = [
                 f"{changed_settings(other.settings, plan.settings)} needs {show_bytes(other.peak)}"
                 for other in suggest
             ]
-            return f"{needs}; {', or '.join(others)}"
+            return f"; {', or '.join(others)}"
         if least is None:
-            return f"{needs}; no other setting suits this network"
-        smallest = self._plan_of(least, budget)
+            return "; no other setting suits this network"
+        smallest = self._plan_of(least, None)
         changed = changed_settings(smallest.settings, plan.settings)
-        return f"{needs}, and no settings fit: {changed} still needs {show_bytes(smallest.peak)}"
+        return f", and no settings fit: {changed} still needs {show_bytes(smallest.peak)}"
 
     def _peak_of(self, config: TrainConfig) -> int | None:
         try:

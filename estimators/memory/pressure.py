@@ -25,7 +25,7 @@ from ringspark.estimators.memory.available import Available, of_machine, of_proc
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
-from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers.demand import rows_in_flight
@@ -85,7 +85,11 @@ def check(
     # Most workers have plenty; only what may be refused is worth the run of a step.
     if sum(at_most.values()) <= limit.num_bytes:
         return
-    needs = worker_needs(config, objects, manifest)
+    try:
+        needs = worker_needs(config, objects, manifest)
+    except MemoryError:
+        # A process that cannot even hold the planner's few megabytes cannot train.
+        needs = at_most
     total = sum(needs.values())
     if total <= limit.num_bytes:
         return
@@ -105,6 +109,8 @@ def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManif
     planner = _planner(config, objects, manifest)
     try:
         plan = planner.plan()
+    except MemoryError:
+        raise
     # Whatever a user's code does on fake tensors must not end a training that real ones would get through.
     except Exception:
         return _needs(config, manifest, planner.network, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringspark.estimators.memory.sizes import show_bytes
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 
 # Part -> what a table calls it.
 TITLES = {

@@ -36,7 +36,7 @@ from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import NewerFormatError, parse_object, record, versioned
+from ringspark.pipelines.typed_json import NewerFormatError, fit, parse_object, record, versioned
 
 FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
@@ -215,8 +215,7 @@ def read_metadata(uri: str) -> dict[str, Any]:
     # The values of Params may be NaN.
     metadata = parse_object(storage.read_bytes(storage.join(folder, part)), allow_nan=True)
     for name, kind in _METADATA_TYPES.items():
-        if not isinstance(metadata.get(name), kind):
-            raise ValueError(f"{name!r} of its metadata is missing or of a wrong type")
+        fit(kind, metadata.get(name), name)
     return metadata
 
 

@@ -39,10 +39,7 @@ def probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> tu
         ) from error
     finally:
         module.train()
-    try:
-        outputs = as_outputs(output)
-    except ValueError as error:
-        raise ValueError(str(error).replace("the model", f"model {name}", 1)) from None
+    outputs = as_outputs(output, f"model {name}")
     if len(outputs) != len(config.label_columns):
         raise ValueError(
             f"model {name} returns {len(outputs)} tensors for the labels {list(config.label_columns)}; "

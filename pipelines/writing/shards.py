@@ -219,8 +219,8 @@ def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: 
         if nulls and handling == "error":
             raise ValueError(
                 f"column {column.name!r} has nulls in {nulls} of {rows} rows; fill or drop them first, e.g. "
-                "with pyspark.ml.feature.Imputer or df.na.drop, or pass handle_invalid='skip' or 'keep' "
-                "to write_shards"
+                "with pyspark.ml.feature.Imputer or df.na.drop, or leave the rows out: handle_invalid='skip' "
+                "of write_shards, handleInvalid='skip' of an estimator"
             )
     for report in reports:
         if report["problem"] is not None:

@@ -40,7 +40,9 @@ def split_expression(
             raise ValueError(f"validation_col {validation_col!r} is not stored; take it out of columns")
         simple = df.schema[validation_col].dataType.simpleString()
         if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
-            raise ValueError(f"validation_col {validation_col!r} must be boolean or 0/1, got type {simple}")
+            raise ValueError(
+                f"validation column {validation_col!r} must be boolean or 0/1, got type {simple}"
+            )
         return F.col(quote(validation_col))
     if fraction is None:
         return None
@@ -60,7 +62,7 @@ def split_expression(
 def check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:
     if nulls or stats.nans:
         raise ValueError(
-            f"validation_col {name!r} has {nulls + stats.nans} nulls or NaNs in {stats.rows} rows; "
+            f"validation column {name!r} has {nulls + stats.nans} nulls or NaNs in {stats.rows} rows; "
             "fill them with df.na.fill first"
         )
     if (
@@ -69,6 +71,6 @@ def check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:
         or (stats.values and not (stats.minimum in (0, 1) and stats.maximum in (0, 1)))
     ):
         raise ValueError(
-            f"validation_col {name!r} must be boolean or 0/1, "
+            f"validation column {name!r} must be boolean or 0/1, "
             f"got values from {stats.minimum} to {stats.maximum}"
         )

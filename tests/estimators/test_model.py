@@ -491,18 +491,6 @@ def test_a_vector_of_mllib_is_refused_in_one_sentence(spark: Any, tmp_path: Path
     assert model.transform(MLUtils.convertVectorColumnsToML(frame, "features")).count() == 1
 
 
-def test_a_model_without_inputs_takes_as_many_columns_as_its_forward(pairs: Any, tmp_path: Path) -> None:
-    for name, model in (("spec", linear(1)), ("module", TwoHeads())):
-        stage = make(TorchModel, model, tmp_path / name, [(1,)], inputCols=["features", "id"])
-        # As a model of format 1 is loaded.
-        stage._inputs = ()
-        with pytest.raises(ValueError, match=r"does not take 2 inputs .* name one column for each argument"):
-            stage.transform(pairs)
-    several = make(TorchModel, Echo(), tmp_path, [(3,)], inputCols=["features", "id"])
-    several._inputs = ()
-    assert len(values_of(several.transform(pairs), "prediction")[0]) == 3
-
-
 # --- manners
 
 
@@ -774,11 +762,7 @@ def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None
     assert (tmp_path / "mine" / "file").read_text() == "x"
 
 
-def test_an_unknown_format_and_an_old_model_are_refused(make_shards: Any, tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(make_shards: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"format must be one of \['torch.export', 'onnx'\], got 'tflite'"):
         exported(make_shards, tmp_path).export(str(tmp_path / "x"), format="tflite")
-    save_checkpoint(str(tmp_path / "old"), linear(1).build())
-    old = TorchModel(model=linear(1))._set_trained(str(tmp_path / "old"), 1, None)
-    with pytest.raises(ValueError, match="did not keep the shapes of its inputs"):
-        old.export(str(tmp_path / "x"))
     assert not os.path.exists(tmp_path / "x")

@@ -153,7 +153,7 @@ def _stages(folder: Path) -> dict[str, Target]:
     estimator, model = folder / "estimator", folder / "model"
     TorchRegressor(model=SPEC, featuresCol="x", labelCol="y").write().overwrite().save(str(estimator))
     save_checkpoint(str(folder / "weights"), SPEC.build())
-    trained = TorchRegressionModel(model=SPEC)._set_trained(str(folder / "weights"), 1, None)
+    trained = TorchRegressionModel(model=SPEC)._set_trained(str(folder / "weights"), [(1,)], None)
     trained.write().overwrite().save(str(model))
     cases = {}
     for cls, stage in ((TorchRegressor, estimator), (TorchRegressionModel, model)):

@@ -271,7 +271,7 @@ WRITING = [
     R("write: no validation_col", lambda p: p.write(validation_col="x"),
       "validation_col 'x'", "known: features"),
     R("write: validation_col of fractions", lambda p: p.write("features", "half", validation_col="half"),
-      "validation_col 'half'", "must be boolean or 0/1, got values from 0.0 to"),
+      "validation column 'half'", "must be boolean or 0/1, got values from 0.0 to"),
     R("write: fraction as text", lambda p: p.write(validation_fraction="0.1"),
       "validation_fraction", "a number between 0 and 1"),
     R("write: long seed", lambda p: p.write(validation_fraction=0.1, seed=2**70),

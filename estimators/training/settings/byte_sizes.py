@@ -1,10 +1,11 @@
-"""Sizes as Spark writes them: "4g", "512m"."""
+"""Sizes as Spark writes them ("4g", "512m"), and as people read them."""
 
 from __future__ import annotations
 
 import re
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
@@ -27,3 +28,11 @@ def parse_bytes(value: int | str, name: str = "budget") -> int:
     if count < 1:
         raise ValueError(f"{name} must be above 0 bytes, got {value!r}")
     return count
+
+
+def show_bytes(count: float) -> str:
+    """Such as "3.2 GiB"."""
+    size, unit = float(count), 0
+    while size >= 1024 and unit < len(_NAMES) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_NAMES[unit]}"

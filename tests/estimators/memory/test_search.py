@@ -9,7 +9,7 @@ from torch import nn
 
 from ringspark.estimators import plan_memory
 from ringspark.estimators.memory.search import suggestions
-from ringspark.estimators.memory.sizes import parse_bytes, show_bytes
+from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
