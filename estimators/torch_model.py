@@ -216,7 +216,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             output_shapes: Shape of one row, for each output.
             summary: Summary of the training.
             columns: All columns of the shards; without them, inputs take any numbers.
-            input_columns: Names of the model's inputs in the shards; None takes the model's own.
+            input_columns: Names of the model's inputs in the shards; if empty, the model's own.
         """
         self._weights = HeldWeights(weights_uri)
         # Held from here on, because a save over one of the folder's parents may remove it.
