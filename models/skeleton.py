@@ -33,7 +33,27 @@ def skeleton(module: nn.Module) -> nn.Module:
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set and not is_lazy(buffer):
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    result: nn.Module = copy.deepcopy(module, memo)
+    return copied(module, memo)
+
+
+def copied(module: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
+    """Returns a deep copy of a user's module.
+
+    Args:
+        memo: Finished copies by the id of what they stand for, as `copy.deepcopy` takes them.
+
+    Raises:
+        ValueError: An attribute of the module cannot be copied.
+    """
+    try:
+        result: nn.Module = copy.deepcopy(module, memo)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"model {type(module).__name__} cannot be copied: {error}; give a module as it is made, "
+            "without results, sessions, locks or open files in its attributes"
+        ) from error
     return result
 
 

@@ -6,7 +6,6 @@ module once on two rows of zeros; no data is read.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models.skeleton import copied
 from ringspark.pipelines import ShardManifest, check_engine
 
 # Losses whose targets are no class numbers, or whose outputs are no logits.
@@ -66,14 +66,7 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
         return ModelSpec.from_json(config.model).build()
     if objects.module is None:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    try:
-        module: nn.Module = copy.deepcopy(objects.module)
-    except Exception as error:
-        raise ValueError(
-            f"model {type(objects.module).__name__} cannot be copied: {error}; give a module as it is made, "
-            "without results, sessions, locks or open files in its attributes"
-        ) from error
-    return module
+    return copied(objects.module)
 
 
 def check_training(

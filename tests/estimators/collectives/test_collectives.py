@@ -337,9 +337,7 @@ def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, siz
 
 
 def test_an_unknown_collective_lists_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match=r"collective must be one of \['horovod', 'local', 'torch'\], got 'mpi'"
-    ):
+    with pytest.raises(ValueError, match="collective must be one of horovod, local, torch, got 'mpi'"):
         collective_class("mpi")
 
 
