@@ -46,7 +46,7 @@ from ringspark.estimators.stages.summary import Finished, TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.console import ProgressWatcher
-from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.driver_check import check_columns, check_training
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -161,6 +161,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     ) -> M:
         """Checks, trains (unless the run has finished already) and makes the model."""
         config = replace(config, run_uri=run.uri, shards_uri=manifest.uri)
+        check_columns(config, manifest)
         # Checked before the network is made: a host that cannot hold it would kill the driver.
         check_on_driver(config, objects, manifest, spark_conf(spark), is_remote(spark))
         config, shapes = check_training(config, objects, manifest)

@@ -82,7 +82,11 @@ def _own_modules() -> list[ModuleType]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names]
     # Folders of another environment count too, if a .pth file or PYTHONPATH put them behind this one's.
-    folders += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    folders += [
+        path
+        for path in sys.path
+        if os.path.basename(os.path.normpath(path)) in ("site-packages", "dist-packages")
+    ]
     installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     found = []
     for name, module in list(sys.modules.items()):

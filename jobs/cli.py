@@ -91,6 +91,8 @@ def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None
         return
 
     def convert(text: str) -> Any:
+        if text == words["default"]:
+            return text  # argparse converts a default too, and asking a registry costs an import of torch
         try:
             return setting.from_text(text)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What one training step takes on one rank, found on fake tensors: no memory is spent to know it."""
+"""Finds the memory of one training step on one rank by running it on fake tensors, which take none."""
 
 from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.memory.plan import plan_memory

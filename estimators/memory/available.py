@@ -1,7 +1,7 @@
-"""What a worker may use of its host's memory: the limits that Linux and Spark set, from where they stand.
+"""Reads the limits that Linux and Spark set on the host memory of a worker.
 
-Every figure is the most that could be had: memory that the kernel can take back, and free swap, count as
-available. None is for a limit that is not there, or not on this system.
+Every figure is an upper bound: memory that the kernel can reclaim, and free swap, count as available.
+None stands for a limit that is not set or that this system does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_
 
 PYSPARK_MEMORY = "spark.executor.pyspark.memory"
 
-# What cgroup v1 says where there is no limit: the largest number of whole pages.
+# cgroup v1 writes a larger number, of whole pages, if there is no limit.
 _NO_LIMIT = 1 << 60
 
 
@@ -27,9 +27,9 @@ class Available:
     """Bytes for one worker.
 
     Attributes:
-        source: Where they come from, for a message.
-        workers: Workers that share one host's memory.
-        how: What to set for more, as the end of a sentence; empty where nothing is to set.
+        source: Where the figure comes from, for a message.
+        workers: Number of workers that share one host's memory.
+        how: What to set for more memory, as the end of a sentence; empty if there is no such setting.
     """
 
     num_bytes: int
@@ -39,7 +39,7 @@ class Available:
 
 
 def of_spark_workers(conf: Mapping[str, str]) -> Available | None:
-    """What Spark leaves to each Python worker: it divides an executor's amount by its cores."""
+    """Returns the share of each Python worker: Spark divides an executor's amount by its cores."""
     text = conf.get(PYSPARK_MEMORY)
     if text is None:
         return None
@@ -55,7 +55,7 @@ def of_spark_workers(conf: Mapping[str, str]) -> Available | None:
 
 
 def of_process() -> Available | None:
-    """What this process's limit of addresses leaves: Spark sets it for `spark.executor.pyspark.memory`."""
+    """Returns what is left of the address space, which `spark.executor.pyspark.memory` limits."""
     try:
         import resource
 
@@ -73,13 +73,13 @@ def of_process() -> Available | None:
 
 
 def of_machine(workers: int, *, same_cgroup: bool = False, root: str = "/") -> Available | None:
-    """A worker's share of what this host has available now.
+    """Returns a worker's share of the memory that this host has available now.
 
     Args:
-        workers: Those on this host.
-        same_cgroup: Whether all of them are in this process's control groups, too: else their limit
+        workers: Number of workers on this host.
+        same_cgroup: Whether all of them share this process's control groups; else the limit of these
             counts as this worker's alone.
-        root: Where `proc` and `sys` are.
+        root: Folder that holds `proc` and `sys`.
     """
     found = []
     with suppress(OSError, KeyError, ValueError):
@@ -98,7 +98,7 @@ def of_machine(workers: int, *, same_cgroup: bool = False, root: str = "/") -> A
 
 
 def of_cgroups(root: str = "/") -> int | None:
-    """Bytes that the control groups of this process leave, in v1 and v2; None without a limit."""
+    """Returns the bytes that this process's control groups leave, in v1 and v2; None without a limit."""
     try:
         lines = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -110,8 +110,8 @@ def of_cgroups(root: str = "/") -> int | None:
             continue
         base = Path(root, "sys/fs/cgroup", *(["memory"] if controllers else []))
         names = _V1 if controllers else _V2
-        # A container often sees its own group as the root of all, whatever its path says; and any of the
-        # groups above may have the limit.
+        # A container often sees its own group as the root, whatever its path says, and any parent group
+        # may have the limit.
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder == base.parent:
@@ -121,13 +121,13 @@ def of_cgroups(root: str = "/") -> int | None:
     return max(0, min(left)) if left else None
 
 
-# File of the limit, file of the usage, fields of memory.stat: caches of files, and what of them is no file.
+# File of the limit, file of the usage, and two fields of memory.stat: page cache, shared memory in it.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem")
 _V2 = ("memory.max", "memory.current", "file", "shmem")
 
 
 def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: str) -> int:
-    """Raises ValueError where the group has no limit, OSError where there is no such file."""
+    """Returns the bytes left; raises ValueError without a limit, OSError if a file is missing."""
     limit = int((folder / limit_name).read_text())  # "max" is no number
     if limit >= _NO_LIMIT:
         raise ValueError(limit)
@@ -137,7 +137,7 @@ def _left_in(folder: Path, limit_name: str, usage_name: str, cache: str, shmem: 
 
 
 def _swap_left(folder: Path) -> int:
-    """Swap that the group may use, v2; v1 counts memory and swap together, and is taken to have none."""
+    """Returns the swap that the group may still use in v2; 0 in v1, which counts memory and swap together."""
     try:
         used = int((folder / "memory.swap.current").read_text())
         text = (folder / "memory.swap.max").read_text().strip()
@@ -148,5 +148,5 @@ def _swap_left(folder: Path) -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines such as "MemAvailable:  123 kB" or "file 123"."""
+    """Parses lines such as "MemAvailable:  123 kB" or "file 123"."""
     return {name: int(count) for name, count in re.findall(r"^([\w()]+):?\s+(\d+)", path.read_text(), re.M)}

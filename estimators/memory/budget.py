@@ -16,14 +16,14 @@ from ringspark.pipelines import ShardManifest
 def check_budget(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, budget: int | None
 ) -> None:
-    """Refuses a training that would not fit; warns where that cannot be known. Runs on the driver.
+    """Refuses a training that would not fit; warns if that cannot be known. Runs on the driver.
 
     Args:
-        config: With its losses named, as `check_training` returns it.
-        budget: Bytes per worker, None for no check.
+        config: Config with resolved losses, as `check_training` returns it.
+        budget: Bytes per worker; None skips the check.
 
     Raises:
-        ValueError: One sentence with what is needed, the budget, and the settings that would fit.
+        ValueError: The step needs more; the error names the need, the budget and settings that would fit.
     """
     if budget is None:
         return
@@ -34,7 +34,7 @@ def check_budget(
             for names in (config.input_columns, config.label_columns)
         )
         plan = Planner(config, objects, inputs, labels).plan(budget, "memoryBudget")
-    # Whatever a user's network does on fake tensors must not end a fit that real ones would get through.
+    # A network that fails only on fake tensors must not end a fit that would run on real ones.
     except Exception as error:
         warnings.warn(
             f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} "
@@ -48,11 +48,11 @@ def check_budget(
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, with its type."""
+    """Returns the first line of an error, with its type."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def network_name(config: TrainConfig, objects: UserObjects) -> str:
-    """What messages call the network."""
+    """Returns the name of the network for messages."""
     return ModelSpec.from_json(config.model).target if config.model else type(objects.module).__name__

@@ -1,4 +1,4 @@
-"""A batch's shapes and dtypes, from what a user gives or from the shards' manifest."""
+"""Finds the shapes and dtypes of a batch, from a user's example or from the shards' manifest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One input or label as a rank gets it.
+    """One input or label as a network gets it on a rank.
 
     Attributes:
-        shape: With the rows first.
-        dtype: As a network gets it.
+        shape: (rows, ...).
+        dtype: The `network_dtype` of the values.
     """
 
     shape: tuple[int, ...]
@@ -31,16 +31,16 @@ class Column:
 
 
 def column_of(manifest: ShardManifest, name: str, rows: int) -> Column:
-    """A column of the shards, as `rows` rows of a batch."""
+    """Returns `rows` rows of a column of the shards."""
     described = zeros(manifest.array(name), 0)
     return Column(shape=(rows, *described.shape[1:]), dtype=described.dtype)
 
 
 def columns_of(batch: Any, rows: int | None = None) -> tuple[list[Column], list[Column]]:
-    """Inputs and labels of a batch: see `plan_memory`.
+    """Returns the inputs and the labels of a batch in one of the forms that `plan_memory` takes.
 
     Raises:
-        ValueError: It has another form, or its columns differ in their numbers of rows.
+        ValueError: The batch has another form, or its columns differ in their numbers of rows.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(
@@ -86,7 +86,7 @@ def _column(entry: Any, rows: int | None) -> Column:
     if not shape:
         raise ValueError("a column of a batch must have its rows as first dimension, got a single number")
     if isinstance(dtype, torch.dtype):
-        # NumPy has no bfloat16: bool, int or float tells all there is to know.
+        # NumPy has no bfloat16, and bool, int or float is enough to find the network's dtype.
         dtype = type(torch.zeros((), dtype=dtype).item())
     known = torch.from_numpy(np.zeros(0, network_dtype(dtype)))
     return Column(shape=(rows or shape[0], *shape[1:]), dtype=known.dtype)

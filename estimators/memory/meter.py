@@ -1,12 +1,12 @@
-"""Counts the bytes of live tensors, by what they are for, while a step runs on fake tensors.
+"""Counts the bytes of live tensors, by their purpose, while a step runs on fake tensors.
 
 A fake tensor has a shape, a dtype, a device and a storage of the right size, but no memory behind it.
-The meter sees every operator's results and notes when each storage is released, so what it adds up is
-what an allocator would hold, autograd's saved tensors, autocast's casts and an optimizer's temporaries
-included: they are made by the code that makes them in training.
+The meter sees every operator's results and notes when each storage is released, so its sum is what an
+allocator would hold. It includes autograd's saved tensors, autocast's casts and an optimizer's temporaries,
+because the same code makes them as in training.
 
-Invariant: a storage counts once, however many tensors look at it, and from the operator that makes it
-to the release of its last tensor.
+Invariant: a storage counts once, however many tensors share it, from the operator that makes it to the
+release of its last tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.memory.workspace import scratch_bytes
 
-# What bytes are for. "activations" is the rest: what the backward pass needs, and temporaries.
+# The purposes of bytes. "activations" is the rest: tensors that the backward pass needs, and temporaries.
 PARTS = ("parameters", "gradients", "optimizer_state", "activations", "batch", "communication")
 
 Weights = Mapping[str, float]
@@ -30,33 +30,33 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment with the most bytes under one weighting, and what they were for then."""
+    """The highest number of bytes under one weighting, and how the parts shared it at that moment."""
 
     total: int
     parts: dict[str, int]
 
 
 class Meter(TorchDispatchMode):
-    """Live bytes of every part, and the highest sum under each of several weightings.
+    """Counts the live bytes of every part, and the highest sum under each of several weightings.
 
-    A weighting says which share of a part one rank holds: with one weighting for every way of sharding,
-    one run of the step serves them all, although each has its peak at a moment of its own.
+    A weighting says which share of a part one rank holds. With one weighting for every way of sharding,
+    one run of the step serves them all, although their peaks come at different moments.
     """
 
     def __init__(self, weightings: Mapping[str, Weights]) -> None:
-        """Args: weightings: Name -> part -> share; parts that are left out count whole."""
+        """Args: weightings: Name -> part -> share of one rank; a part without an entry counts in full."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weightings = {
             name: [weights.get(part, 1.0) for part in PARTS] for name, weights in weightings.items()
         }
         self._live = dict.fromkeys(PARTS, 0)
-        # By the storage's address, which is free again only after the release has removed the entry.
+        # Keyed by the storage's address, which is reused only after the release has removed the entry.
         self._held: dict[int, _Held] = {}
         self.answers_scalars = False
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the peaks so far; what lives goes on living."""
+        """Forgets the peaks so far, but not the live tensors."""
         self._peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
         self.highest = dict(self._live)
         self._note()
@@ -68,7 +68,7 @@ class Meter(TorchDispatchMode):
         return self._live[part]
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Says what tensors are for, known to the meter or not."""
+        """Counts tensors under a part, also those that the meter has not seen before."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 held = self._held.get(storage._cdata)
@@ -81,7 +81,7 @@ class Meter(TorchDispatchMode):
         self._note()
 
     def assign_new(self, before: set[int], part: str) -> None:
-        """Says what all storages are for that live now and did not at `snapshot`."""
+        """Counts under a part all storages that live now and did not at `snapshot`."""
         for key, held in self._held.items():
             if key not in before and held.part == "activations":
                 self._live["activations"] -= held.num_bytes
@@ -90,15 +90,15 @@ class Meter(TorchDispatchMode):
         self._note()
 
     def snapshot(self) -> set[int]:
-        """Names of the storages that live now."""
+        """Returns the keys of the storages that live now."""
         return set(self._held)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.answers_scalars and func is torch.ops.aten._local_scalar_dense.default:
-            # An optimizer's step count or a norm: the sizes of what it makes do not depend on it, but it may
-            # divide by the number, or by what is missing to 1.
+            # An optimizer reads its step count or a norm. The number changes no sizes, but the optimizer may
+            # divide by it, or by its difference from 1.
             return 1.5 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -120,7 +120,7 @@ class Meter(TorchDispatchMode):
         self._live[part] += num_bytes
 
     def _releaser(self, key: int) -> Callable[[object], None]:
-        # No reference to the meter from a storage: a failed step must not keep it alive.
+        # A storage holds no reference to the meter: a failed step must not keep the meter alive.
         meter = weakref.ref(self)
 
         def release(_: object) -> None:

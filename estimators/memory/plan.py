@@ -1,8 +1,8 @@
-"""`plan_memory`: what a training step takes on one rank, and which settings would fit a budget.
+"""`plan_memory`: the memory of a training step on one rank, and the settings that would fit a budget.
 
-Nothing is trained and no weight is allocated: see `step`. The figures are tensors' bytes, exact where
-torch's operators are what takes memory; scratch inside kernels is counted where it is as big as
-activations. A fit with `memoryBudget` is held against the same plan before its gang starts.
+Nothing is trained and no weight is allocated: see `step`. The figures are bytes of tensors. They are exact
+for the tensors of torch's operators; scratch inside kernels counts only if it is as big as activations. A
+fit with `memoryBudget` is checked by the same plan before its gang starts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan_memory(
     useGpu: bool = workers.USE_GPU.default,
     budget: int | str | None = None,
 ) -> MemoryPlan:
-    """Bytes of one optimizer step on one worker, in steady state, without training or allocating anything.
+    """Plans the bytes of one optimizer step on one worker, in steady state, without allocating anything.
 
         plan = plan_memory(
             ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 8, "out_features": 1}),
@@ -55,14 +55,14 @@ def plan_memory(
     The keywords are the estimators' Params of the same names, with their defaults.
 
     Args:
-        model: A spec, of which nothing is allocated, or a module, which stays as it is.
+        model: A spec, for which nothing is allocated, or a module, which is not changed.
         batch: (inputs, labels), each one column or a list with one for each argument of `forward` or each
             output. A column is an example tensor (also on "meta") or NumPy array, rows first, or
             (shape, dtype) such as ((1024, 32), "float32"). As in training, integers become int64 and
             all else fp32.
-        rows: Rows per worker and optimizer step, in all micro-batches together; unset: the columns' own.
-        loss: As the estimators take it; "auto" is cross entropy for integer labels and mean squared error
-            for others.
+        rows: Rows per worker and optimizer step, over all micro-batches; None takes the columns' own.
+        loss: A loss that the estimators accept; "auto" is cross entropy for integer labels, else mean
+            squared error.
         budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
             `suggest` holds up to three others that do.
 

@@ -1,4 +1,4 @@
-"""`Planner`: the plans of one network and one batch under several settings."""
+"""Plans the memory of one network and one batch under several settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ringspark.models.skeleton import build_skeleton, skeleton
 
 
 class Planner:
-    """Each step runs once, however many plans ask for it.
+    """Makes memory plans; each step runs once, however many plans need it.
 
     Attributes:
-        network: Without weights.
+        network: The network without weights.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Planner:
         self._update: UpdateBytes | None = None
 
     def plan(self, budget: int | None = None, budget_name: str = "the budget") -> MemoryPlan:
-        """The plan of the config; held against a budget, with what would fit where it does not."""
+        """Returns the plan of the config; if it exceeds the budget, with other settings that fit."""
         plan = self._plan_of(self._config, budget)
         if budget is None:
             return plan
@@ -67,8 +67,8 @@ class Planner:
     def _peak_of(self, config: TrainConfig) -> int | None:
         try:
             return self._plan_of(config, None).peak
-        # Settings that do not suit the network (no chain to checkpoint, no kernel in 16 bits) are none to
-        # suggest; what is wrong with the network itself was raised by its own plan.
+        # Settings that do not suit the network (no chain to checkpoint, no kernel in 16 bits) are not
+        # suggested; an error of the network itself was raised by its own plan.
         except Exception:
             return None
 
@@ -93,7 +93,7 @@ class Planner:
         )
 
     def _step(self, config: TrainConfig) -> StepBytes:
-        # Every way of sharding is in one run.
+        # One run measures every way of sharding.
         key = replace(config, sharding="none").to_json()
         if key not in self._steps:
             columns = (self._inputs, self._labels)
@@ -103,7 +103,7 @@ class Planner:
 
 
 def settings_of(config: TrainConfig) -> dict[str, object]:
-    """Param name -> value, of the settings that decide memory."""
+    """Returns name and value of the Params that decide memory."""
     return {
         "optimizer": config.optimizer,
         "precision": config.precision,

@@ -1,12 +1,12 @@
-"""Whether a worker's share of its host can hold a training at all: asked before anything is allocated.
+"""Checks, before anything is allocated, whether a worker's share of its host can hold a training at all.
 
-The need is a lower bound: what a worker holds at once in the middle of an epoch, for certain. Activations,
-communication buffers, the libraries themselves and whatever the user's code keeps are left out, so nothing
-that fits is refused; `memoryBudget` is the check that counts activations too. What is available is an upper
-bound likewise: page caches and free swap count.
+The need is a lower bound: the bytes that a worker certainly holds at once in the middle of an epoch. It
+leaves out activations, communication buffers, the libraries and whatever the user's code keeps, so nothing
+that fits is refused; `memoryBudget` is the check that counts activations too. The available memory is an
+upper bound: page caches and free swap count.
 
-The driver asks where it knows what a worker gets: where Spark limits its Python workers, and on local
-masters. Every rank asks on its own host.
+The driver checks if it knows what a worker gets: if Spark limits its Python workers, and on local masters.
+Every rank checks on its own host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers.demand import rows_in_flight
 
-# Copies of the trained parameters, above what any optimizer by name keeps as its state.
+# Copies of the trained parameters: more than any named optimizer keeps as its state.
 _MOST_STATE = 3
 
 
@@ -44,11 +44,11 @@ def check_on_driver(
     """Refuses a training that cannot fit, as far as the driver can tell.
 
     Args:
-        conf: Of the Spark application.
-        is_remote: Whether the driver is a Connect client, whose own host tells nothing.
+        conf: Conf of the Spark application.
+        is_remote: Whether the driver is a Connect client, whose host is not the workers'.
 
     Raises:
-        ValueError: One sentence with what is needed, what is available, and what to change.
+        ValueError: It cannot fit; the error names the need, the available bytes and a remedy.
     """
     limits = [of_spark_workers(conf)]
     master = conf.get("spark.master", "")
@@ -63,26 +63,32 @@ def check_on_rank(
     """Refuses a training that this rank's host cannot hold. Runs on every rank, before it allocates anything.
 
     Raises:
-        ValueError: As `check_on_driver`.
+        ValueError: Like `check_on_driver`.
     """
     config = replace(config, num_workers=collective.size)
     check(config, objects, manifest, [of_process(), of_machine(collective.member.local_size)])
-    # What one rank allocates must not be missing where another one looks.
+    # No rank allocates before all have looked: they may share a host.
     collective.barrier()
 
 
 def check(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limits: list[Available | None]
 ) -> None:
-    """Holds a worker's need against the least of the limits; None among them is for none known."""
+    """Compares a worker's need with the lowest of the limits; None stands for an unknown limit."""
     known = [limit for limit in limits if limit is not None]
     if not known:
         return
     limit = min(known, key=lambda found: found.num_bytes)
+    # A user's network may draw numbers where it is made or run, and Spark uses this process again.
+    with torch.random.fork_rng(devices=[]), shared_generators_kept():
+        _check(config, objects, manifest, limit)
+
+
+def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> None:
     planner = _planner(config, objects, manifest)
     trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)
-    # Most workers have plenty; only what may be refused is worth the run of a step.
+    # Most workers have plenty of memory; the step runs only for a training that may be refused.
     if sum(at_most.values()) <= limit.num_bytes:
         return
     try:
@@ -101,24 +107,24 @@ def check(
 
 
 def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, int]:
-    """Part -> bytes of the host's memory that the worker with the largest share holds at once, at least.
+    """Returns, for each part, a lower bound of the host bytes that the most loaded worker holds at once.
 
     Runs one step of the planner on two rows, so that parameters which the network does not use have
-    neither gradient nor state. Of a network or an optimizer that needs its data, only the parameters count.
+    neither gradient nor state. If network or optimizer cannot run without data, only the parameters count.
     """
     planner = _planner(config, objects, manifest)
     try:
         plan = planner.plan()
     except MemoryError:
         raise
-    # Whatever a user's code does on fake tensors must not end a training that real ones would get through.
+    # Code that fails only on fake tensors must not end a training that would run on real ones.
     except Exception:
         return _needs(config, manifest, planner.network, 0, 0)
     return _needs(config, manifest, planner.network, plan.gradients, plan.optimizer_state)
 
 
 def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
-    """Of the whole network on the host, without the techniques that only change activations."""
+    """Returns the planner of the whole network on the host, without techniques that only save activations."""
     plain = replace(
         config,
         use_gpu=False,
@@ -129,7 +135,7 @@ def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest)
         activation_offload="none",
         activation_compression="none",
     )
-    # The driver asks before it knows the losses; any that looks at all of the outputs will do.
+    # The driver does not know the losses yet; any loss that uses all outputs will do.
     losses = (_output_alone,) * len(config.label_columns)
     inputs, labels = (
         [column_of(manifest, name, 2) for name in names]
@@ -155,7 +161,7 @@ def _needs(
     }
     reading = _reading(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
-    # Rank 0 copies all of it, while the training waits; the gradients are gone by then.
+    # Rank 0 copies parameters and state while the training waits; the gradients are freed by then.
     copy = {"copy for a checkpoint": parameters + state}
     moments: list[dict[str, int]] = [
         # Every rank makes the whole network on the host before it is cut or moved.
@@ -168,7 +174,7 @@ def _needs(
 
 
 def _checkpoints(config: TrainConfig, num_rows: int) -> tuple[bool, bool]:
-    """Whether one is taken for certain within an epoch, and at the end of one."""
+    """Returns whether a checkpoint is certain within some epoch, and at the end of one before the last."""
     num_steps = config.epochs * -(-num_rows // config.batch_size)
     steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
     return steps is not None and steps < num_steps, epochs is not None and epochs < config.epochs
@@ -190,7 +196,7 @@ def _reading(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
 
 
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:
-    """What would lower the largest part, and what always helps."""
+    """Names a change that lowers the largest part, and one that always helps."""
     largest = max(needs, key=lambda part: needs[part])
     if largest == "copy for a checkpoint":
         first = "set checkpointEverySteps and checkpointEveryEpochs to nothing"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 
-# Part -> what a table calls it.
+# Part -> its title in a table.
 TITLES = {
     "parameters": "parameters and buffers",
     "gradients": "gradients",
@@ -20,25 +20,25 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What one optimizer step takes on one rank, in bytes of tensors.
+    """The memory of one optimizer step on one rank, in bytes of tensors.
 
-    The parts do not all reach their most at the same moment, so `peak` is less than their sum: gradients
-    grow while activations are released. What Python, Spark and the reader of the rows take is not counted.
+    The parts do not peak at the same moment, so `peak` is less than their sum: gradients grow while
+    activations are released. The memory of Python, Spark and the reader of the rows is not counted.
 
     Attributes:
-        settings: Param name -> value, of the settings that decide memory.
+        settings: Name and value of the Params that decide memory.
         rows: Rows per rank and optimizer step.
         parameters: Parameters and buffers.
-        gradients: The most at any moment of a backward pass.
-        optimizer_state: As from the second step on.
-        activations: The most that the backward pass waits for, together with operators' temporaries.
+        gradients: Their most at any moment of a backward pass.
+        optimizer_state: State of the optimizer, from the second step on.
+        activations: The most of tensors kept for the backward pass and operators' temporaries.
         batch: Inputs and labels.
         communication: Buffers that carry gradients or parameters between ranks.
         peak: The most bytes of all parts at one moment.
         at_peak: Part -> bytes at that moment; they add up to `peak`.
-        budget: What it is held against, or None.
-        suggest: Other settings that fit the budget, the cheapest first; empty where this plan fits.
-        verdict: The budget's answer in one sentence; "" without a budget.
+        budget: Bytes that the peak is compared with, or None.
+        suggest: Other settings that fit the budget, the cheapest first; empty if this plan fits.
+        verdict: One sentence on whether the budget is kept; "" without a budget.
     """
 
     settings: Mapping[str, object]
@@ -61,7 +61,7 @@ class MemoryPlan:
         return self.budget is None or self.peak <= self.budget
 
     def table(self) -> str:
-        """Text: a line for each part, with its most at any moment and its bytes at the peak."""
+        """Returns a text with a line for each part: its most at any moment and its bytes at the peak."""
         width = max(map(len, TITLES.values()))
         header = f"{'':{width}}  {'most':>10}  {'at the peak':>11}"
         lines = [
@@ -94,7 +94,7 @@ def draw(plans: Mapping[str, MemoryPlan], path: str, budget: int | None = None) 
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a plan's chart needs matplotlib; pip install 'ringspark[examples]'") from None
-    # The object's own canvas, not pyplot: no backend of the process is touched.
+    # The figure has its own canvas, because pyplot would set a backend for the process.
     figure = Figure(figsize=(9, 1.6 + 0.55 * len(plans)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -136,5 +136,5 @@ DEFAULTS: Mapping[str, object] = {
 
 
 def changed_settings(settings: Mapping[str, object], base: Mapping[str, object]) -> str:
-    """What differs from `base`, as one would write it: "sharding='gradients' with precision='bf16'"."""
+    """Returns what differs from `base`, such as "sharding='gradients' with precision='bf16'"."""
     return " with ".join(f"{k}={settings[k]!r}" for k in DEFAULTS if settings[k] != base[k])

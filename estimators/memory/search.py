@@ -1,17 +1,17 @@
-"""Which settings fit a budget: a fixed ladder of changes, tried from the bottom to the top.
+"""Searches settings that fit a budget: a fixed ladder of changes, tried from the bottom to the top.
 
-The rungs go from exact and cheap to lossy, by what a step gets slower (docs/memory.md has measured figures):
+The rungs go from exact and cheap to lossy, ordered by slowdown of a step (measured in docs/memory.md):
 
 1. sharding of the optimizer's state, then of the gradients: the sums of data parallelism, 2 to 3 %;
-2. accumulation: the same sums in other order, about 2 % for each doubling (batch norm sees fewer rows);
-3. checkpointing, "sqrt" then "all": equal to the bit, up to one more forward pass, 25 to 33 %;
+2. accumulation: the same sums in another order, about 2 % for each doubling (batch norm sees fewer rows);
+3. checkpointing, "sqrt" then "all": bitwise equal, up to one more forward pass, 25 to 33 %;
 4. sharding of the parameters: the weights travel in every pass, 25 %;
-5. bits, and offload to the host or the disk: equal to the bit; bits save little, and offload is as slow as
+5. bits, and offload to the host or the disk: bitwise equal; bits save little, and offload is as slow as
    the bus or the disk;
 6. bf16: it rounds, so it comes last.
 
-The lossy codecs of activations are on no rung: they change gradients by some percent, which nobody should
-get for the sake of a budget alone.
+The lossy codecs of activations are on no rung: they change gradients by some percent, which a budget alone
+does not justify.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 
 MOST_SUGGESTIONS = 3
 
-# A setting of `TrainConfig` and its new value; of accumulation, the factor on the present one.
+# A setting of `TrainConfig` and its new value; for accumulation, a factor on the present value.
 Rung = tuple[str, int | str]
 _FIRST: tuple[Rung, ...] = (
     ("sharding", "optimizer"),
@@ -43,7 +43,7 @@ _PACKED: tuple[Rung, ...] = (
 )
 _LOSSY: tuple[Rung, ...] = (("precision", "bf16"),)
 _LADDER = (*_FIRST, *_PARAMETERS, *_PACKED, *_LOSSY)
-# Sharded parameters and packed activations refuse each other: where one way is not enough, the other may be.
+# Sharded parameters and packed activations refuse each other, so both ways are tried.
 _CLIMBS: tuple[tuple[Rung, ...], ...] = (
     (*_FIRST, *_PARAMETERS, *_PACKED),
     (*_FIRST, *_PACKED),
@@ -55,15 +55,15 @@ _CLIMBS: tuple[tuple[Rung, ...], ...] = (
 def suggestions(
     config: TrainConfig, rows: int, peak_of: Callable[[TrainConfig], int | None], budget: int
 ) -> tuple[list[TrainConfig], TrainConfig | None]:
-    """Settings that fit: up to three with one exact change each, else one with the lowest rungs together.
+    """Finds settings that fit: up to three with one exact change each, else one that combines low rungs.
 
     Args:
-        rows: Rows per rank and step, which micro-batches are cut from.
-        peak_of: Peak in bytes, or None where the settings do not suit the network.
+        rows: Rows per rank and step, from which micro-batches are cut.
+        peak_of: Returns the peak in bytes, or None if the settings do not suit the network.
 
     Returns:
-        Those that fit, in the ladder's order; and where none does the one with the least peak, None if
-        no change lowers it.
+        The settings that fit, in the ladder's order; and if none fit, those with the lowest peak, or None
+        if no change lowers it.
     """
     found = []
     for name in dict.fromkeys(name for name, _ in _CLIMBS[0]):
@@ -89,7 +89,7 @@ def _climb(
     peak_of: Callable[[TrainConfig], int | None],
     budget: int,
 ) -> tuple[TrainConfig, int]:
-    """Adds one rung after the other, those that lower the peak, until it fits; the last one and its peak."""
+    """Adds each rung that lowers the peak, until it fits; returns the last settings and their peak."""
     top, lowest = config, peak_of(config)
     assert lowest is not None
     for name, value in _above(config, ladder, rows):
@@ -103,7 +103,7 @@ def _climb(
 
 
 def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[Rung]:
-    """The rungs above the user's own choices; a choice that is on no rung (a segment count, fp16) stays."""
+    """Yields the rungs above the user's choices; a choice on no rung (a segment count, fp16) stays."""
     passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32")}
     for name, value in ladder:
         present = getattr(config, name)
@@ -117,7 +117,7 @@ def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[R
 
 
 def _changed(config: TrainConfig, name: str, value: object) -> TrainConfig | None:
-    """None where settings refuse each other: see `rules`."""
+    """Returns the changed config; None if settings refuse each other: see `rules`."""
     try:
         return replace(config, **{name: value})  # type: ignore[arg-type]
     except ValueError:
@@ -127,7 +127,7 @@ def _changed(config: TrainConfig, name: str, value: object) -> TrainConfig | Non
 def _without_needless(
     found: TrainConfig, config: TrainConfig, peak_of: Callable[[TrainConfig], int | None], budget: int
 ) -> TrainConfig:
-    """Takes back what a rung further up has made needless, the dearest first."""
+    """Takes back changes that a higher rung has made needless, the most expensive first."""
     for name in dict.fromkeys(name for name, _ in reversed(_LADDER)):
         weaker = _changed(found, name, getattr(config, name))
         peak = None if weaker is None or weaker == found else peak_of(weaker)

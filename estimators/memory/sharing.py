@@ -1,8 +1,7 @@
-"""What is not seen on one rank alone: its share of sharded state, and the buffers that carry gradients.
+"""Computes what one rank alone does not show: its share of sharded state, and communication buffers.
 
-These are the formulas to adjust where a collective or a strategy changes what it holds. They count
-memory that is written to: Horovod reserves its whole fusion buffer, but touches no more of it than the
-gradients fill.
+Adjust these formulas if a collective or a strategy changes what it holds. They count memory that is
+written to: Horovod reserves its whole fusion buffer, but writes no more of it than the gradients fill.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ _FUSION_BYTES = 128 * 1024 * 1024
 
 
 def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
-    """Part -> what one rank holds of it; parts that are left out it holds whole."""
+    """Returns the share of each part on one rank; a rank holds all of a part without an entry."""
     return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
 
 
 def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
-    """Buffers that stay allocated between the ranks' exchanges.
+    """Returns the bytes of buffers that stay allocated between the ranks' exchanges.
 
     Args:
-        module: Any copy of the network, also one on `meta`: its parameters' sizes count.
+        module: Any copy of the network, also one on `meta`: only sizes count.
     """
     if config.num_workers == 1:
         return 0
     trained = [p for p in module.parameters() if p.requires_grad]
     gradients = num_bytes(trained)
     if config.sharding == "parameters":
-        # FSDP2 gathers the unit at work and the next one; what is in no block stays for the whole step.
+        # FSDP2 gathers the running block and the next one; parameters in no block stay for the whole step.
         units = blocks_of(module)
         inside = {parameter for unit in units for parameter in unit.parameters()}
         rest = num_bytes(p for p in module.parameters() if p not in inside)
         return rest + 2 * max([num_bytes(unit.parameters()) for unit in units], default=0)
     if config.sharding != "none":
-        # One bucket is filled while the one before it is under way.
+        # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
     if config.collective == "horovod":
         threshold = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES))
         return min(threshold, gradients)
-    # DistributedDataParallel copies every gradient into a bucket, and flags which were used.
+    # DistributedDataParallel copies every gradient into a bucket, and flags the used ones.
     return gradients + 4 * len(trained)

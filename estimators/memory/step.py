@@ -1,8 +1,8 @@
-"""One training step on fake tensors, by the functions that a rank trains with.
+"""Runs one training step on fake tensors, by the functions that a rank trains with.
 
 The step is the trainer's: micro-batches, autocast, the losses per row in fp32, loss scaling, gradient
-clipping, and an optimizer step with its state in place, as in every step but the first. At most two
-micro-batches run: from the second on, each finds the gradients of those before it, and all are alike.
+clipping, and an optimizer step whose state already exists, as in every step but the first. At most two
+micro-batches run: from the second on, each starts with gradients present, and all are alike.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MOST_MICRO_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBytes:
-    """What the optimizer's own step takes: the same for all settings that only concern activations.
+    """The memory of the optimizer's step: the same for all settings that only concern activations.
 
     Attributes:
         state: Bytes of the optimizer's state, unsharded.
-        temporaries: The most beside parameters, gradients, state and batch.
+        temporaries: The most bytes beside parameters, gradients, state and batch.
         peaks: Way of sharding -> the moment with the most bytes on one rank.
     """
 
@@ -54,10 +54,10 @@ class UpdateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """What a step takes.
+    """The memory of one step.
 
     Attributes:
-        parts: Part -> the most of it at any moment, unsharded.
+        parts: Part -> its most bytes at any moment, unsharded.
         peaks: Way of sharding -> the moment with the most bytes on one rank.
     """
 
@@ -66,7 +66,7 @@ class StepBytes:
     update: UpdateBytes
 
     def parts_of(self, sharding: str, num_workers: int) -> dict[str, int]:
-        """The most of each part on one rank."""
+        """Returns the most bytes of each part on one rank."""
         share = shares(sharding, num_workers)
         return {part: int(count * share.get(part, 1.0)) for part, count in self.parts.items()}
 
@@ -82,15 +82,15 @@ def measure_step(
     """Counts the bytes of one step in steady state.
 
     Args:
-        config: With its losses named; its `batch_size` does not count, the columns' rows do.
-        empty: The network without weights, from `build_skeleton` or `skeleton`; stays as it is.
-        inputs: One per argument of `forward`.
-        labels: One per output.
-        update: Of an earlier call with the same network, optimizer and batch, to spare its run.
+        config: Config with resolved losses; the columns' rows count, not its `batch_size`.
+        empty: The network without weights, from `build_skeleton` or `skeleton`; not changed.
+        inputs: One column per argument of `forward`.
+        labels: One column per output.
+        update: Result of an earlier call with the same network, optimizer and batch, to save that run.
 
     Raises:
-        Exception: Whatever the network, its loss or its optimizer raise; also torch's errors where a
-            shape depends on the numbers in a tensor.
+        Exception: The network, its loss or its optimizer raised it, or torch did because a shape depends
+            on the numbers in a tensor.
     """
     device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
     _know_sizes(empty, inputs)
@@ -105,14 +105,14 @@ def measure_step(
         _quiet(),
         meter,
     ):
-        # What a network or an optimizer has to say it says again when it trains.
+        # A network or an optimizer repeats its warnings when it trains.
         warnings.simplefilter("ignore")
         return _Step(config, objects, empty, device, meter).run(inputs, labels, update)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of an error that the caller gets: shapes that do not fit are one sentence."""
+    """Silences torch's log of errors on fake tensors: the caller gets the error itself."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -122,7 +122,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Step:
-    """The pieces of one rank, on fake tensors."""
+    """The network, the optimizer and the recipe of one rank, on fake tensors."""
 
     def __init__(
         self, config: TrainConfig, objects: UserObjects, empty: nn.Module, device: torch.device, meter: Meter
@@ -144,7 +144,7 @@ class _Step:
             config.learning_rate,
             config.weight_decay,
         )
-        # Adagrad makes its state at once, the others in their first step.
+        # Adagrad makes its state here, other optimizers in their first step.
         meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
         self._sync = PlainSync(self._module, optimizer)
         self._recipe = Recipe(
@@ -170,7 +170,7 @@ class _Step:
         self._module.train()
         self._meter.restart()
         divisor = global_weights(self._recipe, batch, batch.num_rows, LocalCollective())
-        # Kept for metrics until the step is over, as the trainer does.
+        # Outputs are kept for metrics until the step is over, as in the trainer.
         seen = [
             forward_backward(
                 self._recipe, self._sync, micro_batch, divisor, keeps_outputs=bool(self._config.metrics)
@@ -192,9 +192,9 @@ class _Step:
         return StepBytes(parts=parts, peaks=peaks, update=update)
 
     def _update(self) -> UpdateBytes:
-        """The first optimizer step makes the state, the second is one like all that follow."""
+        """Measures the second optimizer step, which is like all later ones; the first makes the state."""
         before = self._meter.snapshot()
-        # Not the scaler's `step`: it would ask the gradients whether they are finite.
+        # Not by the scaler's `step`, which reads whether the gradients are finite.
         self._recipe.scaler.unscale(self._sync.optimizer)
         self._optimizer_step()
         self._meter.assign_new(before, "optimizer_state")
@@ -220,7 +220,7 @@ class _Step:
 
 
 def _know_sizes(empty: nn.Module, inputs: Sequence[Column]) -> None:
-    """Lets lazy layers learn their sizes, as `probe` does, from a pass over shapes."""
+    """Initializes lazy layers, as `probe` does, by a forward pass on shapes alone."""
     tensors = (*empty.parameters(), *empty.buffers())
     if not any(is_lazy(tensor) for tensor in tensors):
         return
@@ -238,7 +238,7 @@ def _know_sizes(empty: nn.Module, inputs: Sequence[Column]) -> None:
 
 
 def _with_storage(empty: nn.Module, device: torch.device) -> nn.Module:
-    """A copy whose parameters and buffers are fake tensors on `device`; runs under the fake mode."""
+    """Copies a network with fake parameters and buffers on `device`; runs under the fake mode."""
     memo: dict[int, object] = {}
     for parameter in empty.parameters():
         fake = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)

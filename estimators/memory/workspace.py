@@ -1,7 +1,7 @@
-"""Scratch memory inside operators, which no dispatch mode sees: only what is as big as activations.
+"""Estimates scratch memory inside operators that is as big as activations; no dispatch mode sees it.
 
 A convolution on a CPU whose oneDNN does not compute in the given dtype (16 bits without AVX-512) unfolds
-its input into columns: kernel size times the input. torch tells which way it would take.
+its input into columns: kernel size times the input. torch tells which backend it would choose.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _COLUMNS = ("Slow2d", "Slow3d")
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that `func` allocates besides its results and has released when it returns."""
+    """Returns the bytes that `func` allocates besides its results and releases before it returns."""
     count = _SCRATCH.get(func)
     return count(args, result) if count is not None else 0
 
@@ -43,7 +43,7 @@ def _columns(
     kernel = weight.shape[2:]
     if backend.name not in _COLUMNS or math.prod(kernel) == 1:
         return 0
-    # (rows, channels of a group * kernel, output positions); the groups come one after another.
+    # (rows, channels of a group * kernel, output positions); the groups run one after another.
     return values.shape[0] * math.prod(weight.shape[1:]) * math.prod(output[2:]) * values.element_size()
 
 

@@ -187,7 +187,7 @@ class RunFolder:
         discard(storage.join(self.uri, run_layout.SHARD_STATES))
         # A killed `write_atomic` leaves its temporary file.
         for name in storage.list_names(self.uri):
-            if name.startswith("."):
+            if name.startswith((".", f"{run_layout.SHARDS}-")):
                 discard(storage.join(self.uri, name))
         shards = storage.join(self.uri, run_layout.SHARDS)
         if self.is_given:

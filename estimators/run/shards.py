@@ -38,6 +38,9 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
         raise run.refusal(["data: shards given to fitOnShards -> a DataFrame"])
     manifest = ShardManifest.load(uri)
     if key is None or key != known.rows_key:
+        for name in storage.list_names(run.uri):
+            if name.startswith(f"{run_layout.SHARDS}-"):
+                discard(storage.join(run.uri, name))  # of a driver that was killed while it compared
         again = storage.join(run.uri, f"{run_layout.SHARDS}-{uuid.uuid4().hex[:12]}")
         try:
             changed = data_differences(manifest, data.write(dataset, again))

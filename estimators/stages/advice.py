@@ -1,4 +1,4 @@
-"""Settings that were made and change nothing: said in a warning; the declarations say when."""
+"""Finds the settings that were set and change nothing, for a warning; the declarations say when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringspark.estimators.training.settings.table import SETTINGS
 
 
 def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator[str]:
-    """One sentence for each Param that was set and does nothing."""
+    """Yields one sentence for each Param that was set and does nothing."""
     given = values_of(stage)
     was_set = [setting for name, setting in SETTINGS.items() if name in given and stage.isSet(name)]
     for setting in was_set:

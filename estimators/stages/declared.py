@@ -1,9 +1,9 @@
-"""From a setting's declaration to a Spark Param with its getter and setter.
+"""Makes a Spark Param, its getter and its setter from a setting's declaration.
 
     class _TrainingParams(DeclaredParams):
         epochs, getEpochs, setEpochs = declared(EPOCHS)
 
-Words, default, type and range stand at the declaration; a class says which settings its stages have.
+The declaration holds words, default, type and range; a class lists the settings that its stages have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Setter(Protocol[T_contra]):
 
 
 def _names(value: Any) -> list[str]:
-    """One name alone is taken as a list of one."""
+    """Accepts one name alone as a list of one."""
     return TypeConverters.toListString([value] if isinstance(value, str) else value)
 
 
@@ -52,7 +52,7 @@ _TYPES: dict[Kind, Callable[[Any], Any]] = {
 
 
 def param_of(setting: Setting[Any]) -> Param[Any]:
-    """The Param of a setting: what it refuses, it refuses with the setting's own sentence."""
+    """Returns the Param of a setting; it refuses a value with the setting's own sentence."""
     of_type = setting.convert or _TYPES[setting.kind]
 
     def convert(value: Any) -> Any:
@@ -64,7 +64,7 @@ def param_of(setting: Setting[Any]) -> Param[Any]:
 
 
 def getter(setting: Setting[T]) -> Getter[T]:
-    """The method that gives the value, or None where it is unset without a default."""
+    """Returns the method that gives the value, or None if it is unset and has no default."""
 
     def get(self: Params) -> T:
         return value_of(self, setting)
@@ -73,7 +73,7 @@ def getter(setting: Setting[T]) -> Getter[T]:
 
 
 def setter(setting: Setting[T]) -> Setter[T]:
-    """The method that sets the value and returns its stage."""
+    """Returns the method that sets the value and returns its stage."""
 
     def set_value(self: Params, value: T) -> Params:
         return self._set(**{setting.name: value})
@@ -82,19 +82,19 @@ def setter(setting: Setting[T]) -> Setter[T]:
 
 
 def declared(setting: Setting[T]) -> tuple[Param[Any], Getter[T], Setter[T]]:
-    """Param, getter and setter of a setting, for the body of a class."""
+    """Returns Param, getter and setter of a setting, for the body of a class."""
     return param_of(setting), getter(setting), setter(setting)
 
 
 def value_of(stage: Params, setting: Setting[T]) -> T:
-    """A stage's value of a setting: what was set, else the default."""
+    """Returns a stage's value of a setting: the one that was set, else the default."""
     value: Any = stage.getOrDefault(setting.name) if stage.isDefined(setting.name) else None
-    # A copy: who changes the list that a getter gave does not change the stage.
+    # A copy: a caller who changes the list does not change the stage.
     return cast(T, list(value) if isinstance(value, list) else value)
 
 
 def values_of(stage: Params) -> dict[str, Any]:
-    """All settings of a stage by name."""
+    """Returns all settings of a stage by name."""
     return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if stage.hasParam(name)}
 
 
@@ -108,7 +108,7 @@ class DeclaredParams(Params):
     """Stages whose Params are declared settings."""
 
     def __init__(self, *args: Any) -> None:
-        # Spark's own mixins set defaults of theirs in between: ours come last.
+        # Ours come last: Spark's own mixins also set defaults.
         super().__init__(*args)
         self._setDefault(
             **{
@@ -131,7 +131,7 @@ def set_params(stage: Params, keywords: dict[str, Any]) -> None:
     """Sets constructor keywords; None means unset.
 
     Raises:
-        TypeError: A keyword is no Param; names the nearest one. Or its value has the wrong type.
+        TypeError: A keyword is no Param (the error names the nearest one), or its value has the wrong type.
     """
     names = [param.name for param in stage.params]
     for name in keywords:

@@ -1,7 +1,7 @@
-"""What a fit reads of a DataFrame, written once for all the fits that read the same.
+"""Writes the shards of a DataFrame once for all fits that read the same columns and rows.
 
 `CrossValidator` fits one fold with many parameter maps: the fold is written by the first fit that
-needs it, the others wait for that, and the last one removes it.
+needs it, the others wait for that write, and the last one removes the shards.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class FitData:
     """The columns and rows of one fit; fits with equal values can share one write.
 
     Attributes:
-        columns: Inputs, labels and weight, each once.
+        columns: Names of inputs, labels and weight, each once.
         validation_col: Column that tells the held-out rows apart, or None.
-        validation_fraction: Share to hold out instead, or None.
-        seed: Of that draw; 0 where none is made, so that other seeds share the write.
+        validation_fraction: Share of the rows to hold out instead, between 0 and 1, or None.
+        seed: Seed of that draw; 0 if there is no draw, so that fits with other seeds share the write.
         drops_invalid: Whether rows with nulls or NaN are left out.
-        root: Folder that the shards' own folder is made in.
+        root: Parent of the shards' own folder.
     """
 
     columns: tuple[str, ...]
@@ -67,21 +67,21 @@ class FitData:
 
 
 class SharedShards:
-    """The shards of some fits over one DataFrame."""
+    """The shards of several fits over one DataFrame."""
 
     def __init__(self, dataset: DataFrame, fits: Iterable[FitData]) -> None:
         self._dataset = dataset
         self._writes = {data: _Write(users) for data, users in Counter(fits).items()}
-        # Fits that never took place, after another one failed, must not leave data behind either.
+        # Data must not stay behind if one fit fails and the others never start.
         weakref.finalize(self, _discard_all, list(self._writes.values()))
 
     @contextmanager
     def shards(self, data: FitData) -> Iterator[ShardManifest]:
-        """The shards of one fit, kept while the context lasts."""
+        """Yields the shards of one fit and keeps them while the context lasts."""
         write = self._writes[data]
         try:
             with write.lock:
-                # A write that failed is tried again by the next fit, which then has its own error.
+                # After a failed write the next fit tries again and raises its own error.
                 if write.manifest is None:
                     uri = storage.join(data.root, f"shards-{uuid.uuid4().hex[:12]}")
                     write.manifest = data.write(self._dataset, uri)
@@ -94,7 +94,7 @@ class SharedShards:
 
 
 class _Write:
-    """One set of shards, and how many fits will still read it."""
+    """One set of shards, and the number of fits that will still read it."""
 
     def __init__(self, users: int) -> None:
         self.lock = threading.Lock()
@@ -113,7 +113,7 @@ def _discard_all(writes: list[_Write]) -> None:
 
 
 def discard(uri: str) -> None:
-    """Removes a folder, best effort: a store that hiccups must hide neither a model nor an error."""
+    """Removes a folder; a failure is only logged, because it must hide neither a model nor an error."""
     try:
         storage.remove(uri, recursive=True)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The weights of a model, held so that they outlive the folder they were saved in.
+"""Keeps a model's weights readable after the folder that they were saved in is removed.
 
 `PipelineModel.load(p).write().overwrite().save(p)` is Spark's way to change a saved pipeline, and Spark
-removes `p` before it asks any stage for its content. On a local disk a file that is open stays readable
-when its name is gone, so a loaded model opens its weights and keeps them open. Other stores have
-nothing of the kind: there the model says what has happened.
+removes `p` before it asks any stage for its content. On a local disk an open file stays readable after
+its name is removed, so a loaded model keeps its weights open. On other stores, the model raises an error
+that says what has happened.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringspark.pipelines import storage
 
 
 class HeldWeights:
-    """The checkpoint in folder `uri`, as one model sees it; copies of the model share it."""
+    """The checkpoint of one model in folder `uri`; copies of the model share it."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -33,7 +33,7 @@ class HeldWeights:
         self._descriptor: int | None = None
 
     def hold(self) -> None:
-        """Reads the checkpoint's record, and opens the tensors where they can be kept open.
+        """Reads the checkpoint's record; on a local disk also opens the file of the tensors.
 
         Raises:
             ValueError: There is no checkpoint, or it is damaged or of a newer format.
@@ -54,10 +54,10 @@ class HeldWeights:
             weakref.finalize(self, os.close, self._descriptor)
 
     def info(self) -> CheckpointInfo:
-        """The checkpoint's record, as it is in the folder now.
+        """Returns the checkpoint's record that is in the folder now.
 
         Raises:
-            ValueError: There is none, or that of other weights than this model's.
+            ValueError: There is none, or it belongs to other weights than this model's.
         """
         if not storage.exists(storage.join(self.uri, COMMIT)):
             raise ValueError(
@@ -70,10 +70,10 @@ class HeldWeights:
         return info
 
     def check(self) -> None:
-        """Refuses to copy what is gone.
+        """Checks that the weights can still be copied.
 
         Raises:
-            ValueError: The folder has no checkpoint any more and nothing was held; says how that comes.
+            ValueError: The folder has lost its checkpoint and no file was kept open.
         """
         if self._descriptor is None:
             self.info()
@@ -94,5 +94,5 @@ class HeldWeights:
         storage.write_atomic(storage.join(target, COMMIT), commit)
 
     def __reduce__(self) -> tuple[type[HeldWeights], tuple[str]]:
-        # An open file cannot travel; elsewhere the folder has to be there.
+        # An open file cannot be pickled; another process needs the folder.
         return HeldWeights, (self.uri,)

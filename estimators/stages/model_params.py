@@ -18,7 +18,7 @@ from ringspark.estimators.training.settings.python_objects import MODEL
 
 
 class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
-    """What estimator and model share: the columns that go in and come out, and the network."""
+    """The Params that estimators and models share."""
 
     model, getModel = param_of(MODEL), getter(MODEL)
     featuresCol, setFeaturesCol = param_of(columns.FEATURES_COL), setter(columns.FEATURES_COL)
@@ -30,13 +30,13 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
     inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(columns.INFERENCE_USE_GPU)
 
     def inputColumns(self) -> list[str]:
-        """The columns that become the positional arguments of `forward`, in order."""
+        """Returns the columns that become the positional arguments of `forward`, in order."""
         if self.isSet(self.inputCols):
             return list(self.getInputCols())
         return [self.getOrDefault(self.featuresCol)]
 
     def predictionColumns(self, num_outputs: int) -> list[str]:
-        """One prediction column per output of the network.
+        """Returns one prediction column per output of the network.
 
         Raises:
             ValueError: There are more or fewer outputs than names.
@@ -58,7 +58,7 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
 
 
 class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
-    """The further output columns of a classifier, and how it decides."""
+    """A classifier's additional output columns and its decision thresholds."""
 
     rawPredictionCol = param_of(columns.RAW_PREDICTION_COL)
     setRawPredictionCol = setter(columns.RAW_PREDICTION_COL)
@@ -67,10 +67,10 @@ class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Refuses output columns of one name, as Spark sees names.
+    """Refuses two output columns of the same name; like Spark, ignores case.
 
     Raises:
-        ValueError: Names it.
+        ValueError: Two names are equal.
     """
     seen: set[str] = set()
     for name in names:
@@ -83,7 +83,7 @@ def check_thresholds(thresholds: Sequence[float], num_classes: int) -> None:
     """Refuses thresholds that do not fit the classes.
 
     Raises:
-        ValueError: Their number, a negative one, or more than one zero.
+        ValueError: Their number is wrong, one is negative, or more than one is zero.
     """
     if len(thresholds) != num_classes:
         raise ValueError(

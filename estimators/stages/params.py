@@ -1,4 +1,4 @@
-"""The Params of the estimators: which settings they have; what a setting is, its declaration says.
+"""Lists the settings that estimators have as Params; each setting is explained where it is declared.
 
 Params that hold Python objects (`model`, `loss`, `optimizer`, `lrSchedule` when callables) live in
 Spark's param map like any other, so `copy` and `fit(df, {param: value})` treat them alike;
@@ -24,7 +24,7 @@ from ringspark.estimators.training.settings import (
 
 
 class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
-    """How an estimator trains."""
+    """The Params of a training."""
 
     setModel = setter(python_objects.MODEL)
     loss, getLoss, setLoss = declared(python_objects.LOSS)
@@ -96,7 +96,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
 
 
 class _MultiLabelParams(Params):
-    """Several labels, one for each output of the network."""
+    """The Params of a network with several outputs: one label for each."""
 
     labelCols, getLabelCols, setLabelCols = declared(columns.LABEL_COLS)
     lossWeights, getLossWeights, setLossWeights = declared(python_objects.LOSS_WEIGHTS)

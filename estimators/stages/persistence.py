@@ -1,19 +1,19 @@
-"""Stages on disk. The layout of a saved estimator or model, format version 2:
+"""Saves and loads stages. The layout of a saved estimator or model, format version 2:
 
-    metadata/             Spark ML's own: class, uid, Params that are JSON
-    ringspark.json        format version, the model's spec, names of pickled Params; of models also the
-                          inputs as the shards held them, the shapes of the outputs, the training summary
+    metadata/             Spark ML's own part: class, uid, Params that are JSON
+    ringspark.json        format version, the model's spec, names of pickled Params; for models also the
+                          types of the inputs, the shapes of the outputs, the training summary
     weights/              models only: a checkpoint (safetensors + JSON)
     objects.pkl           only where a Param holds Python code: an nn.Module, a callable
 
-`ringspark.json` is written last: its presence says that all of the stage is here. A saved model's
-`objects.pkl` holds its nn.Module without weights, they are in `weights/`; an estimator's holds the module
-as it was given.
+`ringspark.json` is written last: its presence says that the stage is complete. A saved model's
+`objects.pkl` holds its nn.Module without weights, which are in `weights/`; an estimator's holds the whole
+module.
 
-Without `objects.pkl` nothing is unpickled on load. With it, loading runs code of whoever wrote the
-file, so it needs an explicit yes: the environment variable RINGSPARK_ALLOW_PICKLE=1.
+Without `objects.pkl` nothing is unpickled on load. With it, loading runs code from whoever wrote the
+file, so the user has to allow it by the environment variable RINGSPARK_ALLOW_PICKLE=1.
 
-A stage that takes the place of another is written beside it first. Weights are copied in blocks.
+A stage that replaces another one is written beside it first. Weights are copied in blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 
-# What Spark's reader takes for granted.
+# The fields that Spark's reader needs, and their types.
 _METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
 
 Stage = TypeVar("Stage", bound=Any)
@@ -53,10 +53,10 @@ Stage = TypeVar("Stage", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The content of `ringspark.json`; that of a model has more.
+    """The content of `ringspark.json`; a model adds fields.
 
     Attributes:
-        model: The model's spec as JSON; None where the model is no ModelSpec.
+        model: The model's spec as JSON; None if the model is no ModelSpec.
         objects: Names of the Params in `objects.pkl`.
     """
 
@@ -66,7 +66,7 @@ class Description:
 
 
 class StageWriter(MLWriter):
-    """Writes any of our stages; `weights` and `extra` come from models."""
+    """Writes any of our stages; only models give `weights` and `extra`."""
 
     def __init__(
         self, stage: Params, weights: HeldWeights | None = None, extra: dict[str, Any] | None = None
@@ -80,8 +80,8 @@ class StageWriter(MLWriter):
         """Writes the stage to the folder `path`.
 
         Raises:
-            ValueError: The folder exists and `overwrite()` was not asked for, holds something else than
-                a stage, or cannot be written.
+            ValueError: The folder exists and `overwrite()` was not called, it holds something other than a
+                stage, or it cannot be written.
         """
         if not isinstance(path, str):
             raise TypeError(f"path must be a string, got {type(path).__name__}")
@@ -96,17 +96,17 @@ class StageWriter(MLWriter):
             )
         if self._weights is not None:
             self._weights.check()
-        # Beside, so that the old stage is there until the new one is, with the weights that are copied.
+        # Written beside: the old stage, which may hold the weights to copy, stays until this one is complete.
         beside = f"{path.rstrip('/')}.{uuid.uuid4().hex[:12]}"
         target = beside if found else path
         storage.check_writable(storage.normalize(target))
         try:
             self.saveImpl(target)
-            if found:
-                _swap(storage.normalize(beside), uri)
         except BaseException:
             storage.remove(storage.normalize(target), recursive=True)
             raise
+        if found:
+            _swap(storage.normalize(beside), uri)
 
     def saveImpl(self, path: str) -> None:
         uri = storage.normalize(path)
@@ -141,11 +141,11 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         self._cls = cls
 
     def load(self, path: str) -> Stage:
-        """The stage saved in the folder `path`.
+        """Loads the stage that was saved in the folder `path`.
 
         Raises:
-            ValueError: No stage is there, it is damaged, of another class or a newer format, or it holds
-                pickled code and loading that was not allowed.
+            ValueError: There is no stage; or it is damaged, has another class or a newer format, or holds
+                pickled code that the user has not allowed.
         """
         uri = storage.normalize(path)
         description = self._describe(path, uri)
@@ -161,7 +161,10 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         stage: Stage = self._cls()
         cast(Any, stage)._resetUid(metadata["uid"])
         try:
-            DefaultParamsReader.getAndSetParams(stage, metadata)
+            try:
+                DefaultParamsReader.getAndSetParams(stage, metadata)
+            except ValueError as error:  # a value that no stage would have taken
+                raise _damaged(path, error) from error
             if description.model is not None:
                 stage._set(model=ModelSpec.from_json(description.model))
             if description.objects:
@@ -189,7 +192,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
 
 
 def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
-    """Writes what Spark's `DefaultParamsWriter` writes, which on Connect before Spark 4 cannot."""
+    """Writes the same files as Spark's `DefaultParamsWriter`, which cannot on Connect before Spark 4."""
     metadata = {
         "class": f"{type(stage).__module__}.{type(stage).__name__}",
         "timestamp": int(time.time() * 1000),
@@ -205,10 +208,10 @@ def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
 
 
 def read_metadata(uri: str) -> dict[str, Any]:
-    """Reads what `write_metadata` or Spark's `DefaultParamsWriter` wrote.
+    """Reads the metadata that `write_metadata` or Spark's `DefaultParamsWriter` wrote.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: The metadata is damaged.
     """
     folder = storage.join(uri, METADATA)
     (part,) = [name for name in storage.list_names(folder) if name.startswith("part-")]
@@ -220,10 +223,10 @@ def read_metadata(uri: str) -> dict[str, Any]:
 
 
 def _holds_stage(uri: str, names: list[str]) -> bool:
-    """Whether a folder with these names inside is a saved stage, of ours or of Spark's."""
+    """Returns whether a folder with these names inside is a saved stage, of ours or of Spark's."""
     if DESCRIPTION in names:
         return True
-    # Others have a folder of that name, too: a table of Iceberg's, for one.
+    # Not only stages have a folder of that name: Iceberg's tables do, too.
     try:
         return METADATA in names and "uid" in read_metadata(uri)
     except (ValueError, KeyError, TypeError):
@@ -233,8 +236,11 @@ def _holds_stage(uri: str, names: list[str]) -> bool:
 def _swap(new: str, old: str) -> None:
     """Puts the folder `new` in the place of the folder `old`.
 
-    On a local disk by two renames: whatever happens, one of the two stages is complete, under its name
-    or beside it. Object stores have no renames; there the new stage stays beside until it is copied.
+    A local disk does it by two renames: at each moment one of the two stages is complete, under its name
+    or beside it. Object stores cannot rename; there the new stage stays beside until it is copied.
+
+    Raises:
+        OSError: A store failed in between; names the folder that holds the new stage, whole.
     """
     if storage.is_local(new):
         retired = f"{old}.{uuid.uuid4().hex[:12]}"
@@ -243,13 +249,22 @@ def _swap(new: str, old: str) -> None:
             os.rename(new, old)
         except BaseException:
             os.rename(retired, old)
+            storage.remove(new, recursive=True)
             raise
         storage.remove(retired, recursive=True)
         return
-    storage.remove(old, recursive=True)
     fs, source = storage.filesystem(new)
     _, target = storage.filesystem(old)
-    fs.mv(source, target, recursive=True)
+    try:
+        storage.remove(old, recursive=True)
+        # Copied first: a move that fails half-way may have removed what it had moved.
+        fs.copy(source, target, recursive=True)
+    except Exception as error:
+        raise OSError(
+            f"{old} could not be replaced ({error}); the new stage is whole in {new}: load it from there, or "
+            f"save again"
+        ) from error
+    storage.remove(new, recursive=True)
 
 
 def _damaged(path: str, error: Exception) -> ValueError:

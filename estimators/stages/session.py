@@ -1,4 +1,4 @@
-"""What the launch reads of a Spark session, alike on Spark Classic and Spark Connect."""
+"""Reads from a Spark session what the launch needs, on Spark Classic and on Spark Connect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-# Where the session cannot list its conf: Spark Connect before 4.0, one round trip each.
+# Asked one by one, a round trip each, if the session cannot list its conf: Spark Connect before 4.0.
 _KEYS = (
     "spark.app.id",
     "spark.cores.max",
@@ -23,12 +23,12 @@ _KEYS = (
 
 
 def is_remote(spark: SparkSession) -> bool:
-    """Whether `spark` is a Spark Connect session, without a JVM in this process."""
+    """Returns whether `spark` is a Spark Connect session, without a JVM in this process."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def spark_conf(spark: SparkSession) -> dict[str, str]:
-    """The conf of the application."""
+    """Returns the conf of the application."""
     if not is_remote(spark):
         return dict(spark.sparkContext.getConf().getAll())
     conf: Any = spark.conf
@@ -39,7 +39,7 @@ def spark_conf(spark: SparkSession) -> dict[str, str]:
 
 
 def application_of(spark: SparkSession) -> str:
-    """Spark's id of the application: one for all sessions that share its executors."""
+    """Returns Spark's id of the application, which all sessions share that use its executors."""
     if is_remote(spark):
         return str(spark.conf.get("spark.app.id", ""))
     return str(spark.sparkContext.applicationId)

@@ -1,4 +1,4 @@
-"""The Spark session of a fit, and the folder that its shards and runs go to."""
+"""Finds the Spark session of a fit, and the folder for its shards and runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ringspark.pipelines import storage
 
 
 def active_session() -> SparkSession:
-    """The session of this thread, or else of this process.
+    """Returns the session of this thread, or else of this process.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No session is active.
     """
-    # A thread that did not make the session has none of its own.
+    # Only the thread that made the session has it as its active one.
     session = SparkSession.getActiveSession() or getattr(SparkSession, "_instantiatedSession", None)
     if session is None:
         raise ValueError("no Spark session is active; make one with SparkSession.builder.getOrCreate()")
@@ -27,14 +27,14 @@ def active_session() -> SparkSession:
 
 
 def storage_root(spark: SparkSession, storage_uri: str | None) -> str:
-    """The folder that fits make theirs in, checked to be writable.
+    """Returns the parent folder of all fits, after checking that it can be written.
 
     Raises:
-        ValueError: None was given and the master is not local, or it cannot be written.
+        ValueError: No folder was given and the master is not local, or the folder cannot be written.
     """
     root = storage_uri or _session_folder(spark.conf.get("spark.master", "") or "")
     with suppress(OSError):
-        # Made first, and kept: fits that run side by side must not remove it under each other.
+        # Made first and kept, because a fit must not remove it while another one uses it.
         storage.make_dirs(storage.normalize(root))
     storage.check_writable(root)
     return storage.normalize(root)
@@ -50,7 +50,7 @@ def _session_folder(master: str) -> str:
 
 @cache
 def _temporary_folder() -> str:
-    """One folder a process, removed when it ends; models of a session without storageUri live there."""
+    """Returns this process's folder for models without storageUri; it is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix="ringspark-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

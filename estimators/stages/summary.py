@@ -1,4 +1,4 @@
-"""What a fitted model knows about its training."""
+"""The training summary of a fitted model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines.typed_json import parse_object, record
@@ -15,7 +16,7 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What a finished run has written down: the result of rank 0, and why the workers were started again."""
+    """The record of a finished run: the result of rank 0, and why its workers were started again."""
 
     result: TrainResult
     restarts: tuple[str, ...] = ()
@@ -31,16 +32,16 @@ class TrainingSummary:
     Attributes:
         epochs: One record per epoch, in order.
         rows: Rows seen, over all epochs and workers.
-        steps: Optimizer steps, `skipped_steps` among them.
-        seconds: Wall time of the training on rank 0, without the launch of the gang.
-        bytes_sent: What rank 0 sent to the others, counted as `Collective.bytes_sent` says.
-        model_epoch: The epoch whose weights the model has.
-        stop_reason: Why the training ended before its last epoch; None where it did not.
+        steps: Optimizer steps, including `skipped_steps`.
+        seconds: Wall time of the training on rank 0, in seconds, without the launch of the gang.
+        bytes_sent: Bytes that rank 0 sent to the others, counted as `Collective.bytes_sent` says.
+        model_epoch: Number of the epoch whose weights the model has.
+        stop_reason: Why the training ended before its last epoch; None if it did not.
         run_uri: The run directory.
-        restart_reasons: Why the workers were started again, a line for each time.
-        resumed_steps: Steps from which a start of the workers went on, where it did not begin anew.
-        checkpoint_errors: Checkpoints that could not be written, a line each.
-        non_finite: Steps whose loss or gradient was not finite, a line each.
+        restart_reasons: Why the workers were started again, one line per restart.
+        resumed_steps: Step from which each start of the workers resumed, if it resumed at all.
+        checkpoint_errors: One line per checkpoint that could not be written.
+        non_finite: One line per step whose loss or gradient was not finite.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -63,12 +64,12 @@ class TrainingSummary:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed no weights, because their gradients overflowed; of precision "fp16" only."""
+        """Number of steps that changed no weights because gradients overflowed; only in precision "fp16"."""
         return sum(record.skipped_steps for record in self.epochs)
 
     @property
     def restarts(self) -> int:
-        """How often the workers were started again."""
+        """Number of times that the workers were started again."""
         return len(self.restart_reasons)
 
     @property
@@ -94,8 +95,18 @@ class TrainingSummary:
 
     @classmethod
     def of_run(cls, finished: str) -> tuple[TrainingSummary, TrainResult]:
-        """From what a finished run has written down: its result, and why it was started again."""
-        found = record(Finished, parse_object(finished, allow_nan=True))
+        """Returns summary and result from the record that a finished run has written.
+
+        Raises:
+            ValueError: The record is damaged.
+        """
+        try:
+            found = record(Finished, parse_object(finished, allow_nan=True))
+        except ValueError as error:
+            raise ValueError(
+                f"the run has finished, and its {run_layout.RESULT} is damaged ({error}); train again in "
+                "another folder"
+            ) from None
         return cls.of(found.result, found.restarts), found.result
 
     def to_json(self) -> dict[str, Any]:

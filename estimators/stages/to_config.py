@@ -1,4 +1,4 @@
-"""From an estimator's Params to the one config of a training, checked as far as it goes without data."""
+"""Turns an estimator's Params into the config of a training, checked as far as possible without data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 
-# Where the setting is no name, the config keeps its default and the object travels beside it.
+# If such a setting is no name, the config keeps its default and the object travels beside it.
 _FACTORIES = ("optimizer", "lr_schedule")
 
 
 def config_of(
     stage: _TrainingParams, task: Task, label_columns: Sequence[str]
 ) -> tuple[TrainConfig, UserObjects]:
-    """The Params as one config, and the Python objects that it has no names for.
+    """Returns the Params as one config, and the Python objects that have no name.
 
     Raises:
-        ValueError: A setting cannot be used, or two do not go together.
+        ValueError: A setting cannot be used, or two settings refuse each other.
     """
     if not stage.isDefined(stage.model):
         raise ValueError(
@@ -37,7 +37,7 @@ def config_of(
         for name, setting in SETTINGS.items()
         if setting.field and given.get(name) is not None
     }
-    # These have another form in JSON than in the hands of a user.
+    # The config holds these in another form than the Params.
     values |= {
         "model": model.to_json() if isinstance(model, ModelSpec) else None,
         "input_columns": tuple(stage.inputColumns()),
@@ -62,7 +62,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _for_each_label(loss: Any, num_labels: int) -> list[Any]:
-    """One loss for each label; a single one serves all. A list of another length is refused later."""
+    """Returns one loss per label; a single one serves all. A list of a wrong length is refused later."""
     losses = list(loss) if isinstance(loss, list) else [loss]
     return losses * num_labels if len(losses) == 1 else losses
 

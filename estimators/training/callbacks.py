@@ -1,9 +1,8 @@
-"""Callbacks: code of the user's at fixed points of a training, shown the state.
+"""Callbacks: user code that runs at fixed points of a training and sees its state.
 
-They run on every rank, each rank with its own copy, so what a callback collects stays there; one
-that writes or logs asks for `state.rank == 0`. A callback that raises ends the training with its
-name. None of them is called per batch unless it overrides `on_step_end`. What one must still know after a
-restart it gives in `state_dict`.
+They run on every rank, each rank with its own copy, so what a callback collects stays on its rank; one
+that writes or logs checks `state.rank == 0`. A callback that raises ends the training. None is called per
+step unless it overrides `on_step_end`. `state_dict` returns what a callback needs after a restart.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from ringspark.estimators.training.history import EpochRecord
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What a callback sees.
+    """The state of a training that a callback sees.
 
     Attributes:
-        rank: This rank's number; `size` of them train.
+        rank: This rank's number, from 0.
+        size: Number of ranks that train.
         module: The network, without wrappers. Changing its weights on one rank alone breaks training.
-            Under sharding 'parameters' its parameters are DTensors, and `parameter.full_tensor()` on
-            every rank puts one together.
-        optimizer: Of this rank; its parameter groups hold the present learning rates. Under a sharding
-            it holds this rank's part.
+            Under sharding 'parameters' its parameters are DTensors; `parameter.full_tensor()`, called on
+            every rank, returns a whole one.
+        optimizer: This rank's optimizer; its parameter groups hold the present learning rates. Under
+            sharding it holds this rank's part.
         epoch: Present epoch, from 1.
-        step: Optimizer steps taken so far, of at most `num_steps`.
+        step: Optimizer steps taken so far, at most `num_steps`.
         history: One record per finished epoch; `history[-1]` is the present one in `on_epoch_end`.
-        stop_reason: Why the training will end after this epoch, None where it goes on.
+        stop_reason: Why the training will end after this epoch; None if it goes on.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class TrainingState:
     stop_reason: str | None = None
 
     def stop(self, reason: str) -> None:
-        """Ends the training after the present epoch, on all ranks; one rank's word is enough."""
+        """Ends the training on all ranks after the present epoch; one rank's call is enough."""
         self.stop_reason = self.stop_reason or reason
 
 
@@ -55,26 +55,26 @@ class Callback:
     """The base of callbacks: override what you need. Instances must be picklable."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback on this rank: values that JSON has."""
+        """Returns the JSON values that a checkpoint keeps of this callback on this rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict`'s result over, when a training goes on; with other workers, that of rank 0.
+        """Restores the result of `state_dict` in a resumed training; rank 0's if the number of ranks changed.
 
-        After `on_train_start`. Tuples come back as lists.
+        Called after `on_train_start`. Tuples come back as lists.
         """
 
     def on_train_start(self, state: TrainingState) -> None:
-        """Before the first step; of a training that goes on, `state.step` were taken already."""
+        """Called before the first step; a resumed training has taken `state.step` steps already."""
 
     def on_step_end(self, state: TrainingState) -> None:
-        """After each optimizer step."""
+        """Called after each optimizer step."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        """After validation; the epoch's record is `state.history[-1]`."""
+        """Called after validation; the epoch's record is `state.history[-1]`."""
 
     def on_train_end(self, state: TrainingState) -> None:
-        """After the last epoch, also when the training was stopped."""
+        """Called after the last epoch, also when the training was stopped."""
 
 
 class Callbacks:
@@ -88,23 +88,23 @@ class Callbacks:
         return len(self._callbacks)
 
     def call(self, event: str, state: TrainingState) -> None:
-        """Calls the method `event` of each."""
+        """Calls the method `event` of each callback."""
         for callback in self._callbacks:
             getattr(callback, event)(state)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """The state of each, in order.
+        """Returns the state of each callback, in order.
 
         Raises:
-            ValueError: One has values that JSON lacks.
+            ValueError: A state has a value that JSON lacks.
         """
         return [_checked(callback) for callback in self._callbacks]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes the states over.
+        """Restores the states.
 
         Raises:
-            ValueError: They are of other callbacks.
+            ValueError: They belong to other callbacks.
         """
         if len(states) != len(self._callbacks):
             raise ValueError(
@@ -118,7 +118,7 @@ class Callbacks:
 def _checked(callback: Callback) -> dict[str, Any]:
     state = callback.state_dict()
     try:
-        # A copy: the callback goes on while the checkpoint is being written.
+        # A copy: the callback may change its state while the checkpoint is being written.
         copied: dict[str, Any] = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
         raise ValueError(

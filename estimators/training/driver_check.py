@@ -1,7 +1,7 @@
-"""Whether this model, these settings and this data go together: asked on the driver, before a gang.
+"""Checks on the driver, before a gang starts, whether model, settings and data fit together.
 
-Everything here reads the manifest (schema and statistics of the one writing pass) and runs the
-module once on two rows of zeros; no data is read.
+The checks use the manifest (schema and statistics from writing the shards) and run the module once on two
+rows of zeros; they read no data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.skeleton import copied
 from ringspark.pipelines import ShardManifest, check_engine
 
-# Losses whose targets are no class numbers, or whose outputs are no logits.
+# Losses whose targets are not class numbers, or whose inputs are not logits.
 NOT_FOR_CLASSES = {
     "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
     "KLDivLoss": "takes distributions as labels",
@@ -44,7 +44,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
     """Refuses unknown names of optimizer, schedule, losses, metrics, collective and reader.
 
     Raises:
-        ValueError: One sentence with the known names.
+        ValueError: A name is unknown; the error lists the known ones.
     """
     if objects.optimizer is None:
         check_name("optimizer", config.optimizer, OPTIMIZERS)
@@ -61,7 +61,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
-    """The module at its start: from the spec, or a copy of the user's own."""
+    """Returns the untrained module, built from the spec or copied from the user's own."""
     if config.model is not None:
         return ModelSpec.from_json(config.model).build()
     if objects.module is None:
@@ -75,12 +75,12 @@ def check_training(
     """Checks data and model against each other.
 
     Returns:
-        The config with its losses and what it monitors named, and the shape of one row of each output.
+        The config with resolved `losses` and `monitor`, and the shape of one row of each output.
 
     Raises:
-        ValueError: One sentence that names the column or the module, and the remedy.
+        ValueError: They do not fit; the error names the column or the module, and the remedy.
     """
-    # Making a network draws random numbers: the driver's own are left alone.
+    # Making a network draws random numbers; the fork keeps the driver's own random state.
     with torch.random.fork_rng(devices=[]):
         return _check_training(config, objects, manifest)
 
@@ -89,7 +89,7 @@ def _check_training(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest
 ) -> tuple[TrainConfig, list[Shape]]:
     check_names(config, objects)
-    _check_columns(config, manifest)
+    check_columns(config, manifest)
     module = build_module(config, objects)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
@@ -115,7 +115,7 @@ def _check_training(
 def _check_optimizer(
     module: nn.Module, config: TrainConfig, objects: UserObjects, manifest: ShardManifest
 ) -> None:
-    """Makes optimizer and schedule once, as the ranks will: what they refuse is refused here."""
+    """Makes optimizer and schedule once, as the ranks will, so that their errors are raised here."""
     optimizer = build_optimizer(
         objects.optimizer or config.optimizer,
         module,
@@ -130,13 +130,13 @@ def _check_optimizer(
 def _check_losses(
     task: Task, heads: Sequence[Head], outputs: Sequence[torch.Tensor], manifest: ShardManifest
 ) -> None:
-    """Applies each loss to what the module gave for two rows of zeros, and labels of 0."""
+    """Applies each loss to the module's outputs for two rows of zeros, and to labels of 0."""
     for head, output in zip(heads, outputs, strict=True):
         name = head.loss_name
         if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
         if head.is_per_member:
-            # Of what the module gives in training mode.
+            # It applies to outputs in training mode, and these are of evaluation.
             continue
         labels = zeros(manifest.array(head.label), PROBE_ROWS)
         try:
@@ -147,10 +147,10 @@ def _check_losses(
 
 
 def monitored(monitor: str, heads: Sequence[Head], manifest: ShardManifest) -> str:
-    """The entry of the history that `monitor` means; a bare name means the held-out rows where there are any.
+    """Returns the history's entry that `monitor` means; a bare name prefers the held-out rows.
 
     Raises:
-        ValueError: The history will have no such entry; names the nearest that it will have.
+        ValueError: The history will have no such entry; the error names the nearest one.
     """
     splits = [split for split in ("validation", "train") if manifest.select(split).num_rows]
     names = ["loss", *heads[0].metrics]
@@ -167,7 +167,7 @@ def monitored(monitor: str, heads: Sequence[Head], manifest: ShardManifest) -> s
     raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
 
 
-def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
+def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
     wanted = [*config.input_columns, *config.label_columns]
     if config.weight_column is not None:
         wanted.append(config.weight_column)
@@ -191,7 +191,7 @@ def _check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 
 
 def _check_weights(name: str, manifest: ShardManifest) -> None:
-    """Refuses weights that are no numbers for rows, negative, or all zero."""
+    """Refuses weights that are not one number per row, are negative, or are all zero."""
     if manifest.array(name).shape:
         raise ValueError(f"weightCol {name!r} must hold one number per row, got an array column")
     for split, columns in manifest.stats.items():
@@ -206,7 +206,7 @@ def _check_weights(name: str, manifest: ShardManifest) -> None:
 
 
 def _check_dense(name: str, manifest: ShardManifest) -> None:
-    """Refuses a column that the shards lack, or of which a batch holds no array with one entry per row."""
+    """Refuses a column that the shards lack, or that a batch does not hold as one dense array."""
     try:
         manifest.array(name)
     except ValueError:
@@ -235,7 +235,7 @@ def _check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape
             f"loss {name!r} needs one logit per class, model {model} gives one; "
             "set loss='bce_with_logits' or give the model 2 outputs"
         )
-    # An ensemble of binary networks gives one logit a member.
+    # An ensemble of binary networks returns one logit per member.
     per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
     num_classes = 2 if per_member or is_binary else shape[1]
     ignored = ignored_label(resolve_loss(loss))
@@ -249,7 +249,7 @@ def _check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape
                 "index it with StringIndexer or use TorchRegressor"
             )
         low, high = int(stats.minimum), int(stats.maximum)  # type: ignore[arg-type]
-        # The statistics know the smallest label only; another one below 0 fails in its batch.
+        # The statistics hold only the smallest label; another one below 0 fails in its batch.
         low = 0 if low == ignored else low
         if low < 0 or high >= num_classes:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""NumPy columns of the reader -> tensors on the device, in the dtypes that a network gets."""
+"""Turns NumPy columns of the reader into tensors on the device, in the dtypes that a network gets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch:
     Attributes:
         inputs: One tensor per argument of `forward`, each (rows, ...).
         labels: One tensor per output of the network, each (rows, ...).
-        weight: (rows,) fp32, None where every row counts one.
+        weight: Row weights, (rows,) fp32; None if every row has weight 1.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -34,7 +34,7 @@ class Batch:
         return int(self.labels[0].shape[0])
 
     def split(self, parts: int) -> list[Batch]:
-        """Cuts into at most `parts` micro-batches that all have rows."""
+        """Cuts the batch into at most `parts` micro-batches that all have rows."""
         parts = max(1, min(parts, self.num_rows))
         if parts == 1:
             return [self]
@@ -48,26 +48,35 @@ class Batch:
 
 
 def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """What a network gets for a column's dtype, in training, in transform and in every check before them.
+    """Returns the dtype in which a network gets a column, in training, in transform and in every check.
 
-    fp32 for floating values and booleans, as the parameters are; int64 for integers: an id of 16,777,217
-    must not become 16,777,216, and int8 would overflow in a network's arithmetic.
+    Floating values and booleans become fp32, like the parameters. Integers become int64: in fp32 an id of
+    16,777,217 would become 16,777,216, and int8 would overflow in a network's arithmetic.
+
+    Raises:
+        ValueError: Neither holds the values, as of complex numbers.
     """
-    return np.dtype(np.float32 if np.dtype(dtype).kind in "fb" else np.int64)
+    kind = np.dtype(dtype).kind
+    if kind not in "fbiu":
+        raise ValueError(
+            f"a network takes numbers and booleans, got dtype {np.dtype(dtype)}; give real and imaginary parts "
+            "as two columns, or decode the values into numbers"
+        )
+    return np.dtype(np.float32 if kind in "fb" else np.int64)
 
 
 def as_input(values: Array) -> Array:
-    """The array in its `network_dtype`, contiguous and writeable."""
+    """Returns the array in its `network_dtype`, contiguous and writeable."""
     return np.require(values, network_dtype(values.dtype), ["C", "W"])
 
 
 def zeros(array: BatchArray, rows: int) -> torch.Tensor:
-    """Rows of zeros that look to a network like those of a column."""
+    """Returns rows of zeros with a column's shape and `network_dtype`."""
     return torch.from_numpy(np.zeros((rows, *array.shape), network_dtype(array.dtype)))
 
 
 def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
-    """One column on the device; copies are pinned and do not wait where the device is a GPU."""
+    """Returns one column on the device; a copy to a GPU is pinned and does not block."""
     tensor = torch.from_numpy(as_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -81,7 +90,7 @@ def to_batch(
     weight_column: str | None,
     device: torch.device,
 ) -> Batch:
-    """The reader's columns as a batch on `device`."""
+    """Returns the reader's columns as a batch on `device`."""
     weight = None
     if weight_column is not None:
         weight = to_tensor(columns[weight_column].astype(np.float32), device)

@@ -1,8 +1,7 @@
-"""The run directory's small files: what the training has done so far, for whoever watches.
+"""Writes and reads the small files of a run directory that show how far a training is.
 
-`history.json` holds one entry per finished epoch, `progress.json` the present position. Rank 0
-replaces them atomically, so a reader on any machine that sees the store can follow, also where
-the driver cannot be reached.
+`history.json` holds one entry per finished epoch, `progress.json` the present position. Rank 0 replaces
+them atomically, so that anybody who can read the store can follow, even without reaching the driver.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from ringspark.pipelines.typed_json import fit, parse, parse_object, record
 
 _log = logging.getLogger(__name__)
 
-# The store may be far away: at most this often.
+# Seconds between two writes of the position, because the store may be slow.
 PROGRESS_SECONDS = 0.5
-# For what is being written when the training ends.
+# Seconds to wait at the end for a write of the position.
 END_SECONDS = 5.0
 
 
@@ -34,8 +33,7 @@ class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
     `skipped_steps`, a part of `steps`, changed no weights: their gradients overflowed in fp16, or were not
-    finite with onNonFinite 'skip'. Of their rows, those whose loss was not finite are left out of
-    `train_loss`.
+    finite with onNonFinite 'skip'. `train_loss` leaves out their rows whose loss was not finite.
     """
 
     epoch: int
@@ -47,16 +45,16 @@ class EpochRecord:
     validation_loss: float | None
     skipped_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """`train_...` and `validation_...`: the metrics asked for, each label's loss where there are several."""
+    """`train_...` and `validation_...`: the chosen metrics, and each label's loss if there are several."""
 
     def value(self, name: str) -> float:
-        """The loss or metric called `name`; not a number where the epoch has none."""
+        """Returns the loss or metric called `name`; NaN if the epoch has none."""
         losses = {"train_loss": self.train_loss, "validation_loss": self.validation_loss}
         value = (losses | self.metrics).get(name)
         return math.nan if value is None else value
 
     def row(self) -> dict[str, Any]:
-        """The record as one flat row of a table."""
+        """Returns the record as one flat row of a table."""
         values: dict[str, Any] = asdict(self)
         metrics: dict[str, float] = values.pop("metrics")
         return values | metrics
@@ -75,10 +73,10 @@ class Progress:
 
 
 class RunLog:
-    """Rank 0's writer of the run directory; on the other ranks nothing is written. A context manager.
+    """Writes the run directory on rank 0, nothing on other ranks. A context manager.
 
-    All of it is for show: no training ends where the store does not take it, or waits for it to take the
-    position. What a training goes on from is in its checkpoints, and its result has the history.
+    The files only inform: no training ends because the store refuses them, or waits for the position to be
+    written. A training resumes from its checkpoints, and its result holds the history.
     """
 
     def __init__(self, run_uri: str, writes: bool) -> None:
@@ -92,7 +90,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The folder may be removed next.
+        # The folder may be removed after this.
         if self._showing is not None:
             self._showing.join(END_SECONDS)
 
@@ -121,7 +119,7 @@ class RunLog:
                 _log.warning("the history was not written (%s); the training goes on without it", error)
 
     def restore(self, history: Sequence[EpochRecord]) -> None:
-        """Goes on after these epochs: later ones of an attempt that was lost are forgotten."""
+        """Continues after these epochs and forgets later ones of a failed attempt."""
         self.history[:] = history
         if self._writes and (history or storage.exists(storage.join(self._run_uri, run_layout.HISTORY))):
             self._write(run_layout.HISTORY, [asdict(r) for r in self.history])
@@ -131,7 +129,7 @@ class RunLog:
 
 
 def read_history(run_uri: str) -> list[EpochRecord]:
-    """The epochs finished so far; empty before the first.
+    """Returns the epochs finished so far; empty before the first.
 
     Raises:
         ValueError: The file is damaged.
@@ -143,14 +141,14 @@ def read_history(run_uri: str) -> list[EpochRecord]:
 
 
 def parse_history(text: bytes) -> list[EpochRecord]:
-    """The epochs from the bytes of their file; ValueError where it is damaged."""
-    # A loss that overflowed is NaN there.
+    """Parses the bytes of the history file; raises ValueError if they are damaged."""
+    # A loss that overflowed is stored as NaN.
     records: list[EpochRecord] = fit(list[EpochRecord], parse(text, allow_nan=True), run_layout.HISTORY)
     return records
 
 
 def read_progress(run_uri: str) -> Progress | None:
-    """The present position, None before the first step.
+    """Returns the present position, None before the first step.
 
     Raises:
         ValueError: The file is damaged.

@@ -1,10 +1,10 @@
-"""Steps whose loss or gradient is not finite: found on every rank alike, and what is done about them.
+"""Finds steps whose loss or gradient is not finite, alike on every rank, and handles them.
 
-- 'stop': each rank looks at its own losses, on a GPU without waiting for them. The training ends with an
-  error that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end, or where the next
-  checkpoint would be written.
-- 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its own gradients so, and
-  these the sum over the ranks, so that the check of the summed gradients finds both without asking anybody.
+- 'stop': each rank checks its own losses, on a GPU without waiting for them. The training ends with an
+  error that names epoch, step and rank: on a CPU in the step, on a GPU at the epoch's end or before the
+  next checkpoint.
+- 'skip' and 'rollback': no rank takes the step. A loss that is not finite makes its gradients and their
+  sum over the ranks not finite, so the check of the summed gradients finds both on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 Action = Literal["skipped", "rolled back"]
 
-# What a result and a checkpoint tell of; the log has all.
+# Number of steps that a result and a checkpoint report; the log has all.
 MAX_REPORTED = 20
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -26,11 +26,12 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteStep:
-    """One such step.
+    """One step whose loss or gradient was not finite.
 
     Attributes:
-        step: In its epoch, from 1, like the epoch.
-        ranks: Whose loss was not finite; none where only the summed gradients were not.
+        epoch: Number of the epoch, from 1.
+        step: Number of the step in its epoch, from 1.
+        ranks: Ranks whose loss was not finite; empty if only the summed gradients were not.
     """
 
     epoch: int
@@ -47,7 +48,7 @@ class NonFiniteStep:
 
 
 class RollBackError(Exception):
-    """Unwinds the loop to where the last checkpoint is loaded; never leaves the trainer."""
+    """Unwinds the loop so that the last checkpoint is loaded; never leaves the trainer."""
 
     def __init__(self, found: NonFiniteStep) -> None:
         super().__init__(str(found))
@@ -58,7 +59,7 @@ class FirstBadLoss:
     """Notes the first step of a rank whose loss is not finite.
 
     Attributes:
-        at_once: Whether `step` may be asked for after each step without waiting for the device.
+        at_once: Whether `step` can be read after each step without waiting for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +67,7 @@ class FirstBadLoss:
         self._first = torch.full((), _NEVER, dtype=torch.int64, device=device)
 
     def note(self, losses: torch.Tensor, step: int) -> None:
-        """Takes in the losses of one step, (num_losses,), without waiting for the device."""
+        """Checks the losses of one step, (num_losses,), without waiting for the device."""
         if not self.at_once:
             self._first = torch.minimum(self._first, torch.where(losses.isfinite().all(), _NEVER, step))
         elif not all(map(math.isfinite, losses.tolist())):
@@ -74,23 +75,23 @@ class FirstBadLoss:
 
     @property
     def step(self) -> int | None:
-        """The step, None where there was none; reads the device."""
+        """The noted step, or None; waits for the device."""
         first = int(self._first)
         return None if first == _NEVER else first
 
     def reset(self) -> None:
-        """Forgets it."""
+        """Forgets the noted step."""
         self._first.fill_(_NEVER)
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Ends a training some of whose ranks noted a loss that is not finite.
+    """Ends a training if a rank noted a loss that is not finite.
 
     Args:
-        first_bad: For each rank the step in the epoch, from 1; 0 where there was none.
+        first_bad: For each rank the step in the epoch, from 1; 0 if there was none.
 
     Raises:
-        FloatingPointError: With epoch, step and rank.
+        FloatingPointError: A rank did; the error names epoch, step and rank.
     """
     noted = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if noted:
@@ -102,6 +103,6 @@ def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, whose gradients are NaN where it is not finite itself; nothing waits for the device."""
+    """Returns a loss whose gradients are NaN if it is not finite; does not wait for the device."""
     factor = torch.where(loss.detach().isfinite(), 1.0, math.nan)
     return loss * factor

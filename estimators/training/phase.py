@@ -1,4 +1,4 @@
-"""Where a rank is, for the error message if it stops there."""
+"""Holds the phase that a rank is in, for the error message if it stops there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from ringspark.estimators.failures import WorkerStoppedError
 
 
 class Status:
-    """The rank's present phase, in words; set by whoever starts one.
+    """The rank's present phase, in words; the code that starts a phase sets it.
 
     Attributes:
-        ticks: Counts signs of progress: a rank whose count stands still for `timeoutSeconds` hangs.
+        ticks: Number of signs of progress; a rank whose number does not rise for `timeoutSeconds` hangs.
     """
 
     def __init__(self, phase: str = "starting") -> None:
@@ -30,12 +30,12 @@ class Status:
         """Notes progress within a phase.
 
         Raises:
-            WorkerStoppedError: After `stop`.
+            WorkerStoppedError: `stop` was called.
         """
         if self._stop is not None:
             raise WorkerStoppedError(self._stop)
         self.ticks += 1
 
     def stop(self, reason: str) -> None:
-        """Ends the work at its next sign of progress. From any thread."""
+        """Ends the work at its next sign of progress; may be called from any thread."""
         self._stop = reason

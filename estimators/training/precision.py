@@ -1,15 +1,15 @@
 """Mixed precision by autocast: parameters, gradients and optimizer state stay fp32.
 
-Narang, Micikevicius et al. 2018. What a user has to know of:
+After Narang, Micikevicius et al. 2018, "Mixed Precision Training". A user has to know:
 
-- bf16 has the exponent range of fp32 and needs no loss scaling; fp16 has not, so its loss is scaled, and
-  a step whose gradients overflow is skipped. The scale halves with every skipped step and doubles
+- bf16 has the exponent range of fp32 and needs no loss scaling; fp16 does not, so its loss is scaled,
+  and a step whose gradients overflow is skipped. The scale halves with every skipped step and doubles
   after `growth_interval` steps without one.
-- A skipped step is skipped by all ranks, which keeps their scales equal. With data parallelism the check
-  comes after the gradients are summed: all see the same numbers. Where each rank has its part only
-  (sharded gradients), `combine` takes the maximum of their findings.
-- A skipped step counts as a step of the schedule, of the progress and of the callbacks, which follow the
-  data; the optimizer's own count, as of Adam's bias correction, does not move.
+- All ranks skip the same steps, which keeps their scales equal. With data parallelism the check comes
+  after the gradients are summed, so all ranks see the same numbers. If each rank has only its part
+  (sharded gradients), `combine` takes the maximum of their flags.
+- A skipped step counts for the schedule, the progress and the callbacks, which follow the data; the
+  optimizer's own count, as in Adam's bias correction, does not change.
 - Losses and normalisation layers compute in fp32.
 """
 
@@ -25,15 +25,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Below this scale, it is not the scale that makes gradients overflow; and small ones are lost.
+# Below this scale, gradients do not overflow because of the scale, and small gradients are lost.
 MIN_SCALE = 2.0**-10
 
-# Batch and instance normalisation are `_NormBase`.
+# Batch and instance normalisation derive from `_NormBase`.
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass."""
+    """Returns the context of a forward pass."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
@@ -42,11 +42,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def keep_norms_fp32(module: nn.Module) -> None:
     """Makes the module's normalisation layers compute in fp32 under autocast, on every device.
 
-    Autocast on CPU hands them 16-bit values, of which LayerNorm keeps its mean and deviation in 16 bits
-    for the backward pass; CUDA's promotes some of them. Here the input becomes fp32, so statistics,
-    arithmetic and gradients are, and the output goes on in the dtype that came in, so that what follows
-    sees no other dtypes and saves no more bytes. Layers in 16 bits by themselves stay so, and functions
-    that the module calls directly (`functional.layer_norm`) are out of reach.
+    Autocast on CPU passes them 16-bit values, and LayerNorm then keeps its mean and deviation in 16 bits
+    for the backward pass; autocast on CUDA promotes some of them. Here the input becomes fp32, and so do
+    statistics, arithmetic and gradients. The output returns to the input's dtype, so that later layers see
+    no other dtypes and save no more bytes. Layers whose parameters are in 16 bits, and functions that the
+    module calls directly (`functional.layer_norm`), are not changed.
     """
     for layer in module.modules():
         if isinstance(layer, NORMS):
@@ -73,15 +73,15 @@ def _to_dtype_before(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
 
 
 class LossScaler:
-    """Dynamic loss scaling where the precision needs it, else the identity. One per rank.
+    """Scales the loss dynamically if the precision needs it, else does nothing. One per rank.
 
     The calls of a step, on every rank: `scale` and a backward pass per micro-batch; then, once the
-    gradients are those of the whole step, `unscale` where somebody looks at them, `step`, `update`.
-    torch's scaler does the arithmetic. `step` reads one number off the device, as torch's own does.
+    gradients are those of the whole step, `unscale` if they are read, `step`, `update`. torch's scaler does
+    the arithmetic. `step` reads one number from the device, as torch's own does.
 
     Attributes:
         skipped: Whether the last step was skipped.
-        skipped_steps: How many were, so far.
+        skipped_steps: Number of steps skipped so far.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class LossScaler:
         """Stores the settings.
 
         Args:
-            combine: Maximum of a tensor (1,) over all ranks, which all of them call once per step; for
-                ranks that hold different gradients. Unused where no step is ever skipped.
+            combine: Returns the maximum of a tensor (1,) over all ranks; all ranks call it once per step
+                if they hold different gradients. Unused if no step is ever skipped.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
                 fixed scale of 1.
         """
@@ -108,18 +108,18 @@ class LossScaler:
         self.skipped_steps = 0
         self._device = device
         self._combine = combine
-        self._overflow: torch.Tensor | None = None  # of this step, once known; 0 or above
+        self._overflow: torch.Tensor | None = None  # this step's flags once known; above 0 after an overflow
         self._scaler = torch.amp.GradScaler(
             device.type,
             enabled=self.enabled,
             init_scale=init_scale if self._scales else 1.0,
             growth_interval=growth_interval,
         )
-        # It makes its tensors at the first loss, and a rank without rows has none.
+        # torch's scaler makes its tensors at the first loss, and a rank without rows has no loss.
         self._scaler.scale(torch.zeros((), device=device))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to differentiate."""
+        """Returns the loss to differentiate."""
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -128,14 +128,14 @@ class LossScaler:
             return
         self._scaler.unscale_(optimizer)
         found: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
-        # A rank whose part of the gradients is empty has found nothing, and still takes part.
+        # A rank whose part of the gradients is empty has no flag, but still takes part in `combine`.
         total = torch.zeros(1, device=self._device)
         for flag in found.values():
             total += flag.to(self._device)
         if self._combine is not None:
             total = self._combine(total)
         self._overflow = total[0]
-        # What `update` of torch's scaler goes by.
+        # The `update` of torch's scaler reads this.
         found.clear()
         found[self._device] = self._overflow
 
@@ -143,7 +143,7 @@ class LossScaler:
         """Lets the optimizer take its step, unless the gradients overflowed.
 
         Raises:
-            FloatingPointError: They did, and a smaller scale would not help; on every rank alike.
+            FloatingPointError: They overflowed, and a smaller scale would not help; raised on every rank.
         """
         if not self.enabled:
             optimizer.step()
@@ -163,28 +163,28 @@ class LossScaler:
             )
 
     def update(self) -> None:
-        """Ends the step: the scale for the next one."""
+        """Ends the step and sets the scale for the next one."""
         if self.enabled:
             self._scaler.update(None if self._scales else 1.0)
             self._overflow = None
 
     @property
     def current_scale(self) -> float:
-        """The present scale, 1 without loss scaling; reads the device."""
+        """The present scale, 1 without loss scaling; waits for the device."""
         return self._scaler.get_scale()
 
     @property
     def advice(self) -> str:
-        """What skipped steps add to the message about a loss that is not finite."""
+        """The words about skipped steps in the message about a loss that is not finite."""
         if not self.skipped_steps or not self._scales:
             return ""
         return f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set precision='bf16'"
 
     def check_trained(self, num_steps: int) -> None:
-        """Refuses a training none of whose steps was taken.
+        """Refuses a training that skipped all its steps.
 
         Raises:
-            FloatingPointError: All of `num_steps` overflowed; on every rank alike.
+            FloatingPointError: All of `num_steps` were skipped; raised on every rank.
         """
         if num_steps and self.skipped_steps == num_steps and not self._scales:
             raise FloatingPointError(
@@ -198,14 +198,14 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers that `load_state_dict` goes on from; empty where no step is ever skipped."""
+        """Returns the numbers that `load_state_dict` restores; empty if no step is ever skipped."""
         if not self.enabled:
             return {}
         scaling = self._scaler.state_dict() if self._scales else {}
         return {**scaling, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from the state of a scaler; from an empty one, of another precision, as new."""
+        """Restores the state of a scaler; an empty one, from another precision, changes nothing."""
         if self.enabled and state:
             own = dict(state)
             self.skipped_steps = own.pop("skipped_steps")

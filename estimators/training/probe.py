@@ -1,4 +1,4 @@
-"""What a module gives for rows of the data's shapes and types: asked on two rows of zeros."""
+"""Runs a module on two rows of zeros in the data's shapes and types."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shape = tuple[int, ...]
 
 
 def probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
-    """The module's outputs for `PROBE_ROWS` rows of zeros.
+    """Returns the module's outputs for `PROBE_ROWS` rows of zeros.
 
     Raises:
-        ValueError: The module cannot take the input columns, or does not give one tensor per label
+        ValueError: The module cannot take the input columns, or does not return one tensor per label
             with one entry per row.
     """
     name = type(module).__name__

@@ -1,4 +1,4 @@
-"""One rank's training as it stands: what the loop works with, and what a checkpoint is made of."""
+"""The present state of one rank's training: the loop changes it, and checkpoints copy it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ringspark.estimators.training.step import Recipe
 
 @dataclass(kw_only=True)
 class Running:
-    """Everything of one rank that changes from step to step, and how far it is.
+    """Everything on one rank that changes from step to step, and the position of the training.
 
     Attributes:
         sync: The network and its optimizer.
         recipe: How a micro-batch is computed; its scaler changes.
-        sums: Of the present epoch's rows.
-        validation: The same of the held-out rows, empty but during a validation.
-        state: What callbacks see: epoch, step, history.
-        steps_per_epoch: Optimizer steps that this data and batch size make.
-        finished_epochs: Those with a record in the history.
-        step_in_epoch: Steps done in the epoch after those.
-        skipped_before: Steps skipped before that epoch.
-        epoch_start: When it began, by `time.monotonic`, without pauses between continuations.
+        sums: Sums of loss and metrics over the present epoch's rows.
+        validation: Sums over the held-out rows, empty except during a validation.
+        state: State that callbacks see: epoch, step, history.
+        steps_per_epoch: Optimizer steps per epoch with this data and batch size.
+        finished_epochs: Epochs with a record in the history.
+        step_in_epoch: Steps done in the current epoch.
+        skipped_before: Steps skipped before the current epoch.
+        epoch_start: Start of the current epoch by `time.monotonic`, without pauses before a resume.
     """
 
     sync: GradientSync
@@ -82,15 +82,15 @@ def make_running(
     steps_per_epoch: int,
     device: torch.device,
 ) -> Running:
-    """A training before its first step.
+    """Returns a training before its first step.
 
     Args:
-        sync: With the network on `device`.
+        sync: Holds the network, already on `device`.
     """
-    # Ranks with parts of the gradients must agree on overflows; with all of them, they see the same.
+    # Ranks that hold parts of the gradients must agree on overflows; else all see the same numbers.
     combine = partial(mesh.world.all_reduce, op="max") if config.sharding != "none" else None
     scaler = LossScaler(config.precision, device, combine, guards=config.on_non_finite != "stop")
-    # In training mode an ensemble gives the logits of its members, not a prediction.
+    # In training mode an ensemble returns the logits of its members, not a prediction.
     predicts = not any(head.is_per_member for head in heads)
     return Running(
         sync=sync,

@@ -1,6 +1,6 @@
-"""The best epoch by one entry of the history: what stops a training early, and whose weights are kept.
+"""Finds the best epoch by one entry of the history, to stop a training early and to keep its weights.
 
-Every rank sees the same numbers and so comes to the same decision without asking the others.
+Every rank sees the same numbers and makes the same decision without asking the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Best:
         self._min_delta = min_delta
 
     def improves(self, record: EpochRecord) -> bool:
-        """Takes in an epoch; whether it is better than all before by more than `min_delta`.
+        """Notes an epoch; returns whether it is better than all before by more than `min_delta`.
 
-        Not a number is never better: a metric that is undefined for an epoch does not win it.
+        NaN is never better: an epoch whose metric is undefined does not win.
         """
         value = record.value(self.monitor)
         if math.isnan(value):
@@ -46,11 +46,11 @@ class Best:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and value, as JSON."""
+        """Returns epoch and value in JSON's types."""
         return {"epoch": self.epoch, "value": None if math.isnan(self.value) else self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes `state_dict`'s result over."""
+        """Restores the result of `state_dict`."""
         self.epoch = int(state["epoch"])
         self.value = math.nan if state["value"] is None else float(state["value"])
 
@@ -82,9 +82,9 @@ class EarlyStopping(Callback):
 
 
 def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
-    """The best of what the config monitors; `check_training` has named it in full."""
+    """Returns the best value of the config's `monitor`, which `check_training` has resolved."""
     _, name = config.monitor.split("_", 1)
-    # With several labels: the metric, "_", the label.
+    # With several labels the name is the metric, "_", the label.
     metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
     return Best(config.monitor, metric is not None and higher_is_better(metric), min_delta)
 
@@ -92,15 +92,15 @@ def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
 class BestCheckpoint(Callback):
     """Writes the weights of the best epoch so far.
 
-    The folder of a worse one is removed after that; where checkpoints of the whole training are written,
-    at the end only: an older one, should the training go on from it, names it as the best so far.
+    The folder of a worse epoch is removed then. If checkpoints of the whole training are written, it is
+    removed only at the end, because an older checkpoint may name it as the best so far.
 
     Attributes:
         uri: Folder of the best checkpoint, None before the first.
     """
 
     def __init__(self, best: Best, root: str, writes: bool, keeps_worse: bool = False) -> None:
-        """Args: writes: Whether this rank writes the weights; the others give it their parts."""
+        """Args: writes: Whether this rank writes the weights; the others send it their parts."""
         self._best = best
         self._root = root
         self._writes = writes
@@ -115,7 +115,7 @@ class BestCheckpoint(Callback):
         return self._best.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The folder follows from the epoch: no path is taken from a file.
+        # The folder follows from the epoch, because no path may come from a file.
         self._best.load_state_dict(state)
         self.uri = self._folder() if self._best.epoch else None
 

@@ -1,7 +1,7 @@
-"""One micro-batch on one rank: forward pass, losses, backward pass.
+"""Runs one micro-batch on one rank: forward pass, losses, backward pass.
 
-The trainer calls it, and so does the memory planner on tensors without numbers: what is counted there is what
-runs. Nothing is left behind but gradients; what the rows gave is returned.
+The trainer calls it, and so does the memory planner on fake tensors, so the planner counts the code that
+runs. The only side effect is the gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringspark.models.outputs import as_outputs
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a pass needs beside the network and its rows: the same for every micro-batch of a training."""
+    """The inputs of a pass beside the network and its rows, equal for all micro-batches of a training."""
 
     config: TrainConfig
     criterion: Criterion
@@ -37,12 +37,12 @@ class Recipe:
 def forward_backward(
     recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor, *, keeps_outputs: bool
 ) -> Seen:
-    """Adds the gradients of some rows' share of the global mean to those that are there.
+    """Adds to the gradients those of these rows' share of the global mean loss.
 
     Args:
-        batch: One micro-batch, of at least one row.
+        batch: One micro-batch of at least one row.
         divisor: See `global_weights`.
-        keeps_outputs: Whether metrics take outputs and labels.
+        keeps_outputs: Whether outputs and labels are kept for metrics.
     """
     losses, seen = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
     loss = recipe.criterion.total(losses / divisor)
@@ -57,13 +57,13 @@ def forward_backward(
 def forward(
     recipe: Recipe, module: nn.Module, network: nn.Module, batch: Batch, *, keeps_outputs: bool
 ) -> tuple[torch.Tensor, Seen]:
-    """Each head's sum of weighted losses over the rows, (num_heads,), to differentiate, and what was seen.
+    """Returns each head's weighted loss summed over the rows, (num_heads,), and what metrics need.
 
     Args:
-        module: Called: the network, or what the exchange of gradients wraps around it.
+        module: The module to call: the network, or its wrapper that exchanges gradients.
 
     Raises:
-        ValueError: The network gives more or fewer outputs than there are labels.
+        ValueError: The network returns more or fewer outputs than there are labels.
     """
     config, criterion = recipe.config, recipe.criterion
     hooks = saved_tensor_hooks(
@@ -72,7 +72,7 @@ def forward(
         module=network,
         device=recipe.device,
     )
-    # Sharded parameters are gathered in here: the peers may be lost.
+    # Sharded parameters are gathered in here, which fails if a peer is lost.
     with autocast(config.precision, recipe.device), hooks, backward_errors():
         outputs = as_outputs(module(*batch.inputs))
     if len(outputs) != criterion.num_losses:
@@ -94,23 +94,23 @@ def forward(
 
 
 def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collective) -> torch.Tensor:
-    """What divides a step's losses: the weight of all ranks' rows, (num_heads,). Runs on every rank.
+    """Returns the weight of all ranks' rows, (num_heads,), which divides the losses. Runs on every rank.
 
     Args:
         batch: All of this rank's rows of the step.
-        global_rows: Of all ranks; without row weights it is all that one needs to know.
-        data: The ranks that share the global batch.
+        global_rows: Rows of all ranks; without row weights they are the divisor.
+        data: Collective of the ranks that share the global batch.
     """
     criterion = recipe.criterion
     if batch.weight is None and criterion.row_weights(batch.labels) is None:
         return torch.full((criterion.num_losses,), float(global_rows), device=recipe.device)
     total = data.all_reduce(_own_weights(recipe, batch))
-    # All rows of the batch may weigh nothing: then every loss is zero, and must not become NaN.
+    # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
 def _own_weights(recipe: Recipe, batch: Batch) -> torch.Tensor:
-    """What these rows weigh in the mean of each head's loss, (num_heads,)."""
+    """Returns the weight of these rows in the mean of each head's loss, (num_heads,)."""
     weights = recipe.criterion.row_weights(batch.labels)
     if weights is None:
         total = float(batch.num_rows) if batch.weight is None else batch.weight.sum()

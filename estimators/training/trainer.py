@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
-Invariant: every rank takes the same number of steps and makes the same collective calls, whatever
-rows it holds. The gradient of a step is the mean over the GLOBAL batch: each rank differentiates
-its rows' loss divided by the global weight, and the ranks' gradients are summed.
+Invariant: every rank takes the same number of steps and makes the same collective calls, whatever rows it
+holds. The gradient of a step is that of the mean loss over the GLOBAL batch: each rank differentiates its
+rows' loss divided by the global weight, and the ranks' gradients are summed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Trainer:
         self._guards = config.on_non_finite != "stop"
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
-        """Runs all epochs, or fewer where a callback stops them. Runs on every rank.
+        """Runs all epochs, or fewer if a callback stops them. Runs on every rank.
 
-        Where the run has a checkpoint, it goes on from the newest good one.
+        If the run has a checkpoint, the training resumes from the newest good one.
         """
         goes_on = self._recovery.begin(self._running)
         self._call("on_train_start")
@@ -63,7 +63,7 @@ class Trainer:
         self._call("on_train_end")
 
     def _epoch(self, train: ShardReader, validation: ShardReader | None) -> bool:
-        """Runs what is left of an epoch; whether it was the last one. Runs on every rank."""
+        """Runs the rest of an epoch; returns whether it was the last one. Runs on every rank."""
         running, epochs = self._running, self._config.epochs
         epoch = running.finished_epochs
         if epoch >= epochs:
@@ -71,7 +71,7 @@ class Trainer:
         self._state.epoch = epoch + 1
         is_due = self._train_epoch(epoch, train)
         values = running.sums.take(self._mesh.data)
-        # Every rank sees the same mean, so all of them stop here together.
+        # Every rank sees the same mean, so all stop here together.
         if not np.isfinite(values["train_loss"]):
             self._raise_not_finite(epoch, values["train_loss"])
         if validation is not None:
@@ -98,7 +98,7 @@ class Trainer:
         return False
 
     def _train_epoch(self, epoch: int, reader: ShardReader) -> bool:
-        """Takes the steps that are left of an epoch; whether a checkpoint is due after it."""
+        """Takes the remaining steps of an epoch; returns whether a checkpoint is due after it."""
         running, state = self._running, self._state
         plan = reader.plan(epoch)
         first = running.step_in_epoch
@@ -106,7 +106,7 @@ class Trainer:
         is_due = False
         self._first_bad.reset()
         self._sync.module.train()
-        # Closed also when the training goes back: the reader has threads.
+        # Closed also when the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
             for step, columns in enumerate(batches, first):
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
@@ -129,7 +129,7 @@ class Trainer:
                     )
                 )
                 if self._recovery.after_step(state.step):
-                    # After the last step, the epoch's record and what callbacks make of it come first.
+                    # After the last step, the epoch's record and its callbacks come before the checkpoint.
                     is_due = step + 1 == reader.num_steps
                     if not is_due:
                         self._recovery.save(running)
@@ -138,15 +138,15 @@ class Trainer:
 
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
-        # A set gradient would be added to: set_to_none is left out, Horovod's zero_grad lacks it.
+        # Without the argument set_to_none, which Horovod's zero_grad lacks.
         self._sync.optimizer.zero_grad()
-        # What a forward pass does to running statistics is undone if the step is.
+        # If the step is undone, so are its changes of running statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         seen = self._backward(batch, global_rows)
         with backward_errors():
             self._sync.reduce()
         if self._config.max_grad_norm is not None:
-            # First looks for what is not finite: the norm would spread it over all gradients.
+            # The check for non-finite gradients comes first: the norm would spread NaN over all of them.
             self._scaler.unscale(self._sync.optimizer)
             self._sync.clip_gradients(self._config.max_grad_norm)
         self._sync.step(self._scaler)
@@ -158,7 +158,7 @@ class Trainer:
         self._running.sums.add(seen, finite_only=self._scaler.skipped)
 
     def _backward(self, batch: Batch, global_rows: int) -> list[Seen]:
-        """The gradients of this rank's rows, and what its micro-batches gave. Runs on every rank."""
+        """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
         running = self._running
         divisor = global_weights(running.recipe, batch, global_rows, self._mesh.data)
         if not batch.num_rows:
@@ -182,12 +182,12 @@ class Trainer:
     def _on_skipped(
         self, step: int, seen: list[Seen], buffers: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Says whose losses made all ranks skip a step, and goes back if that is asked for."""
+        """Reports whose losses made all ranks skip a step, and rolls back if the config says so."""
         is_bad = not all(micro_batch.is_finite for micro_batch in seen)
         flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
         ranks = tuple(rank for rank, flag in enumerate(flags) if int(flag))
         if not ranks and self._config.precision == "fp16":
-            return  # an overflow of the loss scale, which finds its size
+            return  # an overflow while the loss scale adapts
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
@@ -203,12 +203,12 @@ class Trainer:
         for micro_batch in seen:
             self._first_bad.note(micro_batch.losses, step)
         if self._first_bad.at_once and (bad := self._first_bad.step) is not None:
-            # The other ranks notice that this one is gone.
+            # The other ranks notice that this rank ends.
             noted = [0] * self._mesh.world.rank + [bad]
             raise_first_bad(self._state.epoch, noted, self._scaler.advice)
 
     def _raise_not_finite(self, epoch: int, loss: float) -> None:
-        # Collective calls carry numbers: no step is 0.
+        # Collective calls carry numbers, so 0 stands for no step.
         noted = self._mesh.world.all_gather(torch.tensor([self._first_bad.step or 0]))
         raise_first_bad(epoch + 1, [int(step) for step in noted], self._scaler.advice)
         raise FloatingPointError(
@@ -217,7 +217,7 @@ class Trainer:
         )
 
     def _validate(self, epoch: int, reader: ShardReader) -> dict[str, float]:
-        """Losses and metrics over the validation rows, each counted once. Runs on every rank."""
+        """Returns losses and metrics over the validation rows, each counted once. Runs on every rank."""
         running, network = self._running, self._sync.network
         self._status.phase = f"validation after epoch {epoch + 1}"
         network.eval()
@@ -226,7 +226,7 @@ class Trainer:
                 self._status.tick()
                 batch = self._batch(columns)
                 if not batch.num_rows:
-                    # The others may need this rank's parts of the weights.
+                    # The other ranks may need this rank's parts of the weights.
                     with backward_errors():
                         self._sync.forward_without_rows(batch.inputs)
                     continue
@@ -241,7 +241,7 @@ class Trainer:
             self._running.callbacks.call(event, self._state)
 
     def _all_stop(self) -> bool:
-        """Whether a callback of any rank wants to stop. Runs on every rank."""
+        """Returns whether a callback of any rank wants to stop. Runs on every rank."""
         if not len(self._running.callbacks):
             return False
         reasons = gather_bytes(self._mesh.world, (self._state.stop_reason or "").encode())

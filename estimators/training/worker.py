@@ -1,6 +1,6 @@
-"""`train_worker`: what every rank runs, with Spark around it or without.
+"""`train_worker`, which every rank runs, inside Spark or without it.
 
-Plain arguments, importable, no pyspark: the same function serves a barrier task and a test.
+It takes plain arguments and needs no pyspark, so the same function serves a barrier task and a test.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What comes back through Spark: a few kilobytes, never weights.
+    """The result that returns through Spark: a few kilobytes, never weights.
 
     Attributes:
-        seconds: Of the whole run, over all its continuations; steps that a failure lost are not in it.
-        resumed_steps: Optimizer steps at which the run was continued from a checkpoint.
-        checkpoint_errors: One sentence for each checkpoint that could not be written; of rank 0.
-        non_finite: The first steps that `onNonFinite` had to do with.
+        seconds: Training time over all continuations, in seconds, without steps that a failure lost.
+        resumed_steps: Optimizer steps from which the run was resumed.
+        checkpoint_errors: One sentence per checkpoint that rank 0 could not write.
+        non_finite: The first steps that `onNonFinite` handled.
     """
 
     run_uri: str
@@ -86,14 +86,14 @@ def train_worker(
     """Trains the config's model on the config's shards. Runs on every rank.
 
     Args:
-        config: The same value on all ranks.
-        collective: Connected; stays open.
-        objects: The user's module and callables, where the config has no name for them.
+        config: The training's settings, equal on all ranks.
+        collective: Connected collective; stays open.
+        objects: The user's module and callables for which the config has no name.
         device: This rank's torch device.
-        status: Told the phase that the rank is in.
+        status: Receives the phase that the rank is in.
 
     Returns:
-        The history and where rank 0 wrote the checkpoint; equal on all ranks but for `seconds`.
+        The history and the folder of the weights; equal on all ranks except for `seconds`.
     """
     objects = objects or UserObjects()
     status = status or Status()
@@ -101,7 +101,7 @@ def train_worker(
     gpus = [torch_device] if torch_device.type == "cuda" else []
     mesh = Mesh.of(collective)
     recovery = Recovery(config, mesh, status)
-    # Seeds are set inside the fork only: a reused Python worker keeps its own random state.
+    # Seeds are set only inside the fork, so a reused Python worker keeps its own random state.
     with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept():
         return _train(config, mesh, objects, torch_device, status, recovery)
 
@@ -126,7 +126,7 @@ def _train(
     sync = STRATEGIES[strategy_key(config.sharding)]().prepare(
         module, partial(_make_optimizer, config, objects), mesh.data, config.gradient_accumulation
     )
-    # Dropout differs between the ranks, as it does between the rows of one batch.
+    # Dropout differs between the ranks, like between the rows of one batch.
     torch.manual_seed((config.seed * 1_000_003 + mesh.data_rank) % 2**63)
     best = None
     if config.keep == "best":
@@ -135,7 +135,7 @@ def _train(
     heads = make_heads(config, objects, manifest)
     callbacks = _callbacks(config, objects, best)
     num_steps = config.epochs * train.num_steps
-    # Before anything is loaded: the bases are the rates that the user gave.
+    # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
     with RunLog(config.run_uri, writes=mesh.writes) as log:
@@ -165,11 +165,11 @@ def _train(
 def _build(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, device: torch.device
 ) -> nn.Module:
-    # Any whole number is a seed; torch takes 64 bits.
+    # Any whole number may be a seed, but torch takes 64 bits.
     torch.manual_seed(config.seed % 2**63)
     module = build_module(config, objects)
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
-        # Lazy layers learn their sizes from a first pass, as on the driver.
+        # A first pass initializes lazy layers, as on the driver.
         probe(module, config, manifest)
     module = module.to(device)
     accept_single_rows(module)
@@ -181,7 +181,7 @@ def _build(
 def _final_weights(
     config: TrainConfig, mesh: Mesh, state: TrainingState, best: BestCheckpoint | None, status: Status
 ) -> tuple[str, int]:
-    """Where the weights are that the training was for, and of which epoch. Runs on every rank."""
+    """Returns the folder of the resulting weights and their epoch; writes them. Runs on every rank."""
     if best is not None and best.uri is not None:
         if mesh.writes:
             best.remove_others()

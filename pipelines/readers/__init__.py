@@ -6,8 +6,10 @@ To add an engine: subclass `ShardReader` in a file of its own, list it in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import cast
 
@@ -86,6 +88,21 @@ def check_engine(engine: str) -> None:
         raise ValueError(
             "reader 'petastorm' is not installed; pip install 'ringspark[petastorm]' or set reader='arrow'"
         )
+    # Our wheel asks for it; a Petastorm that was put in by hand may be older, or a stray folder.
+    if engine == "petastorm" and (found := _version_of("petastorm")) < (0, 12, 1):
+        raise ValueError(
+            f"reader 'petastorm' needs Petastorm 0.12.1 or newer, got {'.'.join(map(str, found)) or 'none'}; "
+            "pip install 'ringspark[petastorm]' or set reader='arrow'"
+        )
+
+
+def _version_of(package: str) -> tuple[int, ...]:
+    """Returns the numbers of the installed version, () where a package manager knows none."""
+    try:
+        text = version(package)
+    except PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def default_engine() -> str:

@@ -38,7 +38,8 @@ def petastorm_importable() -> Iterator[None]:
         try:
             for name in missing:
                 sys.modules[name] = ModuleType(name)
-                setattr(sys.modules[name], _REMOVED[name], object)
+                # A class of its own: nothing is an instance of it, whoever else may import it meanwhile.
+                setattr(sys.modules[name], _REMOVED[name], type(_REMOVED[name], (), {}))
             yield
         finally:
             for name in missing:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.manifest import ShardManifest
+from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
 from ringspark.pipelines.reuse import cache_entries
 from ringspark.pipelines.reuse.cache_entries import Entry
 from ringspark.pipelines.reuse.plan_fingerprint import PlanFingerprint, fingerprint
@@ -36,6 +36,9 @@ _ONLY_SPEED = re.compile(
     r"|execution\.pyspark|files\.(?:max|min|open)|inMemoryColumnarStorage|ui|debug\.maxToStringFields"
     r"|maxMetadataStringLength|catalogImplementation|statistics|join\.prefer|streaming|repl|event)"
 )
+
+# To be raised where equal rows become other bytes in a shard.
+_BYTES_VERSION = 1
 
 _logger = logging.getLogger(__name__)
 
@@ -178,6 +181,8 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
     if refusal is not None:
         return _Source(plan=plan, files=files, refusal=refusal)
     parts = {
+        # A newer ringspark in the same application may write other bytes.
+        "version": [_BYTES_VERSION, FORMAT_VERSION],
         "application": application,
         "plan": [plan.semantic_hash, plan.text],
         "schema": df.schema.json(),

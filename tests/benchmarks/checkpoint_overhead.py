@@ -57,7 +57,7 @@ def main() -> None:
         job = flights_job(str(root / "shards"), str(root / "features"), args.epochs, args.members)
     clock = Clock(stretch)
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(job.config, run_uri=folder, checkpoint_every_steps=2 * stretch)
+        config = replace(job.config, run_uri=folder, checkpoint_every_steps=2 * stretch, checkpoint_every_seconds=0.0)
         result = train_here(config, UserObjects(callbacks=(clock,)))
     assert result.checkpoint_errors == ()
     checkpoints = range(2 * stretch, result.steps - 2 * stretch + 1, 2 * stretch)

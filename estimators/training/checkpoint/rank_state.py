@@ -1,8 +1,8 @@
-"""What each rank has for itself in a checkpoint: random numbers, buffers, sums of the epoch, callbacks.
+"""Each rank's own state in a checkpoint: random numbers, buffers, sums of the epoch, callbacks.
 
-It travels to the other ranks as JSON and safetensors. As many ranks as before take their own back, to the
-bit; another number of them sums up what the epoch has seen so far on rank 0, takes rank 0's buffers and
-callbacks, and seeds its random numbers anew.
+It travels between ranks as JSON and safetensors. If the number of ranks is unchanged, each restores its own
+state bitwise. If not, rank 0 takes all sums of the epoch so far, every rank takes rank 0's buffers and
+callbacks, and random numbers get new seeds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ringspark.models.generators import Tensors, random_state, seed_anew, set_ra
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank's state: tensors on the CPU, and values that JSON has."""
+    """One rank's state: tensors on the CPU, and JSON values."""
 
     tensors: Tensors
     values: dict[str, Any]
 
     @classmethod
     def of(cls, running: Running) -> RankState:
-        """A copy of the present state.
+        """Copies the present state.
 
         Raises:
             ValueError: A callback's state has no JSON form.
@@ -49,7 +49,7 @@ class RankState:
         return cls(tensors=result | running.sums.state(), values=values)
 
     def section(self, prefix: str) -> Tensors:
-        """The tensors "<prefix>/<name>" by name."""
+        """Returns the tensors "<prefix>/<name>" by name."""
         start = f"{prefix}/"
         return {
             key.removeprefix(start): tensor for key, tensor in self.tensors.items() if key.startswith(start)
@@ -57,7 +57,7 @@ class RankState:
 
 
 def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
-    """Every rank's state, in the order of ranks. Runs on every rank."""
+    """Returns every rank's state in rank order. Runs on every rank."""
     if world.size == 1:
         return [mine]
     texts = gather_bytes(world, json.dumps(mine.values).encode())
@@ -69,10 +69,10 @@ def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
 
 
 def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed: int) -> None:
-    """Puts this rank back where the ranks were at the present step, of which there were `len(states)`.
+    """Restores this rank from the states of all ranks at the present step, in rank order.
 
     Raises:
-        ValueError: They are of another network or of other callbacks, or damaged.
+        ValueError: They belong to another network or other callbacks, or are damaged.
     """
     if not states:
         raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
@@ -94,13 +94,13 @@ def _restore_same(running: Running, own: RankState) -> None:
     running.sums.load(own.tensors)
     running.callbacks.load_state_dicts(own.values["callbacks"])
     running.state.stop_reason = own.values["stop_reason"]
-    # Last: whoever draws numbers while the rest is restored draws none of the training's.
+    # Last, because restoring the rest may draw random numbers.
     set_random_state(own.section("random"), own.values["random"], running.device)
 
 
 def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:
     _fill_buffers(running.sync.network, states[0].section("buffers"))
-    # The sums of the epoch so far belong to no rank any more: the first one answers for them.
+    # The first rank takes the sums of the epoch so far, because their ranks no longer exist.
     running.sums.load_all([state.tensors for state in states], answers=data_rank == 0)
     running.callbacks.load_state_dicts(states[0].values["callbacks"])
     reasons = [state.values["stop_reason"] for state in states]
@@ -108,7 +108,7 @@ def _restore_other(running: Running, states: Sequence[RankState], data_rank: int
 
 
 def _fill_buffers(module: nn.Module, values: Tensors) -> None:
-    """Copies the values in; a buffer that a first pass makes is not there yet, and is made again."""
+    """Copies the values in; skips buffers that only the first forward pass will make."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if name in values:

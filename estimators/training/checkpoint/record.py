@@ -1,6 +1,6 @@
-"""`training.json`: what a checkpoint says of a training without a tensor.
+"""`training.json`: everything in a checkpoint that is no tensor.
 
-The file may be damaged or anybody's: whatever it holds, reading it ends in a `Record` or a ValueError.
+The file may be damaged or untrusted: reading it ends in a `Record` or a ValueError, whatever it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """What a file must be: its length, and the SHA-256 of its bytes in hex."""
+    """The expected length of a file, and the SHA-256 of its bytes in hex."""
 
     bytes: int
     sha256: str
@@ -28,21 +28,21 @@ class FileSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a training stands, and how it came there.
+    """The position of a training, and the history up to it.
 
     Attributes:
-        epoch: Present epoch as callbacks see it, from 1; 0 before the first.
+        epoch: Number of the current epoch as callbacks see it, from 1; 0 before the first.
         step: Optimizer steps taken.
-        finished_epochs: Those with a record in the history.
-        step_in_epoch: Steps taken of the epoch after those.
-        steps_per_epoch: Of this data and batch size; 0 where nobody asks.
-        seconds: That the training took so far, over all its continuations.
-        epoch_seconds: The same for the present epoch.
-        skipped_before: Steps skipped before the present epoch.
-        scaler: `LossScaler.state_dict`.
-        rate_scales: `Rates.scales`.
-        resumed_steps: Steps at which the training was continued.
-        non_finite: What `onNonFinite` had to do so far.
+        finished_epochs: Epochs with a record in the history.
+        step_in_epoch: Steps done in the current epoch.
+        steps_per_epoch: Optimizer steps per epoch with this data and batch size; 0 if unknown.
+        seconds: Training time so far, in seconds, over all continuations.
+        epoch_seconds: Training time in the current epoch so far, in seconds.
+        skipped_before: Steps skipped before the current epoch.
+        scaler: Result of `LossScaler.state_dict`.
+        rate_scales: Value of `Rates.scales`.
+        resumed_steps: Steps from which the training was resumed.
+        non_finite: The first steps that `onNonFinite` handled.
     """
 
     epoch: int = 0
@@ -70,11 +70,11 @@ class Record:
     """The whole file.
 
     Attributes:
-        optimizer: Name of its class.
-        optimizer_values: Parameter -> key -> what is no tensor.
-        optimizer_groups: What the parameter groups hold besides parameters and rates.
+        optimizer: Name of the optimizer's class.
+        optimizer_values: Parameter -> key -> state value that is no tensor.
+        optimizer_groups: Values of the parameter groups, without parameters and rates.
         ranks: One entry per rank: positions of its random numbers, states of its callbacks.
-        files: Name -> what it must be.
+        files: Name -> expected length and digest.
     """
 
     position: Position
@@ -86,7 +86,7 @@ class Record:
     format_version: int = FORMAT_VERSION
 
     def with_files(self, files: Mapping[str, FileSum]) -> Record:
-        """The record once the files are written."""
+        """Returns the record with the digests of the written files."""
         return replace(self, files=dict(files))
 
     def to_json(self) -> str:
@@ -100,7 +100,7 @@ class Record:
             ValueError: It is damaged, or a newer version of the format wrote it.
         """
         try:
-            # A loss that overflowed is NaN in the history.
+            # A loss that overflowed is stored as NaN in the history.
             return record(cls, versioned(text, FORMAT_VERSION, allow_nan=True))
         except NewerFormatError as error:
             raise ValueError(f"{name} cannot be read: {error}") from None

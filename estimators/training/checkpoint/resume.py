@@ -1,7 +1,7 @@
-"""A training that can go on where it was: when checkpoints are written, and how one is taken up again.
+"""Writes the checkpoints of a training, and resumes it from one.
 
-Invariant: every rank comes here at the same steps and makes the same collective calls; what only rank 0
-knows (its clock, which files are good, whether the writer is done) it tells the others before they part.
+Invariant: every rank comes here at the same steps and makes the same collective calls. Rank 0 alone knows
+the clock, the good files and whether the writer is done; it tells the others before they decide by it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ringspark.estimators.training.settings.config import TrainConfig
 
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
-# A store that takes longer than this share of `timeout_seconds` for one checkpoint costs the next one.
+# The next checkpoint is left out if a write takes longer than this share of `timeout_seconds`.
 _WAIT_SHARE = 0.25
 
 _log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Writes the checkpoints of a training and goes on from them. One per rank; use it in `with`.
+    """Writes the checkpoints of a training and resumes it from them. One per rank; use it in `with`.
 
     Attributes:
-        resumed_steps: At which the training was continued.
-        non_finite: The first steps that `onNonFinite` had to do with.
+        resumed_steps: Steps from which the training was resumed.
+        non_finite: The first steps that `onNonFinite` handled.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, status: Status) -> None:
@@ -71,26 +71,26 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """That the training took so far, with all before it was continued."""
+        """Training time so far, in seconds, over all continuations."""
         return time.monotonic() - self._start
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Why checkpoints are missing; rank 0 knows."""
+        """Why checkpoints are missing, one line each; empty on other ranks than rank 0."""
         return tuple(self._writer.errors) if self._writer is not None else ()
 
     def begin(self, running: Running) -> bool:
-        """Looks for a checkpoint to go on from, and takes over where it stands; see `load`.
+        """Looks for a checkpoint to resume from, and restores its position; see `load`.
 
         Returns:
             Whether there is one.
 
         Raises:
-            ValueError: It is of another training.
+            ValueError: It belongs to another training.
         """
         self._status.phase = "looking for a checkpoint"
         if self._due.is_asked:
-            # A state that cannot be saved is found now, not at the first checkpoint.
+            # A state that cannot be saved raises here, not at the first checkpoint.
             running.callbacks.state_dicts()
         step = self._newest()
         self._due.written(step or 0)
@@ -109,27 +109,27 @@ class Recovery:
         return True
 
     def load(self, running: Running) -> None:
-        """Puts weights, optimizer and everything else where the checkpoint has them; after `begin`."""
+        """Restores weights, optimizer and everything else from the checkpoint; call it after `begin`."""
         self._load(running.state.step, running, 1.0)
 
     def begin_anew(self, running: Running) -> None:
-        """The start of a training without a checkpoint: one is written where a rollback would need it."""
+        """Starts a training without a checkpoint; writes one if a rollback may need it."""
         if self._config.on_non_finite == "rollback":
             self.save(running)
 
     def after_step(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps."""
+        """Returns whether a checkpoint is due after `step` steps."""
         return self._due.is_asked and self._due.after_step(step)
 
     def after_epoch(self, epoch: int) -> bool:
-        """Whether one is due after so many epochs."""
+        """Returns whether a checkpoint is due after `epoch` epochs."""
         return self._due.is_asked and self._due.after_epoch(epoch)
 
     def save(self, running: Running) -> None:
-        """Copies the training and has it written. Runs on every rank; waits for the copy only.
+        """Copies the training and starts to write the copy. Runs on every rank; waits only for the copy.
 
         Raises:
-            FloatingPointError: A loss or the weights are not finite: nobody could go on from here.
+            FloatingPointError: A loss or the weights are not finite, so nothing could resume from here.
         """
         state = running.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
@@ -137,7 +137,7 @@ class Recovery:
         is_free = True
         if self._writer is not None:
             is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
-        # Collective calls carry numbers: no step is 0.
+        # Collective calls carry numbers, so 0 stands for no step.
         mine = torch.tensor([running.first_bad.step or 0, int(is_free)])
         first_bad, free = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
         raise_first_bad(state.epoch, first_bad, running.scaler.advice)
@@ -150,7 +150,7 @@ class Recovery:
         try:
             snapshot = take_snapshot(running.sync, position, ranks, self._mesh.writes, self._status.tick)
         except ValueError as error:
-            # With parts of the state on other ranks, they may be waiting for this one.
+            # Under sharding, other ranks may be waiting for this one, so the training must end.
             if self._config.sharding != "none":
                 raise
             self._note(state.step, str(error))
@@ -159,10 +159,10 @@ class Recovery:
             self._writer.start(snapshot)
 
     def roll_back(self, found: NonFiniteStep, running: Running) -> None:
-        """Goes back to the newest good checkpoint, with half its learning rates. Runs on every rank.
+        """Goes back to the newest good checkpoint and halves its learning rates. Runs on every rank.
 
         Raises:
-            FloatingPointError: There is none, or it was tried often enough.
+            FloatingPointError: There is none, or `MAX_ROLLBACKS` rollbacks to it did not help.
         """
         self._status.phase = f"rollback from epoch {found.epoch}, step {found.step}"
         if self._writer is not None:
@@ -192,7 +192,7 @@ class Recovery:
             )
 
     def report(self, found: NonFiniteStep) -> None:
-        """Keeps and logs what was done about a step."""
+        """Keeps and logs how a step was handled."""
         if self._mesh.writes:
             _log.warning("%s", found)
         if len(self.non_finite) < MAX_REPORTED:
@@ -203,12 +203,12 @@ class Recovery:
         if self._writer is not None:
             self._status.phase = "waiting for the last checkpoint"
             if not self._writer.wait(self._config.timeout_seconds, self._status.tick):
-                # The final weights are worth more than one more checkpoint on the way to them.
+                # The final weights matter more than one more checkpoint before them.
                 self._note(self._due.last_step, "it was still being written when the training ended")
                 self._writer.abandon()
 
     def _newest(self) -> int | None:
-        """The step of the checkpoint that rank 0 finds good."""
+        """Returns the step of the checkpoint that rank 0 finds good."""
         answer = torch.full((1,), -1, dtype=torch.int64)
         if self._mesh.writes:
             found = newest_good(self._root, self._status.tick)

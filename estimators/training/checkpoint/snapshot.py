@@ -1,15 +1,15 @@
-"""A training as it stands, to go on from at any number of ranks and under any sharding.
+"""Copies a whole training, to resume it with any number of ranks and any sharding.
 
     step-<10 digits>/           one checkpoint of the whole training; the digits are the optimizer steps taken
       model.safetensors         the weights: rank 0's state dict, a checkpoint like any other
       optimizer.safetensors     the whole optimizer state: "<parameter>/<key>" -> tensor
       ranks.safetensors         "<rank>/random/<generator>", "<rank>/buffers/<name>", "<rank>/totals",
-                                "<rank>/metrics/<label>/<piece>/...": what each rank has for itself
+                                "<rank>/metrics/<label>/<piece>/...": each rank's own state
       training.json             everything without a tensor: see `Record`; size and SHA-256 of the others
       checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits
 
-What is not each rank's own does not depend on the number of ranks or on what each of them holds, up to the
-order of additions. Nothing in the files can run code: they are JSON and safetensors.
+The rest does not depend on the number of ranks or on the part that each holds, up to the order of
+additions. Nothing in the files can run code: they are JSON and safetensors.
 
 Invariant: a `Snapshot` shares no memory with the training, so it may be written while the training goes on.
 """
@@ -49,7 +49,7 @@ FILES = (WEIGHTS, OPTIMIZER, RANKS)
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Rank 0's copy of a whole training on the CPU. `record` lacks the sums of the files, still unwritten."""
+    """Rank 0's copy of a whole training on the CPU; `record` lacks the digests of the unwritten files."""
 
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
@@ -64,21 +64,21 @@ def take_snapshot(
     writes: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshot | None:
-    """Copies a training. Runs on every rank; those that do not write give their parts, and get None.
+    """Copies a training. Runs on every rank; those that do not write send their parts and get None.
 
     Args:
-        ranks: What each rank has for itself, in the order of ranks.
-        writes: Whether the copy is made here; of rank 0, which has the whole optimizer state.
-        progress: Called now and then.
+        ranks: Each rank's own state, in rank order.
+        writes: Whether this rank makes the copy: rank 0, which gets the whole optimizer state.
+        progress: Called after each copied tensor.
 
     Raises:
         ValueError: The optimizer keeps something that cannot be saved.
-        FloatingPointError: A trained weight is not finite; raised by rank 0.
+        FloatingPointError: A trained weight is not finite; raised on rank 0.
     """
     state = sync.optimizer_state()
     weights = sync.network.state_dict()
     if not writes:
-        # In the order in which `write` and `assist` ask for parts of tensors: one for all ranks.
+        # All ranks exchange the parts of tensors in the same order, that of `ordered`.
         tensor_file.assist(weights)
         return None
     copies: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def take_snapshot(
         progress()
     trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
     for name in sorted(trained & copies.keys()):
-        # A sum in float64 overflows for no fp32 weights, and is not finite where one of them is not.
+        # A float64 sum of fp32 weights cannot overflow, and is not finite if one of them is not.
         if copies[name].is_floating_point() and not bool(copies[name].sum(dtype=torch.float64).isfinite()):
             raise FloatingPointError(
                 f"weights {name!r} are not finite after step {position.step}; lower learningRate, set "
@@ -115,7 +115,7 @@ def take_snapshot(
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU and of its own memory, in row-major order."""
+    """Returns a copy in memory of its own on the CPU, in row-major order."""
     if hasattr(tensor, "full_tensor"):
         full = whole(tensor)
         assert isinstance(full, torch.Tensor)
@@ -152,7 +152,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
 
 
 class _Summing:
-    """A file to write into, which counts and sums up what goes through."""
+    """A file to write to that counts the bytes and computes their SHA-256."""
 
     def __init__(self, file: IO[bytes], check: Callable[[], None]) -> None:
         self._file = file
@@ -169,7 +169,7 @@ class _Summing:
 
 
 def read_record(uri: str) -> tuple[CheckpointInfo, Record]:
-    """The records of the checkpoint in folder `uri`.
+    """Returns the records of the checkpoint in folder `uri`.
 
     Raises:
         ValueError: There is none, or one is damaged.
@@ -192,10 +192,10 @@ def read_record(uri: str) -> tuple[CheckpointInfo, Record]:
 
 
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
-    """The record of the checkpoint in folder `uri`, once all files are found as they were written.
+    """Returns the record of the checkpoint in folder `uri`, after checking all its files.
 
     Raises:
-        ValueError: A file is missing, of another size or of another SHA-256, or a link.
+        ValueError: A file is missing, has another size or another SHA-256, or is a link.
     """
     for name in (*FILES, RECORD, COMMIT):
         if storage.is_local(uri) and os.path.islink(os.path.join(uri, name)):
@@ -217,7 +217,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
 
 
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
-    """What the file must be; refuses one that is missing or of another length."""
+    """Returns the file's expected length and digest; refuses a file that is missing or of another length."""
     expected = record.files.get(name)
     if expected is None:
         raise ValueError(f"{uri}/{RECORD} does not say how long {name} is; take another training state")
@@ -234,13 +234,13 @@ def _check_size(uri: str, name: str, record: Record) -> FileSum:
 
 
 def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[RankState]]:
-    """Puts weights and optimizer state of the folder `uri` in the place of this rank's. Runs on every rank.
+    """Loads weights and optimizer state of the folder `uri` into this rank's. Runs on every rank.
 
     Returns:
-        The record, and the states of the ranks that wrote it, which nobody has taken over yet.
+        The record, and the own states of the ranks that wrote it, which `restore_rank` restores.
 
     Raises:
-        ValueError: There is none, it is damaged, or it is of another network or optimizer.
+        ValueError: There is none, it is damaged, or it belongs to another network or optimizer.
     """
     _, record = read_record(uri)
     _check_optimizer(uri, record, sync.optimizer)
@@ -248,7 +248,7 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
         _check_size(uri, name, record)
     with local_file(uri, OPTIMIZER) as path:
         state: OptimizerState = {name: dict(own) for name, own in record.optimizer_values.items()}
-        # Mapped, not read: a rank looks at its own part only.
+        # Mapped, not read, because a rank needs only its own part.
         for name, tensor in tensor_file.read(path).items():
             parameter, key = name.rsplit("/", 1)
             state.setdefault(parameter, {})[key] = tensor
@@ -277,12 +277,12 @@ def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer)
         )
 
 
-# A learning rate is planned by `Rates` from what the user gave; the last four say how to compute, not what.
+# `Rates` sets the learning rates; the last four keys choose an implementation, not a result.
 _NOT_KEPT = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of a parameter group: some optimizers count in it, and callbacks change it."""
+    """Returns a parameter group's values for a checkpoint; some optimizers and callbacks change them."""
     kept: dict[str, Any] = {}
     for key, value in group.items():
         if key in _NOT_KEPT:
@@ -304,7 +304,7 @@ def _is_plain(value: object) -> bool:
 
 
 def set_group_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Takes `group_values`'s result over, in the types that the group has."""
+    """Restores the result of `group_values`, in the types that the group has."""
     for key, value in values.items():
         present = group.get(key)
         if key in _NOT_KEPT:

@@ -1,12 +1,12 @@
-"""A state dict to and from a `.safetensors` file, without ever holding all of it in memory.
+"""Writes and reads a state dict as a `.safetensors` file without holding all of it in memory.
 
-The safetensors library writes a file from copies of all tensors and returns when it is complete. Here
-one tensor at a time goes out in blocks, to any open file: the peak is one block on the CPU and one
-tensor where the weights lie on a GPU. The format (https://github.com/huggingface/safetensors): eight
-bytes with the length of a JSON header, the header, the tensors end to end.
+The safetensors library writes a file from copies of all tensors. Here one tensor at a time is written in
+blocks, to any open file: the peak is one block on the CPU, or one tensor if the weights are on a GPU. The
+format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
+header, the tensors end to end.
 
-Reading maps the file: nothing is copied, pages come in as they are used, and all processes of a host
-share them. The mapping is private, so that a module which changes a buffer changes its own copy.
+Reading maps the file: nothing is copied, pages are loaded when they are used, and all processes of a host
+share them. The mapping is private, so a module that changes a buffer changes its own copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringspark.estimators.parallel.optimizer_state import whole
 
 BLOCK_BYTES = 16 << 20
 
-# Where the tensors start in the file: a multiple of what vector instructions like to load.
+# The tensors start at a multiple of this many bytes, the width of vector loads.
 _ALIGNMENT = 64
 
 _NAMES = {
@@ -45,10 +45,10 @@ _NAMES = {
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuses a state dict that no checkpoint can hold; cheap, so that it can be asked before a training.
+    """Refuses a state dict that no checkpoint can hold; cheap enough to run before a training.
 
     Raises:
-        ValueError: Something in it is no dense tensor, or has a dtype that the format lacks.
+        ValueError: A value is no dense tensor, or has a dtype that the format lacks.
     """
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
@@ -69,13 +69,13 @@ def check_state(state: Mapping[str, object]) -> None:
 
 
 def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
-    """Writes the tensors, each under its own name also where two share memory.
+    """Writes the tensors, each under its own name, even if two share memory.
 
     Returns:
-        Bytes written.
+        The number of bytes written.
 
     Raises:
-        ValueError: As `check_state`.
+        ValueError: Like `check_state`.
     """
     check_state(state)
     names = ordered(state)
@@ -98,12 +98,12 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
 
 
 def assist(state: Mapping[str, torch.Tensor]) -> None:
-    """Gives this rank's parts to the one that calls `write`; every other rank calls it with its own state.
+    """Sends this rank's parts of tensors to the rank that calls `write`; all other ranks call this.
 
     Only parts of tensors (`DTensor`) travel, one tensor at a time.
 
     Raises:
-        ValueError: As `check_state`, so that no rank waits for the others.
+        ValueError: Like `check_state`, so that no rank waits for the others.
     """
     check_state(state)
     for name in ordered(state):
@@ -111,19 +111,19 @@ def assist(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def ordered(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """The widest numbers first, so that each tensor starts at a multiple of its own width."""
+    """Returns the names by falling width of their numbers: each tensor starts at a multiple of its width."""
     return sorted(state, key=lambda name: (-state[name].element_size(), name))
 
 
 def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors of a local file; on the CPU they are views of the mapped file.
+    """Returns the tensors of a local file; on the CPU they are views of the mapped file.
 
     Raises:
         ValueError: The file is not what `write` wrote.
     """
     try:
         return load_file(path, device=device)
-    # The library checks lengths and offsets; dtypes that it knows and torch does not end in the others.
+    # The library checks lengths and offsets; the other errors come from dtypes that torch lacks.
     except (SafetensorError, OSError, LookupError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(
             f"{path} is no readable safetensors file ({error}); take another checkpoint"
@@ -131,7 +131,7 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order."""
+    """Yields the tensor's bytes in row-major order."""
     all_of_it = whole(tensor)
     assert isinstance(all_of_it, torch.Tensor)
     flat = all_of_it.detach().cpu().contiguous().reshape(-1)

@@ -1,7 +1,7 @@
-"""When a checkpoint is due: by steps, epochs and seconds, on all ranks alike.
+"""Decides when a checkpoint is due, by steps, epochs and seconds, alike on all ranks.
 
-Steps and epochs all ranks count for themselves. The clock is rank 0's: in a rare broadcast it says that a
-checkpoint is due, or in how many steps to look again. So a step costs a comparison of numbers.
+Every rank counts steps and epochs. Only rank 0 reads the clock: a rare broadcast says that a checkpoint is
+due, or after how many steps to look again. So most steps cost only a comparison of numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.settings.config import TrainConfig
 
-# The clock is looked at about this often, should the checkpoint be far away.
+# Seconds between two looks at the clock if the checkpoint is far away.
 _LOOK_SECONDS = 10.0
 
 
 class Due:
-    """Asked after every step and every epoch, by every rank.
+    """Decides on every rank, after every step and every epoch.
 
     Attributes:
-        last_step: Steps before the last checkpoint.
+        last_step: Number of steps before the last checkpoint.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,13 +43,13 @@ class Due:
         self._stride = 1
 
     def after_step(self, step: int) -> bool:
-        """Whether one is due after `step` steps of the training. Runs on every rank."""
+        """Returns whether a checkpoint is due after `step` steps of the training. Runs on every rank."""
         if self._steps and step % self._steps == 0:
             return True
         return bool(self._seconds) and step >= self._look_at and self._look(step)
 
     def after_epoch(self, epoch: int) -> bool:
-        """Whether one is due after so many epochs."""
+        """Returns whether a checkpoint is due after `epoch` epochs."""
         return bool(self._epochs) and epoch % (self._epochs or 1) == 0
 
     def _look(self, step: int) -> bool:
@@ -61,14 +61,14 @@ class Due:
         return not int(answer)
 
     def _steps_to_go(self, step: int) -> int:
-        """0: due now."""
+        """Returns the number of steps until the next look at the clock; 0 if a checkpoint is due now."""
         now = self._clock()
         left = self._seconds - (now - self._last)
         if left <= 0:
             return 0
         pace = max(1e-9, (now - self._looked) / max(1, step - self._looked_at))
         self._looked, self._looked_at = now, step
-        # Doubled at most: the first steps say little of the pace of the others.
+        # Doubled at most, because the first steps say little about the pace of the others.
         self._stride = max(1, min(2 * self._stride, int(0.9 * min(left, _LOOK_SECONDS) / pace)))
         return self._stride
 

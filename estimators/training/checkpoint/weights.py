@@ -1,12 +1,11 @@
-"""Weights on a store: safetensors + JSON in one folder, the JSON written last.
+"""Saves and loads weights as safetensors + JSON in one folder, the JSON written last.
 
     checkpoint/
       model.safetensors   the state dict; nothing in it can run code
       checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
 
-Weights are streamed out and mapped in (see `tensor_file`): the size is bounded by the disk only.
-A file that is there is never written into, a new one takes its place: whoever has mapped the old one
-keeps it.
+Weights are written in blocks and mapped when read (see `tensor_file`), so only the disk bounds their size.
+An existing file is replaced, never written into: a process that has mapped the old one keeps it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class CheckpointInfo:
     """The committed record of a checkpoint; `checkpoint_id` tells it from any other.
 
     Attributes:
-        training_sha256: Of `training.json` beside it, None where there are weights only.
+        training_sha256: Digest of `training.json` in the same folder; None if there are only weights.
     """
 
     epoch: int
@@ -56,11 +55,10 @@ class CheckpointInfo:
 def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
-    Runs on rank 0, while the other ranks run `assist_checkpoint`: of weights that are cut over the ranks
-    it gets the others' parts from them.
+    Runs on rank 0 while the other ranks run `assist_checkpoint`, which sends their parts of sharded weights.
 
     Raises:
-        ValueError: The state dict holds something else than dense tensors of numbers.
+        ValueError: The state dict holds something other than dense tensors of numbers.
     """
     state = module.state_dict()
     with replacing(uri, WEIGHTS) as target:
@@ -76,20 +74,20 @@ def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
 
 
 def assist_checkpoint(module: nn.Module) -> None:
-    """What the other ranks do while rank 0 runs `save_checkpoint` on its copy or part of the module."""
+    """Sends this rank's parts of the module; runs on the other ranks while rank 0 runs `save_checkpoint`."""
     tensor_file.assist(module.state_dict())
 
 
 @contextmanager
 def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
-    """A file to write; when it is complete, it takes the place of `name` in the folder `uri`."""
+    """Yields a file to write; once complete, it replaces `name` in the folder `uri`."""
     storage.make_dirs(uri)
     if not storage.is_local(uri):
-        # A store keeps what is there until the new object is complete.
+        # An object store keeps the old object until the new one is complete.
         with storage.open_file(storage.join(uri, name), "wb") as file:
             yield file
         return
-    # Never into the old file: a process that has mapped it would be killed, or read the new numbers.
+    # Not into the old file: a process that has mapped it would crash or read the new numbers.
     temporary = os.path.join(uri, f".{name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
@@ -101,7 +99,7 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
 
 
 def read_info(uri: str) -> CheckpointInfo:
-    """The record of the checkpoint in folder `uri`.
+    """Returns the record of the checkpoint in folder `uri`.
 
     Raises:
         ValueError: There is none, it is damaged, or a newer version of the format wrote it.
@@ -113,7 +111,7 @@ def read_info(uri: str) -> CheckpointInfo:
 
 
 def parse_info(text: bytes, uri: str) -> CheckpointInfo:
-    """The record from the bytes of its file.
+    """Parses the record from the bytes of its file.
 
     Raises:
         ValueError: They are damaged, or a newer version of the format wrote them.
@@ -130,14 +128,14 @@ def load_checkpoint(uri: str, module: nn.Module, device: str = "cpu") -> Checkpo
     """Copies the checkpoint in folder `uri` into the module's own tensors.
 
     Raises:
-        ValueError: No checkpoint, a damaged file, or tensors that are not this module's.
+        ValueError: There is no checkpoint, it is damaged, or its tensors are not this module's.
     """
     info = read_info(uri)
     with weights_file(uri) as path:
         state = _read(uri, path, info, device)
         for name, own in module.state_dict().items():
             if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
-                # Cut over the ranks: each takes its part of the file.
+                # Sharded: each rank takes its part of the file.
                 state[name] = part_of(state[name], own)
         with _of_this_model(uri):
             module.load_state_dict(state)
@@ -154,17 +152,16 @@ def map_checkpoint(
     """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU nothing is copied.
 
     Args:
-        uri: A local folder is mapped where it is; from another store the file is copied first.
-        module: May be a skeleton. What no checkpoint holds stays where it is, so it goes to `device` too.
-        device: Where the module is afterwards.
-        cache: Local folder for that copy, which processes then share and its owner removes; without it
-            the copy is this process's own and vanishes with it.
-        expected_id: The `checkpoint_id` that the folder had when it was looked at last; None takes what
-            is there.
+        uri: Folder of the checkpoint; a local file is mapped in place, from another store it is copied.
+        module: May be a skeleton. Tensors that no checkpoint holds also move to `device`.
+        device: Device of the module afterwards.
+        cache: Local folder for that copy, which processes share and the folder's owner removes; without
+            it the copy is this process's own and vanishes with it.
+        expected_id: `checkpoint_id` that the folder must have; None accepts any.
 
     Raises:
-        ValueError: No checkpoint, a damaged file, or tensors that are not this module's; or the folder
-            holds another checkpoint than the expected one.
+        ValueError: There is no checkpoint, it is damaged, its tensors are not this module's, or it is not
+            the expected one.
     """
     info = read_info(uri)
     if expected_id is not None and info.checkpoint_id != expected_id:
@@ -182,7 +179,7 @@ def map_checkpoint(
 
 @contextmanager
 def weights_file(uri: str, info: CheckpointInfo | None = None, cache: str | None = None) -> Iterator[str]:
-    """A local path of the checkpoint's tensors; may be gone afterwards, what was mapped stays."""
+    """Yields a local path of the checkpoint's tensors; a mapping outlives the path."""
     if cache is not None and info is not None and not storage.is_local(uri):
         yield _shared_copy(uri, info, cache)
         return
@@ -192,7 +189,7 @@ def weights_file(uri: str, info: CheckpointInfo | None = None, cache: str | None
 
 @contextmanager
 def local_file(uri: str, name: str) -> Iterator[str]:
-    """A local path of the file `name` in folder `uri`; a copy is gone afterwards, what was mapped stays."""
+    """Yields a local path of the file `name` in folder `uri`; a copy is removed, but mappings of it stay."""
     if storage.is_local(uri):
         storage.check_inside(uri, name)
         yield os.path.join(uri, name)
@@ -204,23 +201,23 @@ def local_file(uri: str, name: str) -> Iterator[str]:
 
 
 def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
-    """The copy that the processes with this cache folder share; the first one to come makes it."""
+    """Returns the copy that all processes with this cache folder share; the first one makes it."""
     import fcntl
 
     path = os.path.join(cache, f"ringspark-{info.checkpoint_id}.safetensors")
     with open(f"{path}.lock", "wb") as lock:
-        # Released when the file is closed, also by the death of the process.
+        # Released when the file is closed, also if the process dies.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
             _download(storage.join(uri, WEIGHTS), f"{path}.part")
-            # The copy serves under this id from now on.
+            # Checked first: from here on, the copy serves all processes under this id.
             _check_still(uri, info)
             os.replace(f"{path}.part", path)
     return path
 
 
 def _check_still(uri: str, info: CheckpointInfo) -> None:
-    """Refuses a folder that another checkpoint has been put in since `info` was read."""
+    """Refuses a folder whose checkpoint was replaced since `info` was read."""
     if read_info(uri).checkpoint_id != info.checkpoint_id:
         raise _replaced(uri)
 

@@ -1,7 +1,7 @@
 """Writes checkpoints in a thread, one at a time, while the training goes on.
 
-A write that fails costs that checkpoint and not the training: it is logged, kept in `errors`, and the next
-one is tried when it is due. No folder that is half written is left behind where the store allows it.
+A failed write costs that checkpoint but not the training: it is logged and kept in `errors`, and the next
+checkpoint is tried when it is due. A half-written folder is removed if the store allows it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ringspark.estimators.training.checkpoint.folders import (
 )
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_snapshot
 
-# What a result tells of; the log has all.
+# Number of errors that a result reports; the log has all.
 MAX_ERRORS = 20
 _LOOK_SECONDS = 1.0
-# After a failure: whoever stopped the training waits for its end.
+# Short, because after a failure somebody waits for the end of the training.
 _LAST_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 class _AbandonedError(Exception):
-    """The training has failed: nobody waits for this checkpoint any more."""
+    """The training has failed, so this checkpoint is no longer needed."""
 
 
 class BackgroundWriter:
-    """The writer of rank 0.
+    """Writes checkpoints on rank 0.
 
     Attributes:
-        errors: One sentence for each checkpoint that could not be written, the first `MAX_ERRORS`.
+        errors: One sentence per checkpoint that could not be written, at most `MAX_ERRORS`.
     """
 
     def __init__(self, root: str, keep: int) -> None:
@@ -48,19 +48,19 @@ class BackgroundWriter:
         self.errors: list[str] = []
 
     def start(self, snapshot: Snapshot) -> None:
-        """Begins to write; the one before must have ended."""
+        """Starts a write; the previous one must have ended."""
         assert self._thread is None
-        # Of no weight for the end of the process: a store that hangs must not hold it.
+        # Daemon: a hung store must not keep the process alive.
         self._thread = threading.Thread(
             target=self._write, args=(snapshot,), name="ringspark-checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
-        """Waits for the write under way; whether none is under way any more.
+        """Waits for the running write; returns whether it has ended.
 
         Args:
-            progress: Called once a second.
+            progress: Called once per second.
         """
         end = time.monotonic() + seconds
         while self._thread is not None:
@@ -73,7 +73,7 @@ class BackgroundWriter:
         return True
 
     def abandon(self) -> None:
-        """Gives the write under way a little time, and then up at its next block; for after a failure."""
+        """Waits a little for the running write, then stops it at its next block; for use after a failure."""
         if not self.wait(_LAST_SECONDS):
             self._abandoned.set()
             self.wait(_LOOK_SECONDS)

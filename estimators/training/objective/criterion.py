@@ -1,4 +1,4 @@
-"""How the losses of several outputs add up, and what each row counts in their means."""
+"""Adds up the losses of several outputs, and finds the weight of each row in their means."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ringspark.estimators.training.objective.losses import (
 
 
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
-    """What each row counts in the divisor of a loss: label -> (batch,) fp32; None where that is 1.
+    """Returns a function from labels to row weights in a loss's divisor, (batch,) fp32; None if all are 1.
 
     Args:
-        ignored: See `Head.ignored`. Where no row is ignored, the ranks need no reduction per step: the
+        ignored: See `Head.ignored`. If no row is ignored, the ranks need no reduction per step: the
             divisor is the number of rows.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
@@ -32,9 +32,9 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
 class Criterion:
     """The losses of a module's outputs, one label each, and how they add up.
 
-    The loss of a batch is sum over k of heads[k].weight * mean[k], and mean[k], over the global
-    batch, is the sum of column k of `rows` by the sum of column k of `row_weights`, both times the
-    rows' weights from a weight column. So the caller reduces columns and calls `total` last:
+    The loss of a batch is the sum over k of heads[k].weight * mean[k]. Over the global batch, mean[k] is
+    the sum of column k of `rows` divided by the sum of column k of `row_weights`, both times the rows'
+    weights from a weight column. So the caller reduces columns and calls `total` last:
 
         weights = criterion.row_weights(labels)             # (batch, num_losses), None: ones
         divisor = all_reduce((weights * w[:, None]).sum(0))  # (num_losses,)
@@ -46,7 +46,7 @@ class Criterion:
         """Resolves the heads' losses.
 
         Args:
-            device: Where class weights and the state of a user's loss go.
+            device: Device for class weights and the state of a user's loss.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
         self._factors = tuple(head.weight for head in heads)
@@ -58,10 +58,10 @@ class Criterion:
         return len(self._losses)
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Values per row and loss, (batch, num_losses), before loss weights.
+        """Returns the value of each loss per row, (batch, num_losses), before loss weights.
 
         Raises:
-            ValueError: There are not as many outputs and labels as losses.
+            ValueError: The numbers of outputs, labels and losses differ.
         """
         if not len(outputs) == len(labels) == self.num_losses:
             raise ValueError(
@@ -75,7 +75,7 @@ class Criterion:
         return torch.stack(columns, dim=1)
 
     def row_weights(self, labels: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """What each row counts in each loss, (batch, num_losses); None, on every rank, if always 1."""
+        """Returns each row's weight in each loss, (batch, num_losses); None, on every rank, if all are 1."""
         if all(weigh is None for weigh in self._row_weights):
             return None
         columns = [
@@ -85,5 +85,5 @@ class Criterion:
         return torch.stack([column.float() for column in columns], dim=1)
 
     def total(self, means: torch.Tensor) -> torch.Tensor:
-        """The loss that is minimised, from the mean of each loss, (num_losses,)."""
+        """Returns the loss to minimise, from the mean of each loss, (num_losses,)."""
         return (means * means.new_tensor(self._factors)).sum()

@@ -1,7 +1,7 @@
-"""What is asked of each output of the network: its label, its loss and its metrics, in one value an output.
+"""The label, the loss and the metrics of each output of the network, as one value per output.
 
-Built once from the settings and the data. Whoever needs to know of an output reads its head: the driver's
-check, the criterion, the sums of an epoch and the identity of a run.
+Heads are built once from the settings and the data. The driver's check, the criterion, the sums of an epoch
+and the identity of a run read them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Head:
 
     Attributes:
         label: Column of the label.
-        loss: Its name, or the user's own `nn` loss or callable; see `losses.resolve_loss`.
-        weight: Factor of its loss in the sum of all.
-        width: Size of the output's last dimension, 1 where it has none.
-        metrics: Names of those that suit the label.
-        ignored: The class number of rows that count neither in the loss nor in metrics; None where no row
-            of the data has it, or the loss knows none.
+        loss: Name of the loss, or the user's own `nn` loss or callable; see `losses.resolve_loss`.
+        weight: Factor of this loss in the sum of all losses.
+        width: Size of the output's last dimension, 1 if it has none.
+        metrics: Names of the metrics that suit the label.
+        ignored: Class number of rows that count neither in the loss nor in metrics; None if no row of the
+            data has it, or the loss ignores none.
     """
 
     label: str
@@ -51,24 +51,24 @@ class Head:
 
     @property
     def loss_name(self) -> str:
-        """What a message calls the loss."""
+        """The name of the loss in messages."""
         return self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", _class(self.loss))
 
     @property
     def is_per_member(self) -> bool:
-        """Whether the output is, in training mode, what each member of an ensemble gives: no prediction."""
-        return self.loss_name.endswith("_per_member")
+        """Whether the output in training mode holds each ensemble member's values, not a prediction."""
+        return isinstance(self.loss, str) and self.loss.endswith("_per_member")
 
     @property
     def takes_classes(self) -> bool:
-        """Whether the loss is one of class numbers against logits."""
+        """Whether the loss compares logits with class numbers."""
         if isinstance(self.loss, str):
             return self.loss.startswith(("cross_entropy", "bce_with_logits")) or self.loss in _CLASS_LOSSES
         return _class(self.loss) in _CLASS_LOSSES
 
 
 def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
-    """The config with the widths of the network's outputs, and with each loss named that was left open."""
+    """Returns the config with the widths of the network's outputs, and with names for losses "auto"."""
     losses = tuple(
         default_loss(config.task, width) if name == "auto" else name
         for name, width in zip(config.losses, widths, strict=True)
@@ -79,11 +79,11 @@ def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
 def make_heads(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest | None = None
 ) -> tuple[Head, ...]:
-    """The heads, in the order of the labels.
+    """Returns the heads, in the order of the labels.
 
     Args:
-        config: From `with_outputs`; the memory planner's names its losses only, and each width counts as 1.
-        manifest: Says which labels there are. Without it, no row is taken to be one that a loss ignores.
+        config: Result of `with_outputs`; the memory planner's has no widths, and each counts as 1.
+        manifest: Holds the range of the labels. Without it, no row counts as ignored.
 
     Raises:
         ValueError: A metric suits no label.
@@ -107,7 +107,7 @@ def make_heads(
 
 
 def _metrics_of(head: Head, config: TrainConfig) -> tuple[str, ...]:
-    """Those of classes where the loss is one of classes, else those of values; a callable gets all."""
+    """Returns the metrics of classes if the loss takes classes, else those of values; all for a callable."""
     task = config.task
     if task == "any" and isinstance(head.loss, str | nn.Module):
         task = "classification" if head.takes_classes else "regression"
@@ -115,11 +115,10 @@ def _metrics_of(head: Head, config: TrainConfig) -> tuple[str, ...]:
 
 
 def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:
-    """The class number of rows that a loss leaves out, and metrics must too; None where there is none.
+    """Returns the class number of rows that a loss ignores, and metrics must too; None if there is none.
 
     Args:
-        label_range: Smallest and largest label of all rows, where known: a number outside of it needs
-            nobody to look for it.
+        label_range: Smallest and largest label of all rows, if known; a number outside of it is no row's.
     """
     inner = loss.member if isinstance(loss, MemberLoss) else loss
     if not isinstance(inner, ClassLoss):

@@ -1,14 +1,14 @@
-"""Losses per row, so that weights and uneven shards are exact.
+"""Computes losses per row, so that weights and uneven shards are exact.
 
-A loss maps (output, label) to one value per row, shape (batch,): the mean over the row's elements
-or positions. Where PyTorch's own mean does not count every row once (class weights, ignored
-positions), `criterion.row_weights` gives what each row counts, and the loss of a batch is
+A loss maps (output, label) to one value per row, shape (batch,): the mean over the row's elements or
+positions. If PyTorch's own mean does not weight all rows alike (class weights, ignored positions),
+`criterion.row_weights` returns the weight of each row, and the loss of a batch is
 
     sum of the rows' values / sum of the rows' weights
 
-over the GLOBAL batch, which equals the torch loss with reduction='mean'. A row that weighs nothing
-has the value 0 already, so only the divisor takes these weights; a weight column multiplies both.
-Everything is computed in fp32 at least.
+over the GLOBAL batch, which equals the torch loss with reduction='mean'. A row with weight 0 also has the
+value 0, so these weights apply only to the divisor; a weight column multiplies both. Everything is
+computed in fp32 at least.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringspark.estimators.names import nearest
 RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 RowWeights = Callable[[torch.Tensor], torch.Tensor]
 
-# Losses of torch.nn that no (output, label) fits, and why.
+# Losses of torch.nn that do not take (output, label), and why.
 NOT_OF_OUTPUT_AND_LABEL = {
     "CTCLoss": "it also takes the lengths of inputs and targets",
     "CosineEmbeddingLoss": "it compares two outputs",
@@ -36,7 +36,7 @@ NOT_OF_OUTPUT_AND_LABEL = {
     "TripletMarginLoss": "it compares three outputs",
     "TripletMarginWithDistanceLoss": "it compares three outputs",
 }
-# Its labels are class numbers, or probabilities: output and label may differ in shape.
+# Their labels are class numbers or probabilities, so output and label may differ in shape.
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 MULTI_CLASS_LOSSES = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
 
@@ -71,7 +71,7 @@ class ElementLoss:
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         output = _match(_at_least_fp32(output), label)
         if output.shape != label.shape:
-            # PyTorch would broadcast, and hold every prediction against every row's label.
+            # PyTorch would broadcast and compare every prediction with every row's label.
             raise ValueError(
                 f"the loss needs output and label of one shape, got {tuple(output.shape)} and "
                 f"{tuple(label.shape)}; change the last layer, or take a '..._per_member' loss"
@@ -81,13 +81,13 @@ class ElementLoss:
 
 
 class ClassLoss:
-    """Cross entropy or NLL: class numbers per row or per position, or probabilities.
+    """Cross entropy or NLL with class numbers per row or per position, or with probabilities.
 
-    Class numbers are integers; per row also floating, as Spark's are. Floating labels of more
-    dimensions are probabilities, which the torch loss counts by rows, without class weights.
+    Class numbers are integers; those per row may be floating, like Spark's. Floating labels of more
+    dimensions are probabilities, for which the torch loss averages over rows without class weights.
 
     Attributes:
-        ignored: The class number of rows and positions that do not count.
+        ignored: Class number of rows and positions that do not count.
     """
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
@@ -117,13 +117,13 @@ class ClassLoss:
         kept = label != self.ignored
         if self._class_weights is None:
             return _row_means(kept.float())
-        # An ignored index may lie outside the classes: it is looked up as class 0 and weighs nothing.
+        # An ignored index may lie outside the classes: it is looked up as class 0 and gets weight 0.
         weights = self._class_weights.to(label.device)[label.where(kept, 0)]
         return _row_means(weights * kept)
 
     @property
     def weighs_classes(self) -> bool:
-        """Whether rows weigh what their classes do."""
+        """Whether rows have the weights of their classes."""
         return self._class_weights is not None
 
     @staticmethod
@@ -134,9 +134,9 @@ class ClassLoss:
 
 
 class MultiClassLoss:
-    """A torch loss that reduces over the classes itself: margins, and sets of labels.
+    """A torch loss that reduces over the classes itself, for margins and for sets of labels.
 
-    `MultiMarginLoss` takes class numbers, `MultiLabelMarginLoss` lists of them that -1 ends,
+    `MultiMarginLoss` takes class numbers, `MultiLabelMarginLoss` lists of them that end with -1,
     `MultiLabelSoftMarginLoss` zeros and ones.
     """
 
@@ -161,11 +161,11 @@ class MultiClassLoss:
 
 
 class CallableLoss:
-    """A user's callable (output, label) -> one value per row, or a module of theirs.
+    """A user's callable or module (output, label) -> one value per row.
 
-    It gets the output as the network gives it and the label as the column holds it, as in a loop
-    written in torch. A callable that holds each output against every row's label, (batch, 1) against
-    (batch,), is refused by the shape of what it returns: the mean over that would learn a constant.
+    It gets the network's output and the column's labels unchanged, as in a loop written in torch. A
+    callable that compares each output with every row's label, (batch, 1) with (batch,), is refused because
+    of the shape of its result: training on its mean would learn a constant.
     """
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
@@ -179,8 +179,8 @@ class CallableLoss:
         if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != rows:
             given = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise ValueError(f"{rule}, got {given}; drop the mean over rows (reduction='none')")
-        # Values may also be one per element of a row. A label wider than an output of one dimension
-        # lines the rows up with its columns, so there its shape does not count.
+        # Values may also be one per element of a row. If only the label has several dimensions, broadcasting
+        # aligns the output's rows with the label's columns, so the label's shape is not accepted.
         fitting = [(rows,), (rows, 1), output.shape, *([label.shape] if output.dim() > 1 else [])]
         if values.shape not in fitting:
             raise ValueError(
@@ -199,10 +199,10 @@ def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
 
 
 class MemberLoss:
-    """For ensembles: each member's output against the row's label, then the mean over members.
+    """Compares each ensemble member's output with the row's label, and averages over members.
 
-    Takes (batch, members, ...) outputs, as ensembles give in training, and (batch, ...) ones, the
-    members' mean, as they give in evaluation.
+    Takes (batch, members, ...) outputs, which ensembles return in training, and (batch, ...) outputs, the
+    members' mean, which they return in evaluation.
     """
 
     def __init__(self, loss: ElementLoss | ClassLoss) -> None:
@@ -263,7 +263,7 @@ DEFAULT_LOSS = {"regression": "mse", "any": "mse"}
 
 
 def default_loss(task: str, output_width: int) -> str:
-    """The loss that `loss="auto"` stands for.
+    """Returns the loss that `loss="auto"` stands for.
 
     Args:
         task: "classification", "regression" or "any".
@@ -276,7 +276,7 @@ def default_loss(task: str, output_width: int) -> str:
 
 @cache
 def _torch_losses() -> dict[str, type[nn.Module]]:
-    """The losses of torch.nn that take (output, label), by class name."""
+    """Returns the losses of torch.nn that take (output, label), by class name."""
     classes = {name: value for name, value in vars(nn).items() if isinstance(value, type)}
     return {
         name: value
@@ -287,7 +287,7 @@ def _torch_losses() -> dict[str, type[nn.Module]]:
 
 
 def loss_names() -> list[str]:
-    """What `loss` may be by name: ours first, then the class names of torch.nn."""
+    """Returns the names that `loss` accepts: ours first, then the class names of torch.nn."""
     return [*LOSSES, *sorted(_torch_losses())]
 
 
@@ -295,7 +295,7 @@ def check_loss_name(name: str) -> None:
     """Refuses a name that is no loss.
 
     Raises:
-        ValueError: With the reason, or with the known names and the nearest.
+        ValueError: The name is no loss; the error says why, or lists the known names and the nearest.
     """
     _check_arguments(name)
     if name not in loss_names():
@@ -306,18 +306,17 @@ def check_loss_name(name: str) -> None:
 
 
 def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
-    """The per-row form of a loss.
+    """Returns the per-row form of a loss.
 
     Args:
         loss: A name of `loss_names()`; an instance of a torch.nn loss, whose reduction is replaced (the
             instance itself is not changed); or a callable (output, label) -> one value per row, which
-            gets both as they are, see `CallableLoss`. What parameters a loss has are not trained.
-        device: Where class weights and the state of a user's module go.
+            gets both unchanged, see `CallableLoss`. Parameters of a loss are not trained.
+        device: Device for class weights and the state of a user's module.
 
     Raises:
-        ValueError: The loss cannot be named, or does not fit (output, label); at a call, also that it
-            gives one number for many rows, or one per pair of rows, or that output and label differ in
-            shape.
+        ValueError: The name is unknown, or the loss does not take (output, label); at a call, also if it
+            returns one number for many rows or for pairs of rows, or if output and label differ in shape.
     """
     if isinstance(loss, str):
         check_loss_name(loss)

@@ -1,4 +1,4 @@
-"""Formulas of metrics where torchmetrics' own are not exact, or wait for the device."""
+"""Computes metrics for which torchmetrics is not exact or waits for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Curve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Rows per class that are predicted rightly, are predicted, and are labelled so: (3, classes)."""
+    """Counts the rows per class that are predicted correctly, predicted, and labelled so: (3, classes)."""
     # torchmetrics counts by bincount, which waits for the device to learn its size.
     counts = torch.zeros((3, num_classes), dtype=torch.int64, device=label.device)
     ones = torch.ones_like(label)
@@ -23,11 +23,11 @@ def class_counts(predicted: torch.Tensor, label: torch.Tensor, num_classes: int)
 
 
 def add_counts(metric: Any, counts: torch.Tensor) -> None:
-    """What `metric.update` would add to its true and false positives and negatives."""
+    """Adds to a metric's true and false positives and negatives what `metric.update` would."""
     right, predicted, actual = counts
     rest = actual.sum() - predicted - actual + right
     for key, value in {"tp": right, "fp": predicted - right, "fn": actual - right, "tn": rest}.items():
-        state = getattr(metric, key)  # (classes,), or (1,): class 1 of a binary metric, the sum of a micro
+        state = getattr(metric, key)  # (classes,), or (1,): class 1 if binary, the sum if micro
         if len(state) == 1:
             is_binary = type(metric).__name__.startswith("Binary")
             value = value[1:2] if is_binary else value.sum(0, keepdim=True)
@@ -35,7 +35,7 @@ def add_counts(metric: Any, counts: torch.Tensor) -> None:
 
 
 def balanced_accuracy(metric: Any) -> torch.Tensor:
-    """The mean recall of the classes that occur: as scikit-learn, not torchmetrics, counts them."""
+    """Returns the mean recall of the classes that occur, like scikit-learn and unlike torchmetrics."""
     right, missed = metric.tp.double(), metric.fn.double()
     occurs = right + missed > 0
     recalls: torch.Tensor = right[occurs] / (right + missed)[occurs]
@@ -43,7 +43,7 @@ def balanced_accuracy(metric: Any) -> torch.Tensor:
 
 
 def auroc(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-    """The share of pairs (positive, negative) in order, ties by half: Mann and Whitney's U."""
+    """Returns the share of pairs (positive, negative) in order, ties counted half: Mann and Whitney's U."""
     order = scores.argsort()
     _, places, counts = torch.unique_consecutive(scores[order], return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0).double() - (counts - 1).double() / 2
@@ -54,7 +54,7 @@ def auroc(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
 
 
 def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-    """The precision at every distinct score, times the recall it adds."""
+    """Returns the sum over distinct scores of the precision times the recall that the score adds."""
     order = scores.argsort(descending=True)
     _, counts = torch.unique_consecutive(scores[order], return_counts=True)
     ends = counts.cumsum(0)  # rows down to each distinct score
@@ -65,10 +65,10 @@ def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Ten
 
 
 def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor:
-    """The mean over the classes whose curve is defined, NaN where none is.
+    """Returns the mean over the classes whose curve is defined, NaN if none is.
 
-    torchmetrics itself counts in fp32, which ends at 16.7 million positives, and takes 0 for a class
-    without rows.
+    torchmetrics counts in fp32, which is exact only up to 16.7 million positives, and scores a class
+    without rows as 0.
     """
     scores, label = torch.cat(metric.preds), torch.cat(metric.target)
     columns = [(1, scores)] if scores.dim() == 1 else list(enumerate(scores.unbind(1)))
@@ -83,9 +83,9 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
 class R2:
     """Coefficient of determination, averaged over the outputs, with torchmetrics' protocol.
 
-    torchmetrics' own takes sums of squares, which lose all digits for targets far from zero, and calls
-    every target of small scale constant. This one merges means and squared deviations (Chan, Golub
-    and LeVeque 1979). Constant targets score 0, or 1 where they are met, as in scikit-learn.
+    torchmetrics uses sums of squares, which lose all digits for targets far from zero, and treats every
+    target of small scale as constant. This class merges means and squared deviations (Chan, Golub and
+    LeVeque 1979). Constant targets score 0, or 1 if they are predicted exactly, as in scikit-learn.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The metrics of one output: accumulated on the device of each rank, merged over all of them.
+"""Accumulates the metrics of one output on each rank's device, and merges them over all ranks.
 
-`update` neither waits for the device nor talks to other ranks. `compute` gathers the ranks' states,
-once for all metrics, and merges them as each metric itself says; torchmetrics' own synchronisation
-needs torch.distributed and hangs where a rank saw no rows.
+`update` neither waits for the device nor talks to other ranks. `compute` gathers the ranks' states once for
+all metrics and merges them by each metric's own method; torchmetrics' synchronisation needs
+torch.distributed and hangs if a rank saw no rows.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class MetricSet:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._metrics = {name: self._make(name, device) for name in self.names}
         self._rows = 0
-        # Of ranks that are no more, as they left them: merged when the values are asked for.
+        # States of ranks that no longer exist; `compute` merges them.
         self._carried: list[dict[str, torch.Tensor]] = []
 
     def _make(self, name: str, device: torch.device) -> Any:
-        # A metric's own dtype holds through `to` only if set by this method of torchmetrics.
+        # Only torchmetrics' `set_dtype` sets a dtype that `to` does not change.
         return METRICS[name].make(self._num_classes).to(device).set_dtype(self._dtype)
 
     @torch.no_grad()
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        """Takes in rows, as the module and the reader give them.
+        """Adds rows to the metrics.
 
-        Nothing is copied off the device, but for how many rows are left where some may be ignored.
+        Does not wait for the device, except for the number of kept rows if some may be ignored.
 
         Args:
             output: (batch,) or (batch, width): logits in a classification, else values. Other shapes
-                are values too, if `label` has the same.
+                are values if `label` has the same shape.
             label: (batch,) or (batch, 1) class numbers, or values.
 
         Raises:
-            ValueError: The shapes do not belong together.
+            ValueError: The shapes do not fit each other.
         """
         if self._ignored is not None and self.names and label.numel() == len(label) == len(output):
             kept = label.reshape(-1) != self._ignored
@@ -103,10 +103,10 @@ class MetricSet:
             )
         label = label.reshape(-1).long()
         if logits.shape[1] == 1:
-            # Log odds z against 0: as two logits, without an overflow on either side.
+            # Log odds z equal the two logits (0, z), which overflow on neither side.
             logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
         if self._num_classes == 2:
-            # Of the difference alone: softmax rounds equal differences apart, and ties would be none.
+            # From the difference alone: softmax rounds equal differences differently, which breaks ties.
             probabilities = (logits[:, 1] - logits[:, 0]).sigmoid()  # (batch,), of class 1
         else:
             probabilities = logits.softmax(1)  # (batch, classes)
@@ -117,14 +117,14 @@ class MetricSet:
         }
 
     def compute(self, collective: Collective) -> dict[str, float]:
-        """The metrics over all rows of all ranks, equal on every rank. Runs on every rank.
+        """Returns the metrics over all rows of all ranks, equal on every rank. Runs on every rank.
 
-        NaN where a metric is not defined: without any row, of one class only for "auroc", and so on.
-        The rows stay taken in; see `reset`.
+        An undefined metric is NaN: without rows, or "auroc" of a single class. The rows are kept; see
+        `reset`.
         """
         if not self.names:
             return {}
-        # Every rank reaches this call, also one that saw no rows: it gives its empty state.
+        # Every rank reaches this call; one that saw no rows sends its empty state.
         mine = save({f"{i}/{key}": t for i, own in enumerate(self.states()) for key, t in own.items()})
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
@@ -138,12 +138,12 @@ class MetricSet:
         if not num_rows:
             return dict.fromkeys(self.names, nan)
         with warnings.catch_warnings():
-            # torchmetrics misses its updates: the merged states bring along what they did.
+            # torchmetrics warns that `update` was not called, but the merged states hold its results.
             warnings.simplefilter("ignore", UserWarning)
             return {name: float(METRICS[name].finish(metric)) for name, metric in merged.items()}
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """Copies on the CPU of all states: this rank's own, then those that it carries for former ranks."""
+        """Copies all states to the CPU: this rank's own, then those that it holds for former ranks."""
         states = {"rows": torch.tensor(self._rows)}
         for name, metric in self._metrics.items():
             for key, state in metric.metric_state.items():
@@ -155,14 +155,14 @@ class MetricSet:
         return [states, *self._carried]
 
     def load_states(self, states: Sequence[dict[str, torch.Tensor]], carried: bool = False) -> None:
-        """Goes on from what `states` gave, in the place of all rows so far.
+        """Restores the result of `states`, in place of all rows so far.
 
         Args:
-            states: Of one rank, or one after the other of several.
-            carried: They are of other ranks than this one: kept beside this rank's own rows.
+            states: States of one rank, or of several ranks one after another.
+            carried: Whether they belong to other ranks and are kept beside this rank's own rows.
 
         Raises:
-            ValueError: They are of other metrics.
+            ValueError: They belong to other metrics.
         """
         self.reset()
         if carried or not states:
@@ -172,7 +172,7 @@ class MetricSet:
         self._carried = [dict(own) for own in rest]
         self._rows = int(first["rows"])
         for name, metric in self._metrics.items():
-            # Clones: what comes from a file is mapped.
+            # Copies, because tensors from a file are mapped.
             own = {
                 key: [part.to(self._device, copy=True) for part in state]
                 if isinstance(state, list)
@@ -182,7 +182,7 @@ class MetricSet:
             if not isinstance(metric, nn.Module):
                 metric.merge_state(own)
                 continue
-            # Not merged into zeros: a state without a sum to merge by would change its shape.
+            # Set, not merged into zeros: merging a state that is not summed would change its shape.
             known: Any = metric.metric_state
             unknown = sorted(set(own) - set(known))
             if unknown:
@@ -202,7 +202,7 @@ class MetricSet:
 
 
 def _pieces(states: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The states "<number>/<key>" by their numbers."""
+    """Groups the states "<number>/<key>" by their numbers."""
     pieces: dict[int, dict[str, torch.Tensor]] = {}
     for key, state in states.items():
         number, rest = key.split("/", 1)
@@ -211,7 +211,7 @@ def _pieces(states: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-    """One metric's states in the form that `merge_state` takes: lists of tensors as lists."""
+    """Returns one metric's states in the form that `merge_state` takes: lists of tensors as lists."""
     own: dict[str, Any] = {}
     for key, state in states.items():
         if key.startswith(prefix):
@@ -223,13 +223,13 @@ def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
 def make_metrics(
     names: Sequence[str], output_width: int, device: torch.device, ignored: int | None = None
 ) -> MetricSet:
-    """The metrics of one output. Runs on every rank.
+    """Makes the metrics of one output. Runs on every rank.
 
     Args:
-        names: Of `METRICS`; values come in this order.
+        names: Names in `METRICS`; values come in this order.
         output_width: Size of the module's last output dimension: the number of classes, 1 for a single
-            logit. Without meaning in a regression.
-        device: Where rows are taken in.
+            logit. Unused in a regression.
+        device: Device of the rows.
         ignored: Rows with this label are not counted; see `Head.ignored`.
 
     Raises:

@@ -1,11 +1,10 @@
-"""The registry of metrics: torchmetrics' by name, and what each asks for.
+"""The registry of metrics: torchmetrics' by name, with the arguments that each takes.
 
-Metrics count every row once: a weight column weights the loss, not them. Two classes, with one logit
-or with two, are binary: precision, recall, f1, auroc and average_precision are those of class 1, as
-in scikit-learn. More classes are averaged: each class alike (macro) but for "f1_weighted", by the
-classes' rows, which is what Spark's MulticlassClassificationEvaluator calls f1. "auroc" and
-"average_precision" keep every score of a validation: 8 bytes per row and class and 8 per label, of
-all ranks on each rank.
+Metrics count every row once: a weight column affects only the loss. Two classes, with one logit or with
+two, are binary: precision, recall, f1, auroc and average_precision are those of class 1, as in
+scikit-learn. With more classes, each class counts alike (macro), but in "f1_weighted" by its rows, which
+Spark's MulticlassClassificationEvaluator calls f1. "auroc" and "average_precision" keep every score of a
+validation: each rank holds 8 bytes per row and class and 8 per label for the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class MetricInfo:
     """One entry of the registry.
 
     Attributes:
-        task: What the labels must be.
-        higher_is_better: Which way is up, for early stopping and the best checkpoint.
-        make: Number of classes (of no meaning in a regression) -> a metric with torchmetrics' protocol.
-        takes: Whether it is updated with values and labels, relative errors, counts of predicted
+        task: Kind of the labels.
+        higher_is_better: Whether a larger value is better, for early stopping and the best checkpoint.
+        make: Makes a metric with torchmetrics' protocol from the number of classes (unused in a regression).
+        takes: Kind of the arguments of `update`: values and labels, relative errors, counts of predicted
             classes, probabilities and labels, or log losses.
-        finish: Merged metric -> value, where that is not its `compute`.
+        finish: Computes the value of a merged metric.
     """
 
     task: Task
@@ -54,14 +53,14 @@ class MetricInfo:
 
 
 def _torchmetric(class_name: str, **options: Any) -> Any:
-    # The collective may be torch.distributed, and the metric would synchronise through it on its own.
+    # The metric would synchronise by itself if the collective is torch.distributed.
     return getattr(import_module("torchmetrics"), class_name)(sync_on_compute=False, **options)
 
 
 def _of_classes(
     family: str, num_classes: int, average: str | None = "macro", as_binary: bool = True, **options: Any
 ) -> Any:
-    """Two classes are binary; the labels are checked on the driver already, by their statistics."""
+    """Makes a classification metric; two classes are binary. The driver has already checked the labels."""
     classification = import_module("torchmetrics.classification")
     shared = {"sync_on_compute": False, "validate_args": False, **options}
     if num_classes == 2 and as_binary:
@@ -70,7 +69,7 @@ def _of_classes(
 
 
 def _classes(make: Callable[[int], Any], finish: Finish | None = None) -> MetricInfo:
-    """An entry for metrics of predicted classes."""
+    """Returns an entry for a metric of predicted classes."""
     options = {"finish": finish} if finish else {}
     return MetricInfo(task="classification", higher_is_better=True, make=make, takes="counts", **options)
 
@@ -118,14 +117,14 @@ METRICS: dict[str, MetricInfo] = {
     "mse": _error("MeanSquaredError"),
     "rmse": _error("MeanSquaredError", squared=False),
     "mae": _error("MeanAbsoluteError"),
-    # torchmetrics' own takes labels below 1.17e-6 for that.
+    # torchmetrics' own replaces labels below 1.17e-6 by that number.
     "mape": _mean("regression", "relative_errors"),
     "r2": MetricInfo(task="regression", higher_is_better=True, make=lambda num_classes: R2(), takes="values"),
 }
 
 
 def metric_info(name: str) -> MetricInfo:
-    """The registry's entry.
+    """Returns the registry's entry.
 
     Raises:
         ValueError: The name is unknown.
@@ -135,7 +134,7 @@ def metric_info(name: str) -> MetricInfo:
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether a larger value of the metric is the better one.
+    """Returns whether a larger value of the metric is better.
 
     Raises:
         ValueError: The name is unknown.
@@ -144,13 +143,13 @@ def higher_is_better(name: str) -> bool:
 
 
 def check_metrics(names: Sequence[str], task: str) -> None:
-    """Checks names of metrics where the user gives them. Runs on the driver.
+    """Checks the user's names of metrics. Runs on the driver.
 
     Args:
-        task: "classification", "regression", or "any", which takes both kinds.
+        task: "classification", "regression", or "any", which accepts both.
 
     Raises:
-        ValueError: A name is unknown, given twice or of another task, or torchmetrics is missing.
+        ValueError: A name is unknown, given twice or for another task, or torchmetrics is missing.
     """
     for name in names:
         info = metric_info(name)

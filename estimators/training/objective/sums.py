@@ -1,4 +1,4 @@
-"""What the rows of one split add up to: losses and metrics, from micro-batches to the numbers of an epoch."""
+"""Sums losses and metrics over the rows of one split, from micro-batches to the numbers of an epoch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ringspark.models.generators import Tensors
 
 
 class Seen(NamedTuple):
-    """What one micro-batch gave.
+    """The results of one micro-batch.
 
     Attributes:
-        losses: Each head's sum of weighted losses over the rows, (num_heads,).
-        weights: What the rows weigh in each of them, (num_heads,).
-        pairs: Output and label of each head, (rows, ...), where metrics take them; else empty.
+        losses: Each head's weighted loss summed over the rows, (num_heads,).
+        weights: The rows' weight in each of them, (num_heads,).
+        pairs: Output and label of each head, (rows, ...), if metrics need them; else empty.
     """
 
     losses: torch.Tensor
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses are; waits for the device."""
+        """Whether all losses are finite; waits for the device."""
         return bool(self.losses.isfinite().all())
 
 
@@ -36,7 +36,7 @@ class Sums:
     """Losses and metrics of the rows that this rank has seen of one split, since the last `take`.
 
     Attributes:
-        takes_outputs: Whether `add` wants outputs and labels.
+        takes_outputs: Whether `add` needs outputs and labels.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Sums:
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
     def add(self, seen: Iterable[Seen], finite_only: bool = False) -> None:
-        """Takes in the rows of micro-batches; no batch waits for a number.
+        """Adds the results of micro-batches without waiting for the device.
 
         Args:
-            finite_only: For a skipped step: without the micro-batches whose losses are not finite, and in
-                metrics without the rows whose outputs are not.
+            finite_only: Leaves out micro-batches whose losses are not finite, and in metrics the rows
+                whose outputs are not; for a skipped step.
         """
         for losses, weights, pairs in seen:
             if finite_only:
@@ -73,11 +73,11 @@ class Sums:
                 metric_set.update(output, label)
 
     def take(self, data: Collective) -> dict[str, float]:
-        """The numbers of the split by their names in the history, and a new start. Runs on every rank.
+        """Returns the split's numbers by their names in the history, and resets them. Runs on every rank.
 
         Args:
-            data: The ranks that have seen rows. Each number is over all of them, and equal on all; not a
-                number where nothing has weight.
+            data: Collective of the ranks that have seen rows. Each number is over all of them and equal on
+                all; NaN if no row has weight.
         """
         losses, weights = data.all_reduce(self._losses.cpu().flatten()).view_as(self._losses)
         means: list[float] = (losses / weights).tolist()
@@ -100,7 +100,7 @@ class Sums:
             metric_set.reset()
 
     def state(self) -> Tensors:
-        """Copies on the CPU: "totals", (2, num_heads), and "metrics/<head>/<number>/<key>"."""
+        """Copies the sums to the CPU: "totals", (2, num_heads), and "metrics/<head>/<number>/<key>"."""
         result = {"totals": self._losses.detach().cpu().clone()}
         for index, metric_set in enumerate(self._metrics):
             for number, states in enumerate(metric_set.states()):
@@ -108,20 +108,20 @@ class Sums:
         return result
 
     def load(self, state: Tensors) -> None:
-        """Goes on from `state`'s result of this rank.
+        """Restores this rank's result of `state`.
 
         Raises:
-            ValueError: It is of another number of heads, or of other metrics.
+            ValueError: It has another number of heads, or other metrics.
         """
         self._load_losses(state["totals"])
         for index, metric_set in enumerate(self._metrics):
             metric_set.load_states(_of_metrics(state, index))
 
     def load_all(self, states: Sequence[Tensors], answers: bool) -> None:
-        """Goes on from the results of ranks that are no more.
+        """Restores the results of ranks that no longer exist.
 
         Args:
-            answers: Whether this rank carries all of them on; the others start from nothing.
+            answers: Whether this rank takes all of them; the others start from zero.
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
         self._load_losses(total if answers else torch.zeros_like(total))
@@ -139,7 +139,7 @@ class Sums:
 
 
 def _of_metrics(state: Tensors, index: int) -> list[Tensors]:
-    """The states of metric set `index`, as `MetricSet.states` gives them."""
+    """Returns the states of metric set `index`, in the form of `MetricSet.states`."""
     prefix = f"metrics/{index}/"
     pieces: dict[int, Tensors] = {}
     for key, tensor in state.items():

@@ -1,7 +1,7 @@
-"""Optimizers by name or by a factory, over one or several groups of parameters.
+"""Makes optimizers from a name or a factory, over one or several groups of parameters.
 
-Made after the module has its final form. The learning rate is what the user wrote, for any number
-of ranks. One file a family where torch has none that fits.
+An optimizer is made after the module has its final form. The learning rate is the user's for any number of
+ranks. An optimizer that torch lacks, or whose version does not fit, has its own file.
 """
 
 from ringspark.estimators.names import check_name

@@ -1,9 +1,9 @@
 """Adafactor: Adam's second moment as the product of a row and a column (Shazeer and Stern 2018).
 
-No first moment, and for a matrix one number per row and per column: a few thousandths of its weights. The
-rate is relative: each step is `lr`, at most 1 / sqrt(step), times the root mean square of the weights, so
-1e-2 is a usual `learningRate`. Numbers and state are those of torch.optim.Adafactor, which is not used
-because it waits for the device twice per parameter, and cannot step on meta tensors.
+It has no first moment, and for a matrix one number per row and per column: a few thousandths of its
+weights. The rate is relative: a step is `lr`, at most 1 / sqrt(step), times the root mean square of the
+weights, so 1e-2 is a usual `learningRate`. Numbers and state equal those of torch.optim.Adafactor, which is
+not used because it waits for the device twice per parameter and cannot step on meta tensors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Adafactor(DenseOptimizer):
         """Stores the settings.
 
         Args:
-            beta2_decay: The mean of squares takes step ** beta2_decay of each new one.
-            eps: The least root mean square of weights that a step is relative to.
-            clip: The largest root mean square of an update, before the rate.
+            beta2_decay: Exponent of the weight of new squares in their mean: step ** beta2_decay.
+            eps: Lower bound of the weights' root mean square in the size of a step.
+            clip: Upper bound of an update's root mean square, before the rate.
         """
         super().__init__(
             params,
@@ -59,7 +59,7 @@ class Adafactor(DenseOptimizer):
 
 
 def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny: float) -> torch.Tensor:
-    """The estimated means of squares, (..., rows, columns), from those of the rows and of the columns."""
+    """Estimates the means of squares, (..., rows, columns), from those of the rows and of the columns."""
     if "row_var" not in state:
         state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
         state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
@@ -72,6 +72,6 @@ def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny:
 
 
 def _rms(values: torch.Tensor) -> torch.Tensor:
-    """The root mean square, a scalar on the device."""
+    """Returns the root mean square, a scalar on the device."""
     rms: torch.Tensor = torch.linalg.vector_norm(values) / max(1, values.numel()) ** 0.5
     return rms

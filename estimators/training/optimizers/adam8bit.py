@@ -1,11 +1,12 @@
 """Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes a weight instead of 8.
 
-Moments are kept as codes and one scale per block of 256 values (see `quantization`), and computed with in
-fp32, a part at a time, so that a large parameter needs no fp32 copy of its state. Parameters below
-4,096 values keep fp32 moments, as the authors' own: they cost little, and biases and gains suffer most.
+Moments are stored as codes and one scale per block of 256 values (see `quantization`). A step computes in
+fp32, a part at a time, so that a large parameter needs no fp32 copy of its state. Parameters below 4,096
+values keep fp32 moments, as in the authors' version: they cost little, and rounding harms biases and gains
+most.
 
-Libraries were looked at in 2026: torchao compiles the step with a compiler of the machine and refuses
-rates that a schedule writes as numbers; bitsandbytes has no such step for the CPU.
+Libraries were compared in 2026: torchao needs the machine's compiler for the step and refuses rates that a
+schedule writes as numbers; bitsandbytes has no such step for the CPU.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parame
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, num_blocks
 
 MIN_VALUES = 4096
-# Values that are fp32 at a time, in whole blocks: what stays in a core's cache, or keeps a GPU busy.
+# Number of values in fp32 at a time, whole blocks: few for a core's cache, many to keep a GPU busy.
 CHUNK = 1 << 18
 CUDA_CHUNK = 1 << 22
 
-# Moment -> whether it has a sign.
+# Name of each moment -> whether it has a sign.
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class Adam8bit(DenseOptimizer):
-    """Adam, its decay a part of the gradient; AdamW where `decoupled`."""
+    """Adam, whose weight decay is part of the gradient; AdamW if `decoupled`."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Adam8bit(DenseOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which makes every state a tensor of the parameter's dtype, codes as well."""
+        """Restores the state and its dtypes: torch casts all of it, also codes, to the parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for key in state:
@@ -73,14 +74,14 @@ class Adam8bit(DenseOptimizer):
             parameter.copy_(weights.view_as(parameter))
 
     def _quantizer(self, name: str, device: torch.device) -> Quantizer:
-        # Not made in __init__: torch restores a pickled or copied optimizer without it.
+        # Not made in __init__, which torch does not call for a pickled or copied optimizer.
         made: dict[tuple[str, torch.device], Quantizer] = self.__dict__.setdefault("_quantizers", {})
         if (name, device) not in made:
             made[name, device] = Quantizer(MOMENTS[name], device)
         return made[name, device]
 
     def _read(self, state: dict[str, Any], name: str, part: slice) -> torch.Tensor:
-        """The moments of some weights in fp32, free to be changed."""
+        """Returns the moments of some weights in fp32; the caller may change them."""
         if name in state:
             moments: torch.Tensor = state[name][part]
             return moments
@@ -117,7 +118,7 @@ def _adam(
     step: int,
     group: dict[str, Any],
 ) -> torch.Tensor:
-    """One step of Adam over flat fp32 values: changes the moments in place, returns the new weights."""
+    """Takes one step of Adam over flat fp32 values; changes the moments in place, returns the new weights."""
     beta1, beta2 = group["betas"]
     decay = group["weight_decay"]
     if decay and group["decoupled"]:
@@ -131,6 +132,6 @@ def _adam(
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, told by its method: the class takes a second to import."""
+    """Returns this rank's part of a DTensor, known by its method: its class takes a second to import."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

@@ -1,8 +1,8 @@
-"""What our own optimizers share: plain tensors as state, no number read off the device.
+"""The base of our own optimizers: their state is plain tensors, and they read no number from the device.
 
-So their states go through `state_dict` like torch's own, and a step on meta tensors shows a memory
-planner what a real one would allocate. All settings stand in the parameter groups, because Horovod makes
-an optimizer anew from those alone.
+So `state_dict` works as for torch's own, and a step on fake tensors shows the memory planner what a real
+step would allocate. All settings are in the parameter groups, because Horovod makes an optimizer anew from
+them alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
 
 
 class DenseOptimizer(torch.optim.Optimizer):
-    """Updates one parameter after the other, each from its dense gradient; see `update`."""
+    """Updates one parameter after another, each from its dense gradient; see `update`."""
 
     def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
         if not defaults["lr"] >= 0:
@@ -63,7 +63,7 @@ def _check(name: str, gradient: torch.Tensor) -> None:
 
 
 def count_step(state: dict[str, Any]) -> int:
-    """Counts the parameter's steps, from 1, in torch's form: a number on the host that is saved too."""
+    """Counts and returns the parameter's steps, from 1; like torch, keeps the count on the host."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     state["step"] += 1

@@ -1,4 +1,4 @@
-"""A module's optimizer, from a name or a user's factory."""
+"""Builds a module's optimizer from a name or a user's factory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a module in its final form. Runs on every rank.
+    """Builds the optimizer of a module in its final form. Runs on every rank.
 
     Args:
         spec: A name of `OPTIMIZERS`, or a factory. A factory gets the list of trainable parameters
-            (without `groups`) or the list of group dicts, and decides rates and decays itself where a
-            group does not state them.
+            (without `groups`) or the list of group dicts, and sets rates and decays itself if a
+            group does not.
         groups: See `check_groups`; empty or None for one group of all parameters.
 
     Raises:
         ValueError: The name is unknown, the groups do not fit the module, or the factory returned
-            something else than an optimizer of this module's trainable parameters.
+            something other than an optimizer of this module's trainable parameters.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
     if isinstance(spec, str):

@@ -1,4 +1,4 @@
-"""Groups of parameters by patterns over their names, each with its own rate and decay."""
+"""Groups parameters by patterns over their names; each group has its own rate and decay."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_d
 
 
 def check_groups(groups: object) -> list[dict[str, Any]]:
-    """Checks the form of `parameterGroups`; whether a pattern matches is asked of the module later.
+    """Checks the form of `parameterGroups`; `group_parameters` checks later that patterns match.
 
     Args:
         groups: A list of dicts {"params": "encoder.*", "learningRate": 1e-5, "weightDecay": 0.0}.
-            "params" is a pattern over names of parameters (as of the shell: *, ?, [...]) or a list
-            of patterns; the other keys may be left out.
+            "params" is a shell pattern (*, ?, [...]) over names of parameters or a list of patterns;
+            the other keys may be left out.
 
     Returns:
         The groups as plain JSON values, "params" always a list.
 
     Raises:
-        ValueError: One sentence that names the group and the remedy.
+        ValueError: A group is malformed; the error names it and the remedy.
     """
     if isinstance(groups, Mapping | str) or not isinstance(groups, Sequence):
         raise ValueError(f"parameterGroups must be a list of dicts, got {type(groups).__name__}")
@@ -73,14 +73,14 @@ def group_parameters(
     learning_rate: float | None = None,
     weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Deals a module's trainable parameters out to groups, in torch.optim's form.
+    """Splits a module's trainable parameters into groups, in torch.optim's form.
 
-    The first group that matches a parameter gets it; those that none matches form a last group. A
-    rate or decay that a group does not state is the one given here, and absent where that is None.
+    The first group that matches a parameter gets it; parameters without a match form a last group. A group
+    without its own rate or decay gets the one given here, or none if that is None.
 
     Raises:
-        ValueError: The groups are malformed, or a pattern matches no trainable parameter, or none
-            that an earlier group has left.
+        ValueError: The groups are malformed, a pattern matches no trainable parameter, or earlier groups
+            have taken all that it matches.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     defaults = {"lr": learning_rate, "weight_decay": weight_decay}

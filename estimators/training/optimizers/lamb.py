@@ -1,8 +1,8 @@
-"""LAMB: Adam's direction, at a rate that follows each layer's weights (You et al. 2020, algorithm 2).
+"""LAMB: Adam's direction, with a rate scaled to each layer's weights (You et al. 2020, algorithm 2).
 
-For batches of tens of thousands of rows. As in the paper's BERT training, parameters with fewer than two
-dimensions (biases, gains of normalisation layers) step as AdamW: their norms start at 0, and a rate in
-proportion would keep them there.
+It suits batches of tens of thousands of rows. As in the paper's BERT training, parameters with fewer than
+two dimensions (biases, gains of normalisation layers) step as in AdamW: their norms start at 0, and a
+proportional rate would keep them there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parame
 
 
 class Lamb(DenseOptimizer):
-    """Layer-wise adaptive moments; the update of a layer is as long as its weights, times the rate."""
+    """Layer-wise adaptive moments; the norm of a layer's update is the norm of its weights times the rate."""
 
     def __init__(
         self,
@@ -47,6 +47,6 @@ class Lamb(DenseOptimizer):
 
 
 def trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """`weights / update`, both norms; 1 where either is 0."""
+    """Returns `weights / update`, both norms; 1 if either is 0."""
     usable = (weights > 0) & (update > 0)
     return torch.where(usable, weights / torch.where(usable, update, 1.0), 1.0)

@@ -1,8 +1,8 @@
-"""LARS: momentum SGD at a rate that follows each layer's weights (You et al. 2017, algorithm 1).
+"""LARS: momentum SGD with a rate scaled to each layer's weights (You et al. 2017, algorithm 1).
 
-For batches of tens of thousands of rows. The layer's rate is `trust_coefficient` times the ratio of the
-norms of weights and gradient, so `learningRate` is a factor on that: values from 1 to 30 are usual, behind a
-warm-up. Parameters with fewer than two dimensions step as plain momentum SGD.
+It suits batches of tens of thousands of rows. The layer's rate is `trust_coefficient` times the ratio of
+the norms of weights and gradient, and `learningRate` is a factor on that: values from 1 to 30 are usual,
+after a warm-up. Parameters with fewer than two dimensions step as in plain momentum SGD.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ class Lars(DenseOptimizer):
             direction = direction * ratio
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        # The rate goes into the buffer: a schedule changes new gradients, not those taken in before.
+        # The buffer includes the rate, so a schedule affects new gradients but not earlier ones.
         velocity = state["momentum_buffer"].mul_(group["momentum"]).add_(direction, alpha=group["lr"])
         parameter.sub_(velocity)

@@ -1,11 +1,11 @@
 """The registry: optimizers by name.
 
-Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adafactor and sm3, joins the update
-before its length is set in lamb, and is a part of the gradient (L2) in all others, as their papers have it.
+Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adafactor and sm3. In lamb it is
+added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
 
-No library is behind our own: pytorch_optimizer's SM3 keeps a full-size momentum without using it, and
-its LAMB reads norms off the device; for the others see their files. Muon is left out: it takes matrices
-only, and would need a second optimizer for the rest.
+Our own use no library: pytorch_optimizer's SM3 keeps a full-size momentum without using it, and its LAMB
+reads norms from the device; for the others see their files. Muon is left out: it takes only matrices, and
+would need a second optimizer for the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringspark.estimators.training.optimizers.sm3 import SM3
 
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
-# Name -> factory(parameters or groups, learning_rate, weight_decay); the rest is the class's default.
+# Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
     "momentum": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd, momentum=0.9),
@@ -45,8 +45,8 @@ OPTIMIZERS: dict[str, Factory] = {
     "lars": lambda p, lr, wd: Lars(p, lr=lr, weight_decay=wd),
 }
 
-# Those that update every weight from its own gradient and state alone: any flat slice of a parameter may be
-# updated by itself, with the same numbers. The others need a parameter's rows and columns, norms or blocks.
+# Optimizers that update every weight from its own gradient and state alone, so that any flat slice of a
+# parameter may be updated by itself. The others need a parameter's rows and columns, norms or blocks.
 ELEMENTWISE: frozenset[str] = frozenset(
     ("sgd", "momentum", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta")
 )
@@ -55,7 +55,7 @@ ELEMENTWISE: frozenset[str] = frozenset(
 def make_optimizer(
     name: str, parameters: Parameters, learning_rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """The optimizer registered as `name` over `parameters`, or over groups of them.
+    """Makes the optimizer registered as `name` over `parameters`, or over groups of them.
 
     Raises:
         ValueError: The name is unknown.

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions (step, number of steps) -> factor on the learning rate.
 
-Pure, so that a resumed training needs no scheduler state. A scheduler of torch is stateful: `Rates`
-replays it from its start, on a stand-in for the optimizer, up to the step that is asked for.
+They are pure so that a resumed training needs no scheduler state. A torch scheduler is stateful:
+`SchedulerRates` replays it from its start to the needed step, on a stand-in for the optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_UP_SHARE = 0.3
 START_FACTOR = 1 / 25
 END_FACTOR = 1e-4
 
-# What torch's schedulers may set in a parameter group besides its rate.
+# Keys of a parameter group that torch's schedulers may set besides its rate.
 SCHEDULED_KEYS = ("momentum", "betas", "weight_decay")
 
 
@@ -41,7 +41,7 @@ def _cosine(step: int, num_steps: int) -> float:
 
 
 def _one_cycle(step: int, num_steps: int) -> float:
-    """Cosine up over the first 30 % of the steps, cosine down to almost zero (Smith 2018)."""
+    """Rises as a cosine over the first 30 % of the steps, then falls to almost zero (Smith 2018)."""
     peak = WARM_UP_SHARE * num_steps
     if step < peak:
         share, low = step / peak, START_FACTOR
@@ -59,15 +59,15 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def warm_up_factor(step: int, warmup_steps: int) -> float:
-    """Linear: above 0 in step 0, and 1 from step `warmup_steps` on."""
+    """Rises linearly from above 0 in step 0 to 1 in step `warmup_steps`, then stays 1."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
 def with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
-    """`schedule` behind a linear warm-up to its first value.
+    """Returns `schedule` after a linear warm-up to its first value.
 
-    The warm-up takes the first `warmup_steps` steps and the schedule all of its course over the steps
-    that remain: warmed up cosine still ends at zero.
+    The warm-up takes the first `warmup_steps` steps, and the whole schedule runs over the remaining steps:
+    a cosine with warm-up still ends at zero.
     """
     if warmup_steps == 0:
         return schedule
@@ -80,7 +80,7 @@ def with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
 
 
 def check_warmup(warmup_steps: int, num_steps: int) -> None:
-    """Refuses a warm-up that the training would never leave.
+    """Refuses a warm-up that is not shorter than the training.
 
     Raises:
         ValueError: `warmup_steps` is not below `num_steps`.
@@ -93,7 +93,7 @@ def check_warmup(warmup_steps: int, num_steps: int) -> None:
 
 
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
-    """Whether a user's callable is optimizer -> scheduler, rather than (step, num_steps) -> factor.
+    """Returns whether a user's callable is optimizer -> scheduler, not (step, num_steps) -> factor.
 
     Raises:
         ValueError: It takes neither one argument nor two.
@@ -101,7 +101,7 @@ def takes_optimizer(schedule: Callable[..., Any]) -> bool:
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in signature(schedule).parameters.values() if p.kind in kinds]
     required = sum(p.default is Parameter.empty for p in parameters)
-    # A scheduler class that lacks an argument, StepLR alone, would pass for (step, num_steps).
+    # A class such as StepLR, which needs a second argument, must not pass for (step, num_steps).
     if required not in (1, 2) or (required == 2 and isinstance(schedule, type)):
         raise ValueError(
             f"lrSchedule must be one of {sorted(SCHEDULES)}, a callable (step, num_steps) -> factor, or a "
@@ -113,12 +113,12 @@ def takes_optimizer(schedule: Callable[..., Any]) -> bool:
 class Rates:
     """Sets an optimizer's learning rates before each of its steps; every group keeps its own base.
 
-    Made while the groups still have the rates that the user gave. Who else changes a group's rate, as a
-    callback or `ReduceLROnPlateau` in one does, scales the plan: the ratio to what was set last stays
-    with the group for all later steps. Step numbers may jump, as they do when a training is resumed.
+    It must be made while the groups still have the user's rates. If other code changes a group's rate, such
+    as a callback or its `ReduceLROnPlateau`, the ratio to the last planned rate scales the group's rate in
+    all later steps. Step numbers may jump, as in a resumed training.
 
     Attributes:
-        scales: Per group, the product of those ratios; part of what a checkpoint must keep.
+        scales: Product of those ratios for each group; a checkpoint must keep them.
     """
 
     def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -133,21 +133,21 @@ class Rates:
         """Sets the rates of optimizer step `step`, counted from 0.
 
         Raises:
-            ValueError: A rate was changed whose base is 0, so that no ratio says what it is to become.
+            ValueError: Other code changed a rate whose base is 0, so there is no ratio.
         """
         factor = self._schedule(step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
 
     def resume(self, scales: Sequence[float]) -> None:
-        """Takes `scales` over; the rates that the optimizer's loaded state holds are nobody's change."""
+        """Restores `scales`; the rates in the optimizer's loaded state do not count as changes."""
         self.scales = list(scales)
         self._last = None
 
     def take_changes(self) -> None:
-        """Takes into `scales` what others have changed since the last step, before a checkpoint is written.
+        """Adds to `scales` the changes by other code since the last step; call it before a checkpoint.
 
         Raises:
-            ValueError: As `set`.
+            ValueError: Like `set`.
         """
         groups = self._optimizer.param_groups
         if self._last is None:
@@ -169,7 +169,7 @@ class Rates:
         if last:
             self.scales[index] *= rate / last
         elif base:
-            # The schedule is at zero: what was set now is the group's new base.
+            # The schedule is at zero, so the changed rate becomes the group's base.
             self.scales[index] = rate / base
         else:
             raise ValueError(
@@ -179,15 +179,15 @@ class Rates:
 
 
 class _StandIn(torch.optim.Optimizer):
-    """An optimizer's groups, without its weights.
+    """An optimizer with the groups of another one, but without its weights.
 
-    A scheduler on the real optimizer would see rates that the warm-up changed, and would warn where
-    fp16's loss scaling skips the first step or a resumed training replays the steps before.
+    A scheduler on the real optimizer would see rates that the warm-up changed, and would warn if fp16's
+    loss scaling skips the first step or a resumed training replays earlier steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [
-            {**group, "params": [nn.Parameter(torch.zeros(()))]}  # a scheduler never looks at them
+            {**group, "params": [nn.Parameter(torch.zeros(()))]}  # a scheduler never reads it
             for group in optimizer.param_groups
         ]
         super().__init__(groups, dict(optimizer.defaults))
@@ -197,7 +197,7 @@ class _StandIn(torch.optim.Optimizer):
 
 
 class SchedulerRates(Rates):
-    """Rates by a scheduler of torch, which steps once per optimizer step."""
+    """Sets rates by a torch scheduler, which steps once per optimizer step."""
 
     def __init__(
         self, factory: SchedulerFactory, optimizer: torch.optim.Optimizer, warmup_steps: int
@@ -206,7 +206,7 @@ class SchedulerRates(Rates):
         self._factory = factory
         self._warmup_steps = warmup_steps
         self._start = _StandIn(optimizer)
-        # (group, key) besides rates that the scheduler moves. It leaves the others to their owners.
+        # (group, key) of values besides rates that the scheduler changes; others are not touched.
         self._moved: set[tuple[int, str]] = set()
         self._restart()
 
@@ -246,12 +246,12 @@ class SchedulerRates(Rates):
 def make_rates(
     spec: str | Callable[..., Any], optimizer: torch.optim.Optimizer, num_steps: int, warmup_steps: int = 0
 ) -> Rates:
-    """The learning rates of a training of `num_steps` steps, the first `warmup_steps` warming up.
+    """Makes the learning rates of a training of `num_steps` steps, of which `warmup_steps` warm up.
 
     Args:
         spec: A name of `SCHEDULES`, a callable (step, num_steps) -> factor on each group's rate, or a
             callable optimizer -> scheduler of torch, stepped once per optimizer step.
-        optimizer: With the base rates in its groups.
+        optimizer: Holds the base rates in its groups.
 
     Raises:
         ValueError: The name is unknown, the callable has another form, or the warm-up is too long.

@@ -1,8 +1,8 @@
 """SM3: Adagrad with one number per row and per column instead of one per weight (Anil et al. 2019, SM3-II).
 
-A weight's sum of squared gradients is at most the least of the sums of the lines that it lies in: one
-vector for each dimension of a parameter is all the state. Without momentum, which would cost as much as
-the weights. Decay is decoupled from the gradient, as in AdamW.
+The state is one vector of sums for each dimension of a parameter. A weight's sum of squared gradients is at
+most the smallest of the sums of the rows and columns that contain it. There is no momentum, which would
+take as much memory as the weights. Decay is decoupled from the gradient, as in AdamW.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters
 
-# Below the square of any gradient that counts; the update of a weight that never had one is 0.
+# Smaller than the square of any relevant gradient; a weight that never had a gradient gets update 0.
 TINY = 1e-30
 
 
 class SM3(DenseOptimizer):
-    """Square-root of minima of sums of maxima of squared gradients."""
+    """Adagrad whose sums of squared gradients are bounded by one sum per row and per column."""
 
     def __init__(self, params: Parameters, lr: float = 0.1, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

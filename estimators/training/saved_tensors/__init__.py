@@ -1,12 +1,12 @@
-"""What autograd keeps from the forward pass for the backward pass: elsewhere, or smaller.
+"""Offloads or compresses the tensors that autograd saves in the forward pass for the backward pass.
 
-`saved_tensor_hooks` stands around one forward pass. Every tensor that an operation saves for its
-backward goes through `hooks.SavedTensors`, which may compress it (`compression`), move it out of the
-device's memory (`offload`), or both, and gives it back when the backward pass asks for it.
+`saved_tensor_hooks` wraps one forward pass. Every tensor that an operation saves for its backward goes
+through `hooks.SavedTensors`, which may compress it (`compression`), move it out of the device's memory
+(`offload`), or both, and restores it for the backward pass.
 
-Invariants: offload and the compression "bits" change no bit of any gradient; "int8" and "fp8" do, by a
-measured error, and keep NaN and Inf, so that a loss scaler still sees an overflow. Parameters and
-buffers, views of them and their copies under autocast stay where and what they are.
+Invariants: offload and the compression "bits" keep every gradient bitwise equal; "int8" and "fp8" change
+them by a measured error, and keep NaN and Inf, so that a loss scaler still sees an overflow. Parameters and
+buffers, their views and their copies under autocast are not touched.
 
 The techniques are vDNN's (Rhu et al. 2016) and Gist's (Jain et al. 2018).
 """
@@ -27,21 +27,21 @@ from ringspark.estimators.training.saved_tensors.offload import make_store
 def saved_tensor_hooks(
     *, offload: str, compression: str, module: nn.Module, device: torch.device
 ) -> AbstractContextManager[None]:
-    """The context of one forward pass whose saved tensors are offloaded or compressed.
+    """Returns the context of one forward pass whose saved tensors are offloaded or compressed.
 
-    Without gradients, or with neither technique, it is empty and costs nothing. What was saved lives as
-    long as the graph does: after the backward pass, or when an exception drops the graph, memory and
-    disk are free again.
+    Without gradients, or with neither technique, it is empty and costs nothing. Saved tensors live as long
+    as the graph: after the backward pass, or when an exception drops the graph, memory and disk are free
+    again.
 
     Args:
-        offload: `TrainConfig.activation_offload`.
-        compression: `TrainConfig.activation_compression`.
-        module: The network; its parameters and buffers are left alone.
-        device: Where the training computes; saved tensors of other devices are left alone. On "meta"
-            what would leave the device is not held at all, so that bytes can be counted.
+        offload: Value of `TrainConfig.activation_offload`.
+        compression: Value of `TrainConfig.activation_compression`.
+        module: The network; its parameters and buffers are not touched.
+        device: Device of the training; saved tensors on other devices are not touched. On "meta",
+            offloaded tensors are not held at all, so that bytes can be counted.
 
     Raises:
-        OSError: In the pass, where the disk of offload "disk" is full or fails.
+        OSError: The disk of offload "disk" is full or fails; raised in the pass.
     """
     if not torch.is_grad_enabled() or (offload == "none" and compression == "none"):
         return nullcontext()
@@ -56,7 +56,7 @@ def _hooks(offload: str, compression: str, module: nn.Module, device: torch.devi
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), mode:
             yield
     finally:
-        # The graph holds the hooks: what only the forward pass needs must not live as long.
+        # The graph keeps the hooks alive; data for the forward pass alone is dropped here.
         saved.end_forward()
 
 

@@ -1,7 +1,7 @@
-"""Eight truth values a byte, exactly, in tensor arithmetic that also runs on CUDA and on meta.
+"""Packs eight booleans into a byte, by tensor arithmetic that also runs on CUDA and on meta.
 
 Eight booleans are eight bytes 0 or 1, so one 64-bit word: a multiplication gathers their bits in its top
-byte, and another one spreads a byte over a word again (little-endian, as all machines torch runs on).
+byte, and another one spreads a byte over a word again (little-endian, like all machines that run torch).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 _GATHER = 0x0102040810204080
 _SPREAD = 0x0101010101010101
-# Byte i of the word keeps bit i; written as the negative number it is in a signed word.
+# Byte i of the word keeps bit i; negative, because the word is signed.
 _SELECT = 0x8040201008040201 - 2**64
 
 
 def pack_bits(values: torch.Tensor) -> torch.Tensor:
-    """Booleans (n,) -> bytes (ceil(n / 8),); the first value in the lowest bit of the first byte."""
+    """Packs booleans (n,) into bytes (ceil(n / 8),); the first value is the lowest bit of the first byte."""
     padding = -values.numel() % 8
     if padding:
         values = torch.cat([values, values.new_zeros(padding)])

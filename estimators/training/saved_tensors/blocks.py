@@ -1,11 +1,11 @@
-"""Eight bits a value with one fp32 scale per block of 256: "int8" and "fp8", both lossy.
+"""Stores values in eight bits with one fp32 scale per block of 256: "int8" and "fp8", both lossy.
 
 The largest finite magnitude of a block becomes the largest finite code: ±126 of int8, ±416 of fp8 e4m3.
-The codes beyond say +Inf, -Inf and NaN, so that none of them is lost and none spoils its block: a loss
-scaler must still see an overflow, and a mask of -Inf must stay one.
+The remaining codes are +Inf, -Inf and NaN, which are kept and do not affect their block: a loss scaler must
+still see an overflow, and a mask of -Inf must stay one.
 
-Error of a finite value: int8 at most 1/252 of the block's largest magnitude; fp8 at most 1/16 of the
-value itself, as long as it is not under 1/26,000 of the block's largest.
+The error of a finite value is at most 1/252 of the block's largest magnitude with int8. With fp8 it is at
+most 1/16 of the value itself, unless that is below 1/26,000 of the block's largest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 BLOCK = 256
-# Values handled at a time: what is computed on the way stays small beside what is stored.
+# Values converted at a time, so that temporaries stay small compared with the result.
 _CHUNK = 1024 * BLOCK
 _FP8 = torch.float8_e4m3fn
 _LARGEST = {"int8": 126.0, "fp8": 416.0}
@@ -25,7 +25,7 @@ BlockFormat = Literal["int8", "fp8"]
 
 
 def quantise(values: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Floating values (n,) -> codes, bytes (n,), and scales, fp32 (ceil(n / BLOCK),)."""
+    """Converts floating values (n,) to codes, bytes (n,), and scales, fp32 (ceil(n / BLOCK),)."""
     count = values.numel()
     codes = torch.empty(count, dtype=torch.uint8, device=values.device)
     scales = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=values.device)
@@ -45,7 +45,7 @@ def quantise(values: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Ten
 def dequantise(
     codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Undoes `quantise` but for the rounding; (n,) in `dtype`."""
+    """Undoes `quantise` except for the rounding; returns (n,) in `dtype`."""
     count = codes.numel()
     table = _table(block_format, codes.device)
     values = torch.empty(count, dtype=dtype, device=codes.device)
@@ -66,14 +66,14 @@ def _chunks(count: int) -> Iterator[tuple[int, int]]:
 
 def _encode(scaled: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     if block_format == "fp8":
-        # 448 is the code after 416: Inf becomes it here, and no finite value does. NaN stays NaN.
+        # 448, the code after 416, stands for Inf and for no finite value. NaN stays NaN.
         return scaled.clamp_(-448, 448).to(_FP8).view(torch.uint8)
-    # 0 is NaN, 1 and 255 are -Inf and +Inf, 128 is zero.
+    # Code 0 is NaN, 1 and 255 are -Inf and +Inf, 128 is zero.
     return scaled.round_().nan_to_num_(nan=-128.0, posinf=127.0, neginf=-127.0).add_(128).to(torch.uint8)
 
 
 def _table(block_format: BlockFormat, device: torch.device) -> torch.Tensor:
-    """What each of the 256 codes means in units of its block's scale."""
+    """Returns the value of each of the 256 codes in units of its block's scale."""
     codes = torch.arange(256, device=device, dtype=torch.uint8)
     if block_format == "fp8":
         values, beyond = codes.view(_FP8).float(), 448.0

@@ -1,9 +1,9 @@
-"""Codecs for saved tensors, and the mode that says which operation a tensor is saved by.
+"""Codecs for saved tensors, and the mode that tells which operation saves a tensor.
 
-Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network Training". Autograd's nodes stay
-torch's own; only what they save is encoded. ReLU's node asks its output for `> 0` alone, dropout's factor
-is zero or one constant: a bit each, exactly. A hook cannot see which node it saves for, so a
-`TorchFunctionMode` watches the calls.
+After Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network Training". Autograd's nodes
+stay torch's own; only the tensors that they save are encoded. ReLU's node only needs to know where its
+output is `> 0`, and dropout's factor is zero or one constant: one bit each, exactly. A hook cannot see for
+which node a tensor is saved, so a `TorchFunctionMode` watches the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Parts = tuple[torch.Tensor, ...]
 
 
 class Codec(Protocol):
-    """Vectors -> what is stored -> vectors. Equal codecs give equal parts: they are part of a key."""
+    """Encodes vectors to stored parts and decodes them. Equal codecs give equal parts and equal keys."""
 
     def encode(self, values: torch.Tensor) -> Parts: ...
 
@@ -33,7 +33,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Raw:
-    """As it is."""
+    """Stores a vector unchanged."""
 
     def encode(self, values: torch.Tensor) -> Parts:
         return (values,)
@@ -44,7 +44,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Booleans:
-    """Masks, exactly."""
+    """Stores a mask exactly, one bit per value."""
 
     def encode(self, values: torch.Tensor) -> Parts:
         return (pack_bits(values),)
@@ -55,7 +55,7 @@ class Booleans:
 
 @dataclass(frozen=True)
 class Signs:
-    """1 where a gradient passes ReLU, 0 elsewhere. It passes a NaN, as in torch's own backward."""
+    """Stores where a gradient passes ReLU. It passes at a NaN, as in torch's own backward."""
 
     def encode(self, values: torch.Tensor) -> Parts:
         return (pack_bits(values.le(0).logical_not_()),)
@@ -66,7 +66,7 @@ class Signs:
 
 @dataclass(frozen=True)
 class DropoutFactors:
-    """Zeros and 1 / `kept`, divided anew in `dtype` as it was divided before."""
+    """Stores which of dropout's factors are 0; the others are 1 / `kept`, divided again in `dtype`."""
 
     kept: float
 
@@ -79,7 +79,7 @@ class DropoutFactors:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Eight bits a value: see `blocks`."""
+    """Stores eight bits per value: see `blocks`."""
 
     block_format: BlockFormat
 
@@ -95,15 +95,15 @@ LOSSY: dict[str, Codec] = {"int8": Blocks("int8"), "fp8": Blocks("fp8")}
 
 
 class SavedBy(Protocol):
-    """What the mode tells the hooks while an operation runs."""
+    """The hooks, as the mode sees them while an operation runs."""
 
     def saving(self, codec: Codec | None, largest: int) -> AbstractContextManager[None]:
-        """Args: the codec of what it saves, if known; the elements of its largest activation."""
+        """Sets the codec of saved tensors, if known, and the number of elements of the largest activation."""
         ...
 
 
 class ForwardMode(TorchFunctionMode):
-    """Watches one forward pass."""
+    """Watches one forward pass and tells the hooks which operation runs."""
 
     def __init__(self, hooks: SavedBy) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ForwardMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _drop(self, call: _DropoutCall) -> torch.Tensor:
-        """`at::dropout` step by step: the same random numbers, the same arithmetic, the same node."""
+        """Repeats `at::dropout` step by step, with the same random numbers, arithmetic and node."""
         kept = 1 - call.p
         factors = torch.empty_like(call.values).bernoulli_(kept).div_(kept)
         with self._hooks.saving(DropoutFactors(kept), 0):
@@ -138,7 +138,7 @@ class _DropoutCall:
     inplace: bool
 
     def draws_factors(self) -> bool:
-        """Whether torch would save factors. On CUDA it saves booleans, from a kernel of its own."""
+        """Returns whether torch would save factors. On CUDA its own kernel saves booleans instead."""
         return (
             torch.is_grad_enabled()
             and self.values.requires_grad
@@ -171,7 +171,7 @@ _DROPOUT: dict[Callable[..., Any], Callable[..., _DropoutCall]] = {
 
 
 def _largest(arguments: Iterable[Any]) -> int:
-    """Elements of the largest tensor that is no parameter, lists looked into once."""
+    """Returns the elements of the largest tensor that is no parameter, also in lists (one level)."""
     largest = 0
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):

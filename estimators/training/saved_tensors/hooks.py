@@ -1,8 +1,8 @@
-"""Decides for each saved tensor what becomes of it, packs it once, and gives it back.
+"""Chooses a codec for each saved tensor, packs the tensor once, and restores it.
 
 Invariant: a tensor that several operations save is stored once, and never mistaken for another. Its key
-holds the address of its storage object, which a weak reference keeps from being used again, and its
-version, which every change in place raises.
+holds the address of its storage object, which cannot be reused while a weak reference exists, and its
+version, which every change in place increases.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ringspark.estimators.training.saved_tensors.compression import LOSSY, Boole
 from ringspark.estimators.training.saved_tensors.layout import Flat, density, own_values, whole_memory
 from ringspark.estimators.training.saved_tensors.offload import Handle, Store
 
-# Under a page of a file or of memory there is nothing to gain.
+# Packing gains nothing below a page of a file or of memory.
 SMALL_BYTES = 4096
-# What an operation saves beside its big tensors (means, deviations, logarithms of sums: one a row) is
-# little, and its gradient hangs on every digit of it.
+# An operation also saves small tensors (means, deviations, logarithms of sums: one per row). They take
+# little memory, and its gradient depends on every digit of them, so no lossy codec applies.
 SMALL_SHARE = 8
 
 _LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Nodes whose output is their input seen otherwise, or in autocast's dtype.
+# Nodes whose output is a view or a copy of their input, or the input in autocast's dtype.
 _SAME_VALUES = frozenset(
     f"{name}Backward0"
     for name in (
@@ -41,7 +41,7 @@ _SAME_VALUES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that stays. Autograd itself does not look at versions of tensors that hooks return."""
+    """A tensor that is not packed; autograd does not check versions of tensors that hooks return."""
 
     tensor: torch.Tensor
     version: int
@@ -49,7 +49,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """One stored vector: parts in memory or elsewhere."""
+    """One stored vector, whose parts are in memory or in a store."""
 
     parts: tuple[torch.Tensor | Handle, ...]
     codec: Codec
@@ -72,7 +72,7 @@ class _View:
 
 
 class SavedTensors:
-    """The hooks of one forward pass and its backward; `pack` and `unpack` as autograd calls them."""
+    """The hooks of one forward pass and its backward pass; autograd calls `pack` and `unpack`."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, compression: str, store: Store | None
@@ -86,13 +86,13 @@ class SavedTensors:
         self._packed: dict[object, tuple[StorageWeakRef, _Packed]] = {}
         self._codec: Codec | None = None
         self._largest = 0
-        # Neighbours in the backward pass often ask for the same vector: views of it, or several layers
+        # Successive nodes of the backward pass often need the same vector: views of it, or several layers
         # over one input. Read and written as one tuple, since CUDA's backward has threads of its own.
         self._last: tuple[_Packed, torch.Tensor, int] | None = None
 
     @contextmanager
     def saving(self, codec: Codec | None, largest: int) -> Iterator[None]:
-        """While an operation runs: how to encode what it saves, and the elements of its largest tensor."""
+        """Sets the codec of an operation's saved tensors and the size of its largest one, while it runs."""
         before = self._codec, self._largest
         self._codec, self._largest = codec, largest
         try:
@@ -121,7 +121,7 @@ class SavedTensors:
         return saved.tensor
 
     def end_forward(self) -> None:
-        """Drops what only packing needs."""
+        """Drops the data that only packing needs."""
         self._packed.clear()
         self._held.clear()
 
@@ -165,7 +165,7 @@ class SavedTensors:
         last = self._last
         if last is not None and last[0] is packed and last[1]._version == last[2]:
             return last[1]
-        # Let go first: two vectors at a time are one more than needed.
+        # Released first, so that only one vector is in memory.
         self._last = last = None
         values = packed.restore()
         self._last = packed, values, values._version
@@ -177,9 +177,9 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is more, or less, than a strided piece of memory."""
+    """Returns whether the tensor is anything other than a strided piece of memory."""
     return (
-        # A fake tensor is a plain one of which only the memory is asked.
+        # A fake tensor counts as a plain one.
         type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor)
         or tensor.layout != torch.strided
         or tensor.is_quantized
@@ -189,7 +189,7 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether the values are a parameter's, also of one that a wrapper made after the pass began (FSDP2)."""
+    """Returns whether the values are a parameter's, also if FSDP2 made it after the pass began."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn

@@ -1,6 +1,6 @@
-"""Saved tensors as flat memory and back, so that what comes back has the strides of what was saved.
+"""Converts saved tensors to flat memory and back, with the same strides.
 
-Kernels choose their ways by strides: only a tensor with the same strides gives the same bits.
+Kernels choose their algorithm by strides, so only a tensor with the same strides gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Flat:
     """A part of a storage as a vector, and the saved tensor as a view of that vector.
 
     Attributes:
-        key: What tells this part from others of the same storage and dtype.
+        key: Distinguishes this part from others of the same storage and dtype.
     """
 
     values: torch.Tensor
@@ -32,7 +32,7 @@ class Flat:
 
 
 def density(tensor: torch.Tensor) -> Density:
-    """Whether the elements fill their memory, leave gaps, or may share an address (as expanded ones do)."""
+    """Returns whether the elements fill their memory, leave gaps, or may share an address (if expanded)."""
     span = 1
     result: Density = "dense"
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
@@ -45,7 +45,7 @@ def density(tensor: torch.Tensor) -> Density:
 
 
 def own_values(tensor: torch.Tensor) -> Flat:
-    """The tensor's own elements, in the order of memory where it is dense, else copied without gaps."""
+    """Returns the tensor's own elements: in memory order if it is dense, else copied without gaps."""
     geometry = (tensor.storage_offset(), tensor.shape, tensor.stride())
     if density(tensor) != "dense":
         tensor = tensor.contiguous()
@@ -54,9 +54,9 @@ def own_values(tensor: torch.Tensor) -> Flat:
 
 
 def whole_memory(tensor: torch.Tensor) -> Flat:
-    """The memory that the tensor spans, or its whole storage where it spans half of that or more.
+    """Returns the memory that the tensor spans, or its whole storage if it spans at least half of it.
 
-    Views of one storage, such as the query, key and value of one projection, then travel once together.
+    So views of one storage, such as query, key and value of one projection, are stored once together.
     """
     start = int(tensor.storage_offset())
     stop = start + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,8 +1,8 @@
-"""Where offloaded tensors wait for the backward pass: pinned host memory, or a file without a name.
+"""Stores offloaded tensors until the backward pass, in pinned host memory or in a file without a name.
 
-Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
-Design". Bytes go and come back unchanged. A store belongs to one forward pass and is referred to by its
-graph: when the graph goes, after the backward pass or by an exception, so do memory and file.
+After Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
+Design". The bytes are not changed. A store belongs to one forward pass, and only its graph refers to it:
+when the graph is freed, after the backward pass or by an exception, so are memory and file.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch._guards import detect_fake_mode
 
 
 class Handle(Protocol):
-    """One vector that is elsewhere."""
+    """A reference to one stored vector."""
 
     def get(self) -> torch.Tensor:
-        """The vector, as it was, on its device."""
+        """Returns the unchanged vector on its device."""
         ...
 
 
 class Store(Protocol):
-    """Takes vectors, that is contiguous tensors of one dimension."""
+    """Stores vectors: contiguous tensors of one dimension."""
 
     def put(self, values: torch.Tensor) -> Handle: ...
 
 
 def make_store(offload: str, device: torch.device) -> Store | None:
-    """The store of one forward pass, None for offload "none".
+    """Makes the store of one forward pass; None for offload "none".
 
     Raises:
-        ValueError: "host" for tensors that are on the host already.
+        ValueError: `offload` is "host", and the tensors are on the host already.
     """
     if offload == "none":
         return None
@@ -52,7 +52,7 @@ def make_store(offload: str, device: torch.device) -> Store | None:
 
 
 class _EmptyStore:
-    """For tensors without numbers. Holds nothing: what counts is the bytes that stay on the device."""
+    """Stores nothing, for meta and fake tensors: only the bytes that stay on the device are counted."""
 
     def put(self, values: torch.Tensor) -> Handle:
         return _EmptyHandle(values.numel(), values.dtype, values.device)
@@ -69,10 +69,10 @@ class _EmptyHandle:
 
 
 class _HostStore:
-    """Pinned memory, which torch keeps for the next step when the tensor is gone.
+    """Stores vectors in pinned memory, which torch reuses in the next step.
 
-    The copies run on the stream that computes: nothing waits on the host, and the memory that a copy
-    leaves behind is free for whatever comes next on that stream.
+    The copies run on the stream that computes: nothing waits on the host, and later work on that stream
+    can use the freed device memory.
     """
 
     def put(self, values: torch.Tensor) -> Handle:
@@ -96,7 +96,7 @@ class _HostHandle:
 
 
 class _DiskStore:
-    """A file in `tempfile.gettempdir()` that is unlinked from the start: no crash can leave it behind."""
+    """Stores vectors in an unlinked file in `tempfile.gettempdir()`, which no crash can leave behind."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -133,7 +133,7 @@ class _DiskStore:
 
     def _open(self) -> int:
         if self._fd is None:
-            # Not in a `with`: it lives as long as the graph.
+            # Not in a `with`, because the file lives as long as the graph.
             file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             weakref.finalize(self, file.close)
             self._fd = file.fileno()

@@ -1,4 +1,4 @@
-"""Sizes as Spark writes them ("4g", "512m"), and as people read them."""
+"""Parses sizes in Spark's notation ("4g", "512m"), and shows sizes to people."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str = "budget") -> int:
-    """A number of bytes, from one or from a string such as "4g": units of 1024, as Spark has them.
+    """Returns a number of bytes from an int or from a string such as "4g", with units of 1024 like Spark's.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: The value is neither.
         ValueError: The string is no size, or the size is not above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -31,7 +31,7 @@ def parse_bytes(value: int | str, name: str = "budget") -> int:
 
 
 def show_bytes(count: float) -> str:
-    """Such as "3.2 GiB"."""
+    """Returns a text such as "3.2 GiB"."""
     size, unit = float(count), 0
     while size >= 1024 and unit < len(_NAMES) - 1:
         size, unit = size / 1024, unit + 1

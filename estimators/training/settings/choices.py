@@ -1,4 +1,4 @@
-"""The settings that are one of a few words."""
+"""The types of settings that are one of a few words."""
 
 from typing import Literal
 

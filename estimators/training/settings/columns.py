@@ -1,4 +1,4 @@
-"""Which columns go in and come out, and how a model transforms them."""
+"""Settings of input and output columns, and of how a model transforms them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ INFERENCE_BATCH_SIZE = Setting(
     name="inferenceBatchSize",
     words="rows per forward pass in transform",
     kind="int",
-    # The activations of a layer of a few hundred numbers stay in a core's cache.
+    # So the activations of a layer of a few hundred numbers stay in a core's cache.
     default=2048,
     accepts=at_least(1),
 )

@@ -1,7 +1,7 @@
-"""The one value that travels from the driver to every rank: frozen, JSON in and out.
+"""`TrainConfig`, the frozen value that travels as JSON from the driver to every rank.
 
-What it refuses stands at the settings' declarations and in `rules.py`, each with its remedy; it is checked
-wherever a config is made, so a bad combination never reaches Spark. The defaults are the declarations', too.
+The settings' declarations and `rules.py` say what it refuses, each with its remedy. It is checked wherever
+a config is made, so a bad combination never reaches Spark. The declarations also hold the defaults.
 """
 
 from __future__ import annotations
@@ -38,37 +38,36 @@ class TrainConfig:
 
     Attributes:
         shards_uri: Folder of the shards; its manifest is the data.
-        run_uri: Folder that progress, history and checkpoints go to.
-        model: `ModelSpec` as JSON text, or None where the module travels as an object.
+        run_uri: Folder for progress, history and checkpoints.
+        model: `ModelSpec` as JSON text, or None if the module travels as an object.
         input_columns: One column per positional argument of `forward`.
         label_columns: One column per output of the network.
-        losses: One name per label; a name is unused where `UserObjects.losses` has the object.
+        losses: One name per label; a name is unused if `UserObjects.losses` has the object.
         loss_weights: One factor per label in the sum of the losses.
         parameter_groups: See `optimizers.group_parameters`.
         warmup_steps: Steps in which the learning rate rises linearly from 0, before the schedule.
         metrics: Names of `METRICS`, over training and validation rows.
-        monitor: The entry of the history that decides what is best; "" for the validation loss, or the
-            training loss where no row is held out.
-        output_widths: Size of the last dimension of each output, 1 where it has none; found by
-            `check_training`.
-        patience: Epochs without a better `monitor` before the training stops, None for no such stop.
-        min_delta: What counts as better.
+        monitor: Entry of the history that decides which epoch is best; "" for the validation loss, or the
+            training loss if no row is held out.
+        output_widths: Size of the last dimension of each output, 1 if it has none; set by `check_training`.
+        patience: Epochs without a better `monitor` before the training stops; None for no such stop.
+        min_delta: Least difference in `monitor` that counts as better.
         keep: Whether the model is that of the last epoch or of the best.
         batch_size: Rows per optimizer step over all ranks together.
-        learning_rate: As the optimizer gets it: never scaled by the number of ranks.
+        learning_rate: Rate of the optimizer; never scaled by the number of ranks.
         gradient_checkpointing: See `ringspark.models.apply_activation_checkpoint`; a tuple names submodules.
-        activation_offload: Where saved activations wait for the backward pass: see `saved_tensors`.
-        activation_compression: How saved activations are packed: see `saved_tensors`.
-        sharding: What of the training's state each rank has only its part of: see `STRATEGIES`.
-        max_grad_norm: Bound of the global gradient's 2-norm, None for no clipping.
-        checkpoint_every_steps: Steps between two checkpoints of the whole training; None: not by steps.
-        checkpoint_every_seconds: The same by the clock of rank 0; 0: not by seconds.
-        checkpoint_every_epochs: The same by epochs; None: not by epochs.
-        keep_checkpoints: The newest ones, which are kept until the training has ended.
-        on_non_finite: What a step does whose loss or gradient is not finite.
-        timeout_seconds: How long a rank waits for the others in one collective call, or makes no progress.
-        max_restarts: How often a gang that lost a worker is started again.
-        min_workers: Ranks with which a restart may go on; None: `num_workers`.
+        activation_offload: Place of saved activations until the backward pass: see `saved_tensors`.
+        activation_compression: Encoding of saved activations: see `saved_tensors`.
+        sharding: Parts of the training's state that are split over the ranks: see `STRATEGIES`.
+        max_grad_norm: Bound of the global gradient's 2-norm; None for no clipping.
+        checkpoint_every_steps: Steps between two checkpoints of the whole training; None for none.
+        checkpoint_every_seconds: Seconds between two checkpoints, by the clock of rank 0; 0 for none.
+        checkpoint_every_epochs: Epochs between two checkpoints; None for none.
+        keep_checkpoints: Number of newest checkpoints to keep until the training has ended.
+        on_non_finite: Handling of a step whose loss or gradient is not finite.
+        timeout_seconds: Seconds that a rank may wait in one collective call, or make no progress.
+        max_restarts: Number of times that a gang which lost a worker is started again.
+        min_workers: Least number of ranks for a restart; None for `num_workers`.
     """
 
     shards_uri: str
@@ -129,27 +128,27 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Reads what `to_json` returned.
+        """Reads the result of `to_json`.
 
         Raises:
-            ValueError: It is damaged, of another version, or breaks a rule.
+            ValueError: The text is damaged, from another version, or breaks a rule.
         """
         return record(cls, parse_object(text))
 
 
 def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]:
-    """`gradientCheckpointing` as `apply_activation_checkpoint` takes it: a number of segments as an int."""
-    return int(policy) if isinstance(policy, str) and policy.isdigit() else policy
+    """Returns a policy for `apply_activation_checkpoint`, a number of segments as an int."""
+    return int(policy) if isinstance(policy, str) and policy.isdecimal() else policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserObjects:
-    """What has no JSON form: the user's own module and callables; shipped with Spark's closure.
+    """The user's own module and callables, which have no JSON form; they travel in Spark's closure.
 
     Attributes:
-        module: Used where `TrainConfig.model` is None; its present weights are the start.
+        module: Used if `TrainConfig.model` is None; training starts from its present weights.
         losses: For each label None or `loss(output, label)`, one value per row, or an `nn` loss
-            instance; empty where all have names.
+            instance; empty if all have names.
         optimizer: `optimizer(parameters) -> torch.optim.Optimizer`.
         lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate, or
             `lr_schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler`.
@@ -163,6 +162,6 @@ class UserObjects:
     callbacks: tuple[Any, ...] = ()
 
     def loss(self, config: TrainConfig, index: int) -> Any:
-        """The loss of label `index`: the object where there is one, else its name."""
+        """Returns the loss of label `index`: the object if there is one, else its name."""
         given = self.losses[index] if self.losses else None
         return config.losses[index] if given is None else given

@@ -1,9 +1,8 @@
-"""How a setting is declared, once: its names, words, type, default and range, and what follows from it.
+"""Declares a setting once: its names, words, type, default and range, and what follows from them.
 
-Everything that speaks of a setting reads its declaration: the stages' Params, `TrainConfig` and its rules,
-the identity of a run, the warnings about settings without effect, the jobs' options and docs/settings.md. So
-one mistake has one sentence, wherever it is made. Nothing here imports Spark or torch, so that `--help` of a
-job answers at once.
+The declaration serves the stages' Params, `TrainConfig` and its rules, the identity of a run, the warnings
+about settings without effect, the jobs' options and docs/settings.md. So a mistake has the same message
+everywhere. Nothing here imports Spark or torch, so that `--help` of a job answers at once.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ Kind = Literal["int", "float", "bool", "str", "names", "numbers", "object"]
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a setting takes.
+    """The values that a setting accepts.
 
     Attributes:
-        holds: Whether a value of the right type is one of them.
-        rule: The predicate of the refusing sentence, "must be ...".
-        remedy: What to do, where the rule does not say it.
-        choices: All values, where they are a few words.
+        holds: Returns whether a value of the right type is accepted.
+        rule: Returns the predicate of the error's sentence, "must be ...".
+        remedy: What to do, if the rule does not say it.
+        choices: All values, if they are a few words.
     """
 
     holds: Callable[[Any], bool]
@@ -41,16 +40,17 @@ class Setting(Generic[T]):
     """One setting of the estimators.
 
     Attributes:
-        name: Of the Spark Param, in camelCase: the name that users know.
-        words: What it means, for `explainParams()`, docs/settings.md and the jobs' `--help`.
-        default: None where it is unset without a value of the user's.
-        field: The field of `TrainConfig` that holds it; empty where the ranks need not know it.
-        accepts: The range of a value of the right type; None where every value can be used.
-        convert: From what a user writes to what a stage keeps, where `kind` does not say it.
-        may_differ_on_resume: Whether a run may go on with another value than it was started with.
-        without_effect: When a value that was set changes nothing, judged by all settings by name, and why.
-        is_for_writing: Whether it only decides how rows become shards, which `fitOnShards` has already.
-        default_words: The default in words, where it depends on what is installed.
+        name: Name of the Spark Param in camelCase, which users know.
+        words: Meaning, for `explainParams()`, docs/settings.md and the jobs' `--help`.
+        kind: Type of the value.
+        default: Default value; None if the setting has none.
+        field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
+        accepts: Range of a value of the right type; None if every value can be used.
+        convert: Converts a user's value to the stage's, if `kind` is not enough.
+        may_differ_on_resume: Whether a resumed run may have another value than its start.
+        without_effect: Predicate on all settings by name that tells when a set value is unused; and why.
+        is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
+        default_words: The default in words, if it depends on what is installed.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Setting(Generic[T]):
     default_words: str = ""
 
     def refusal(self, value: Any) -> str:
-        """The predicate and the rest of the sentence that refuses a value; empty where it can be used."""
+        """Returns the rest of the sentence that refuses a value, after its subject; empty if accepted."""
         if self.accepts is None or (value is None and self.default is None) or self.accepts.holds(value):
             return ""
         return f"{self.accepts.rule()}, got {value!r}{self.accepts.remedy}"
@@ -75,16 +75,16 @@ class Setting(Generic[T]):
         """Refuses a value outside the range.
 
         Raises:
-            ValueError: One sentence with the setting, the rule and the value.
+            ValueError: The value is outside; the error names the setting, the rule and the value.
         """
         if refusal := self.refusal(value):
             raise ValueError(f"{self.name} {refusal}")
 
     def from_text(self, text: str) -> Any:
-        """The value that an option of a command line gives.
+        """Returns the value of a command-line option.
 
         Raises:
-            ValueError: The sentence of `check` without its subject, which the command line names.
+            ValueError: It is outside the range; the message lacks the subject, which the command line adds.
         """
         value: Any = text
         if self.kind in ("int", "float"):
@@ -120,12 +120,12 @@ def finite_from_0(remedy: str) -> Range:
 
 
 def one_of(choices: Sequence[str]) -> Range:
-    """A few words that never change."""
+    """Returns the range of a few words that never change."""
     *first, last = (repr(choice) for choice in choices)
     rule = f"must be {', '.join(first)} or {last}"
     return Range(lambda value: value in choices, lambda: rule, choices=tuple(choices))
 
 
 def listed(registry: Callable[[], Iterable[str]]) -> Range:
-    """The names of a registry as it is when a value is checked: what is listed there can be used."""
+    """Returns the range of a registry's names; the registry is read when a value is checked."""
     return Range(lambda value: value in registry(), lambda: f"must be one of {', '.join(sorted(registry()))}")

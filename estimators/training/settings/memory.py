@@ -1,4 +1,4 @@
-"""What a worker's memory holds and in how many bits: precision, activations, sharding, the budget."""
+"""Settings of a worker's memory: precision, activations, sharding, the budget."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PRECISION = Setting[Precision](
 
 def _is_policy(value: Any) -> bool:
     if isinstance(value, str):
-        return value in ("none", "sqrt", "all") or (value.isdigit() and int(value) > 0)
+        return value in ("none", "sqrt", "all") or (value.isdecimal() and int(value) > 0)
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _policy(value: Any) -> Any:
-    """A segment count as the string that a config and a saved stage hold; all else as it is."""
+    """Converts a segment count to the string that a config and a saved stage hold, a tuple to a list."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -44,7 +44,7 @@ GRADIENT_CHECKPOINTING = Setting[str | int | list[str]](
         _is_policy,
         lambda: "must be 'none', 'sqrt', 'all', a number of segments or a list of submodule names",
     ),
-    # How activations are kept changes memory and time, no numbers.
+    # Recomputing activations changes memory and time, but no numbers.
     may_differ_on_resume=True,
 )
 ACTIVATION_OFFLOAD = Setting[Offload](

@@ -1,4 +1,4 @@
-"""How a training goes through its rows and what it aims at: rates, epochs, batches, the best epoch."""
+"""Settings of the optimization: rates, epochs, batches, the best epoch."""
 
 from __future__ import annotations
 

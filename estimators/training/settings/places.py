@@ -1,4 +1,4 @@
-"""Where shards and runs live, and with what they are read."""
+"""Settings of the folder for shards and runs, and of the reader."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ringspark.pipelines import READERS, default_engine, storage
 
 
 def without_secrets(value: Any) -> str:
-    """A folder's URI without credentials: Params are saved with the stage.
+    """Refuses a folder's URI with credentials, because Params are saved with the stage.
 
     Raises:
-        TypeError: It is no string.
-        ValueError: It holds a password or a key.
+        TypeError: The value is no string.
+        ValueError: The URI holds a password or a key.
     """
     if not isinstance(value, str):
         raise TypeError(f"a folder must be given as a string, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""What is trained, and by what: the settings whose values may be Python objects."""
+"""Settings whose values may be Python objects: model, loss, optimizer, schedule, callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _model(value: Any) -> ModelSpec | nn.Module:
 
 
 def _losses(value: Any) -> Any:
-    """A name, an `nn` loss or a callable, or a list of them."""
+    """Checks a name, an `nn` loss or a callable, or a list of them."""
     if isinstance(value, list | tuple):
         return [_losses(entry) for entry in value]
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a training keeps on its way, and what happens when something fails."""
+"""Settings of checkpoints, resuming, restarts and steps that are not finite."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Settings that do not go together. What a single one takes stands at its declaration.
+"""Rules about combinations of settings; the range of a single setting is in its declaration.
 
-Each rule has a sentence with subject, rule, what was given and what to do; `docs/settings.md` prints them.
+Each rule has a sentence with subject, rule, the given values and a remedy; `docs/settings.md` prints them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OF_WHOLE_PARAMETERS = frozenset(OPTIMIZERS) - ELEMENTWISE
 
 
 class Combination(NamedTuple):
-    """Settings in a user's words; when a config has them; the sentence, with its values in the braces."""
+    """Settings in a user's words, the test of a config, and the error's sentence with fields in braces."""
 
     settings: str
     is_broken: Callable[[TrainConfig], bool]

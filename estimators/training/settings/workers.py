@@ -1,4 +1,4 @@
-"""The gang: how many workers, on what devices, and how they exchange gradients."""
+"""Settings of the gang: number of workers, their devices, and how they exchange gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringspark.estimators.training.settings.declaration import Setting, at_least
 
 
 def _collectives() -> Iterable[str]:
-    # Imported when a value is checked: it brings torch, which `--help` does without.
+    # Imported only when a value is checked, because it imports torch, which `--help` does not need.
     from ringspark.estimators.collectives import COLLECTIVES
 
     return COLLECTIVES
