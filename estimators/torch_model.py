@@ -213,10 +213,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         Args:
             weights_uri: Folder of the checkpoint.
-            output_shapes: Of a row, for each output.
-            summary: Of the training.
+            output_shapes: Shape of one row, for each output.
+            summary: Summary of the training.
             columns: All columns of the shards; without them, inputs take any numbers.
-            input_columns: The model's inputs by their names in the shards; its own if left out.
+            input_columns: Names of the model's inputs in the shards; if empty, the model's own.
         """
         self._weights = HeldWeights(weights_uri)
         # Held from here on, because a save over one of the folder's parents may remove it.
