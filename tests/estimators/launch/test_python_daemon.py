@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DRIVER = """
 import json, os, sys
 from pyspark.sql import SparkSession
@@ -47,7 +49,6 @@ def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
 def test_what_libraries_print_does_not_reach_spark() -> None:
     code = """
 import os
-import pytest
 
 from ringspark.estimators.launch.python_daemon import _quiet_stdout
 with _quiet_stdout():
