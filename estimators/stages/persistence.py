@@ -244,11 +244,14 @@ def _swap(new: str, old: str) -> None:
     """
     if storage.is_local(new):
         retired = f"{old}.{uuid.uuid4().hex[:12]}"
-        os.rename(old, retired)
         try:
-            os.rename(new, old)
+            os.rename(old, retired)
+            try:
+                os.rename(new, old)
+            except BaseException:
+                os.rename(retired, old)
+                raise
         except BaseException:
-            os.rename(retired, old)
             storage.remove(new, recursive=True)
             raise
         storage.remove(retired, recursive=True)

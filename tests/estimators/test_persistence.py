@@ -347,6 +347,23 @@ def test_an_overwrite_that_a_store_breaks_off_leaves_the_new_stage_whole(
         storage.remove("memory://ringspark-test", recursive=True)
 
 
+def test_an_overwrite_that_a_disk_refuses_leaves_the_old_stage_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(tmp_path / "c")
+    model.save(str(tmp_path / "out" / "model"))
+
+    def refused(source: str, target: str) -> None:
+        raise PermissionError("no renames here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        with pytest.raises(PermissionError):
+            model.write().overwrite().save(str(tmp_path / "out" / "model"))
+    assert os.listdir(tmp_path / "out") == ["model"]
+    TorchRegressionModel.load(str(tmp_path / "out" / "model")).module()
+
+
 def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
