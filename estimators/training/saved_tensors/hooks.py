@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringspark.estimators.training.saved_tensors.compression import LOSSY, Booleans, Codec, Raw
 from ringspark.estimators.training.saved_tensors.layout import Flat, density, own_values, whole_memory
-from ringspark.estimators.training.saved_tensors.offload import Handle, Store
+from ringspark.estimators.training.saved_tensors.offload import Restore, Store
 
 # Packing gains nothing below a page of a file or of memory.
 SMALL_BYTES = 4096
@@ -51,13 +51,13 @@ class _Kept:
 class _Packed:
     """One stored vector, whose parts are in memory or in a store."""
 
-    parts: tuple[torch.Tensor | Handle, ...]
+    parts: tuple[torch.Tensor | Restore, ...]
     codec: Codec
     count: int
     dtype: torch.dtype
 
     def restore(self) -> torch.Tensor:
-        parts = tuple(part if isinstance(part, torch.Tensor) else part.get() for part in self.parts)
+        parts = tuple(part if isinstance(part, torch.Tensor) else part() for part in self.parts)
         return self.codec.decode(parts, self.count, self.dtype)
 
 
@@ -153,8 +153,7 @@ class SavedTensors:
         if key not in self._packed:
             parts = codec.encode(flat.values)
             moved = tuple(
-                self._store.put(part) if self._store and part.nbytes >= SMALL_BYTES else part
-                for part in parts
+                self._store(part) if self._store and part.nbytes >= SMALL_BYTES else part for part in parts
             )
             packed = _Packed(moved, codec, flat.values.numel(), tensor.dtype)
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

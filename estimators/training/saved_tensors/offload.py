@@ -10,25 +10,17 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 
-
-class Handle(Protocol):
-    """A reference to one stored vector."""
-
-    def get(self) -> torch.Tensor:
-        """Returns the unchanged vector on its device."""
-        ...
-
-
-class Store(Protocol):
-    """Stores vectors: contiguous tensors of one dimension."""
-
-    def put(self, values: torch.Tensor) -> Handle: ...
+# Returns the unchanged vector on its device.
+Restore = Callable[[], torch.Tensor]
+# Stores a vector: a contiguous tensor of one dimension.
+Store = Callable[[torch.Tensor], Restore]
 
 
 def make_store(offload: str, device: torch.device) -> Store | None:
@@ -40,69 +32,50 @@ def make_store(offload: str, device: torch.device) -> Store | None:
     if offload == "none":
         return None
     if device.type == "meta" or detect_fake_mode() is not None:
-        return _EmptyStore()
+        return _keep_nothing
     if offload == "disk":
-        return _DiskStore()
+        return _File().put
     if device.type == "cpu":
         raise ValueError(
             "activationOffload 'host' moves activations from a GPU to the host's memory, got device 'cpu'; "
             "set activationOffload='disk'"
         )
-    return _HostStore()
+    return _keep_pinned
 
 
-class _EmptyStore:
-    """Stores nothing, for meta and fake tensors: only the bytes that stay on the device are counted."""
-
-    def put(self, values: torch.Tensor) -> Handle:
-        return _EmptyHandle(values.numel(), values.dtype, values.device)
+def _keep_nothing(values: torch.Tensor) -> Restore:
+    """For meta and fake tensors: only the bytes that stay on the device are counted."""
+    return partial(torch.empty, values.numel(), dtype=values.dtype, device=values.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _EmptyHandle:
-    count: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def get(self) -> torch.Tensor:
-        return torch.empty(self.count, dtype=self.dtype, device=self.device)
-
-
-class _HostStore:
-    """Stores vectors in pinned memory, which torch reuses in the next step.
+def _keep_pinned(values: torch.Tensor) -> Restore:
+    """Stores a vector in pinned memory, which torch reuses in the next step.
 
     The copies run on the stream that computes: nothing waits on the host, and later work on that stream
     can use the freed device memory.
     """
+    device = values.device
+    pinned = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    written.record(torch.cuda.current_stream(device))
 
-    def put(self, values: torch.Tensor) -> Handle:
-        pinned = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
-        pinned.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(values.device))
-        return _HostHandle(pinned, values.device, event)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostHandle:
-    pinned: torch.Tensor
-    device: torch.device
-    written: torch.cuda.Event
-
-    def get(self) -> torch.Tensor:
+    def restore() -> torch.Tensor:
         # The backward pass may run on another stream than the forward pass did.
-        self.written.wait(torch.cuda.current_stream(self.device))
-        return self.pinned.to(self.device, non_blocking=True)
+        written.wait(torch.cuda.current_stream(device))
+        return pinned.to(device, non_blocking=True)
+
+    return restore
 
 
-class _DiskStore:
+class _File:
     """Stores vectors in an unlinked file in `tempfile.gettempdir()`, which no crash can leave behind."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
         self._size = 0
 
-    def put(self, values: torch.Tensor) -> Handle:
+    def put(self, values: torch.Tensor) -> Restore:
         start = self._size
         data = _bytes_of(values.cpu())
         try:
@@ -117,19 +90,21 @@ class _DiskStore:
                 f"in {tempfile.gettempdir()}: {error.strerror}; make room there, point TMPDIR to a larger "
                 "disk, or set activationCompression, which writes less"
             ) from error
-        return _DiskHandle(self, start, values.numel(), values.dtype, values.device)
+        return partial(self._get, start, values.numel(), values.dtype, values.device)
 
-    def read(self, into: memoryview, start: int) -> None:
-        fd = self._open()
+    def _get(self, start: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        values = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+        into = _bytes_of(values)
         while into:
-            count = os.preadv(fd, [into], start)
-            if not count:
+            read = os.preadv(self._open(), [into], start)
+            if not read:
                 raise OSError(
                     f"activationOffload 'disk' found its file in {tempfile.gettempdir()} shorter than it was "
                     "written; point TMPDIR to another disk"
                 )
-            start += count
-            into = into[count:]
+            start += read
+            into = into[read:]
+        return values.to(device, non_blocking=True)
 
     def _open(self) -> int:
         if self._fd is None:
@@ -138,20 +113,6 @@ class _DiskStore:
             weakref.finalize(self, file.close)
             self._fd = file.fileno()
         return self._fd
-
-
-@dataclass(frozen=True, slots=True)
-class _DiskHandle:
-    store: _DiskStore
-    start: int
-    count: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def get(self) -> torch.Tensor:
-        values = torch.empty(self.count, dtype=self.dtype, pin_memory=self.device.type == "cuda")
-        self.store.read(_bytes_of(values), self.start)
-        return values.to(self.device, non_blocking=True)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

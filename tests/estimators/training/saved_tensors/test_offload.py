@@ -42,16 +42,16 @@ def test_disk_gives_every_dtype_back_to_the_bit(dtype: torch.dtype) -> None:
     store = make_store("disk", CPU)
     assert store is not None
     vectors = [torch.randn(count).mul(100).to(dtype) for count in (1, 4097, 100_000)]
-    handles = [store.put(vector) for vector in vectors]
-    for vector, handle in [*zip(vectors, handles, strict=True)][::-1]:
-        assert torch.equal(handle.get(), vector)
+    restores = [store(vector) for vector in vectors]
+    for vector, restore in [*zip(vectors, restores, strict=True)][::-1]:
+        assert torch.equal(restore(), vector)
 
 
 def test_nan_payloads_survive_the_disk() -> None:
     bits = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x7F800000], dtype=torch.int32).repeat(2000)
     store = make_store("disk", CPU)
     assert store is not None
-    assert torch.equal(store.put(bits.view(torch.float32)).get().view(torch.int32), bits)
+    assert torch.equal(store(bits.view(torch.float32))().view(torch.int32), bits)
 
 
 def test_file_has_no_name_and_ends_with_the_backward_pass(folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_meta_tensors_leave_nothing_behind() -> None:
     store = make_store("host", torch.device("meta"))
     assert store is not None
     values = torch.empty(5000, dtype=torch.bfloat16, device="meta")
-    restored = store.put(values).get()
+    restored = store(values)()
     assert (restored.shape, restored.dtype, restored.device) == (values.shape, values.dtype, values.device)
 
 
