@@ -51,13 +51,10 @@ def saved_tensor_hooks(
 @contextmanager
 def _hooks(offload: str, compression: str, module: nn.Module, device: torch.device) -> Iterator[None]:
     saved = SavedTensors(module, device, compression, make_store(offload, device))
-    mode = nullcontext() if compression == "none" else ForwardMode(saved)
+    mode = nullcontext() if compression == "none" else ForwardMode(saved.saving)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), mode:
             yield
     finally:
         # The graph keeps the hooks alive; data for the forward pass alone is dropped here.
         saved.end_forward()
-
-
-__all__ = ["saved_tensor_hooks"]

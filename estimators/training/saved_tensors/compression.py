@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -23,150 +23,96 @@ from ringspark.estimators.training.saved_tensors.blocks import BlockFormat, dequ
 Parts = tuple[torch.Tensor, ...]
 
 
-class Codec(Protocol):
-    """Encodes vectors to stored parts and decodes them. Equal codecs give equal parts and equal keys."""
-
-    def encode(self, values: torch.Tensor) -> Parts: ...
-
-    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
-class Raw:
-    """Stores a vector unchanged."""
+class Codec:
+    """Encodes vectors to stored parts, and decodes parts to a number of values of a dtype."""
 
-    def encode(self, values: torch.Tensor) -> Parts:
-        return (values,)
-
-    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return parts[0]
+    encode: Callable[[torch.Tensor], Parts]
+    decode: Callable[[Parts, int, torch.dtype], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Booleans:
-    """Stores a mask exactly, one bit per value."""
-
-    def encode(self, values: torch.Tensor) -> Parts:
-        return (pack_bits(values),)
-
-    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return unpack_bits(parts[0], count)
-
-
-@dataclass(frozen=True)
-class Signs:
-    """Stores where a gradient passes ReLU. It passes at a NaN, as in torch's own backward."""
-
-    def encode(self, values: torch.Tensor) -> Parts:
-        return (pack_bits(values.le(0).logical_not_()),)
-
-    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return unpack_bits(parts[0], count).to(dtype)
+RAW = Codec(lambda values: (values,), lambda parts, count, dtype: parts[0])
+# A mask, exactly: one bit per value.
+BOOLEANS = Codec(
+    lambda values: (pack_bits(values),),
+    lambda parts, count, dtype: unpack_bits(parts[0], count),
+)
+# Where a gradient passes ReLU. It passes at a NaN, as in torch's own backward.
+SIGNS = Codec(
+    lambda values: (pack_bits(values.le(0).logical_not_()),),
+    lambda parts, count, dtype: unpack_bits(parts[0], count).to(dtype),
+)
 
 
-@dataclass(frozen=True)
-class DropoutFactors:
+def _dropout_factors(kept: float) -> Codec:
     """Stores which of dropout's factors are 0; the others are 1 / `kept`, divided again in `dtype`."""
-
-    kept: float
-
-    def encode(self, values: torch.Tensor) -> Parts:
-        return (pack_bits(values.ne(0)),)
-
-    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return unpack_bits(parts[0], count).to(dtype).div_(self.kept)
+    return Codec(
+        lambda values: (pack_bits(values.ne(0)),),
+        lambda parts, count, dtype: unpack_bits(parts[0], count).to(dtype).div_(kept),
+    )
 
 
-@dataclass(frozen=True)
-class Blocks:
+def _blocks(block_format: BlockFormat) -> Codec:
     """Stores eight bits per value: see `blocks`."""
-
-    block_format: BlockFormat
-
-    def encode(self, values: torch.Tensor) -> Parts:
-        return quantise(values, self.block_format)
-
-    def decode(self, parts: Parts, count: int, dtype: torch.dtype) -> torch.Tensor:
-        codes, scales = parts
-        return dequantise(codes, scales, self.block_format, dtype)
+    return Codec(
+        lambda values: quantise(values, block_format),
+        lambda parts, count, dtype: dequantise(parts[0], parts[1], block_format, dtype),
+    )
 
 
-LOSSY: dict[str, Codec] = {"int8": Blocks("int8"), "fp8": Blocks("fp8")}
+LOSSY = {"int8": _blocks("int8"), "fp8": _blocks("fp8")}
 
-
-class SavedBy(Protocol):
-    """The hooks, as the mode sees them while an operation runs."""
-
-    def saving(self, codec: Codec | None, largest: int) -> AbstractContextManager[None]:
-        """Sets the codec of saved tensors, if known, and the number of elements of the largest activation."""
-        ...
+# Sets the codec of saved tensors, if known, and the number of elements of the largest activation, while an
+# operation runs.
+Saving = Callable[[Codec | None, int], AbstractContextManager[None]]
 
 
 class ForwardMode(TorchFunctionMode):
     """Watches one forward pass and tells the hooks which operation runs."""
 
-    def __init__(self, hooks: SavedBy) -> None:
+    def __init__(self, saving: Saving) -> None:
         super().__init__()
-        self._hooks = hooks
+        self._saving = saving
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _RELU:
-            with self._hooks.saving(Signs(), 0):
+            with self._saving(SIGNS, 0):
                 return func(*args, **kwargs)
         if func in _DROPOUT:
-            call = _DROPOUT[func](*args, **kwargs)
-            if call.draws_factors():
-                return self._drop(call)
-        with self._hooks.saving(None, _largest((*args, *kwargs.values()))):
+            values, p, inplace = _DROPOUT[func](*args, **kwargs)
+            if _draws_factors(values, p):
+                return self._drop(values, p, inplace)
+        with self._saving(None, _largest((*args, *kwargs.values()))):
             return func(*args, **kwargs)
 
-    def _drop(self, call: _DropoutCall) -> torch.Tensor:
+    def _drop(self, values: torch.Tensor, p: float, inplace: bool) -> torch.Tensor:
         """Repeats `at::dropout` step by step, with the same random numbers, arithmetic and node."""
-        kept = 1 - call.p
-        factors = torch.empty_like(call.values).bernoulli_(kept).div_(kept)
-        with self._hooks.saving(DropoutFactors(kept), 0):
-            return call.values.mul_(factors) if call.inplace else call.values * factors
+        kept = 1 - p
+        factors = torch.empty_like(values).bernoulli_(kept).div_(kept)
+        with self._saving(_dropout_factors(kept), 0):
+            return values.mul_(factors) if inplace else values * factors
 
 
-@dataclass(frozen=True)
-class _DropoutCall:
-    values: torch.Tensor
-    p: float
-    inplace: bool
-
-    def draws_factors(self) -> bool:
-        """Returns whether torch would save factors. On CUDA its own kernel saves booleans instead."""
-        return (
-            torch.is_grad_enabled()
-            and self.values.requires_grad
-            and 0 < self.p < 1
-            and self.values.numel() > 0
-            and self.values.device.type in ("cpu", "meta")
-        )
-
-
-def _functional_dropout(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> _DropoutCall:
-    return _DropoutCall(input, p if training else 0.0, inplace)
-
-
-def _torch_dropout(input: torch.Tensor, p: float, train: bool) -> _DropoutCall:
-    return _DropoutCall(input, p if train else 0.0, inplace=False)
-
-
-def _torch_dropout_(input: torch.Tensor, p: float, train: bool) -> _DropoutCall:
-    return _DropoutCall(input, p if train else 0.0, inplace=True)
+def _draws_factors(values: torch.Tensor, p: float) -> bool:
+    """Returns whether torch's dropout would save factors. On CUDA its own kernel saves booleans instead."""
+    return (
+        torch.is_grad_enabled()
+        and values.requires_grad
+        and 0 < p < 1
+        and values.numel() > 0
+        and values.device.type in ("cpu", "meta")
+    )
 
 
 _RELU = {F.relu, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
-_DROPOUT: dict[Callable[..., Any], Callable[..., _DropoutCall]] = {
-    F.dropout: _functional_dropout,
-    torch.dropout: _torch_dropout,
-    torch.dropout_: _torch_dropout_,
+# The arguments of each dropout -> the values, the probability of 0, and whether it works in place.
+_DROPOUT: dict[Callable[..., Any], Callable[..., tuple[torch.Tensor, float, bool]]] = {
+    F.dropout: lambda input, p=0.5, training=True, inplace=False: (input, p if training else 0.0, inplace),
+    torch.dropout: lambda input, p, train: (input, p if train else 0.0, False),
+    torch.dropout_: lambda input, p, train: (input, p if train else 0.0, True),
 }
 
 

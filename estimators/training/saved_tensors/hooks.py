@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringspark.estimators.training.saved_tensors.compression import LOSSY, Booleans, Codec, Raw
+from ringspark.estimators.training.saved_tensors.compression import BOOLEANS, LOSSY, RAW, Codec
 from ringspark.estimators.training.saved_tensors.layout import Flat, density, own_values, whole_memory
 from ringspark.estimators.training.saved_tensors.offload import Restore, Store
 
@@ -66,9 +66,7 @@ class _View:
     """A saved tensor as a view of a stored vector."""
 
     packed: _Packed
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class SavedTensors:
@@ -105,13 +103,13 @@ class SavedTensors:
         codec = None if self._stays(tensor) else self._codec_of(tensor)
         if codec is None:
             return _Kept(tensor, tensor._version)
-        flat = whole_memory(tensor) if isinstance(codec, Raw) else own_values(tensor)
-        return _View(self._pack_once(tensor, flat, codec), flat.size, flat.stride, flat.offset)
+        flat = whole_memory(tensor) if codec is RAW else own_values(tensor)
+        return _View(self._pack_once(tensor, flat, codec), flat.geometry)
 
     @torch.no_grad()
     def unpack(self, saved: _Kept | _View) -> torch.Tensor:
         if isinstance(saved, _View):
-            return self._restored(saved.packed).as_strided(saved.size, saved.stride, saved.offset)
+            return self._restored(saved.packed).as_strided(*saved.geometry)
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -135,12 +133,12 @@ class SavedTensors:
         )
 
     def _codec_of(self, tensor: torch.Tensor) -> Codec | None:
-        rest = None if self._store is None else Raw()
+        rest = None if self._store is None else RAW
         if not self._compresses:
             return rest
         layout = density(tensor)
         if layout == "dense" and tensor.dtype == torch.bool:
-            return Booleans()
+            return BOOLEANS
         if layout == "dense" and self._codec is not None and tensor.is_floating_point():
             return self._codec
         is_big = tensor.numel() * SMALL_SHARE > self._largest

@@ -19,16 +19,12 @@ class Flat:
 
     Attributes:
         key: Distinguishes this part from others of the same storage and dtype.
+        geometry: Arguments of `as_strided` for the view: size, stride, offset.
     """
 
     values: torch.Tensor
     key: tuple[object, ...]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def view_of(self, values: torch.Tensor) -> torch.Tensor:
-        return values.as_strided(self.size, self.stride, self.offset)
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def density(tensor: torch.Tensor) -> Density:
@@ -46,11 +42,11 @@ def density(tensor: torch.Tensor) -> Density:
 
 def own_values(tensor: torch.Tensor) -> Flat:
     """Returns the tensor's own elements: in memory order if it is dense, else copied without gaps."""
-    geometry = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    key = (tensor.storage_offset(), tensor.shape, tensor.stride())
     if density(tensor) != "dense":
         tensor = tensor.contiguous()
     values = tensor.as_strided((tensor.numel(),), (1,))
-    return Flat(values=values, key=geometry, size=tuple(tensor.shape), stride=tensor.stride(), offset=0)
+    return Flat(values=values, key=key, geometry=(tuple(tensor.shape), tensor.stride(), 0))
 
 
 def whole_memory(tensor: torch.Tensor) -> Flat:
@@ -66,7 +62,5 @@ def whole_memory(tensor: torch.Tensor) -> Flat:
     return Flat(
         values=tensor.as_strided((stop - start,), (1,), start),
         key=(start, stop),
-        size=tuple(tensor.shape),
-        stride=tensor.stride(),
-        offset=int(tensor.storage_offset()) - start,
+        geometry=(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start),
     )
