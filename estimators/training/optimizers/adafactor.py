@@ -12,32 +12,17 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
 
 
 class Adafactor(DenseOptimizer):
-    """Factored second moments, over the last two dimensions; decay is decoupled from the gradient."""
+    """Factored second moments, over the last two dimensions; decay is decoupled from the gradient.
 
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float = 1e-2,
-        beta2_decay: float = -0.8,
-        eps: float = 1e-3,
-        clip: float = 1.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        """Stores the settings.
+    The weight of new squares in their mean is step ** beta2_decay; `eps` is the lower bound of the weights'
+    root mean square in the size of a step, `clip` the upper bound of an update's, before the rate.
+    """
 
-        Args:
-            beta2_decay: Exponent of the weight of new squares in their mean: step ** beta2_decay.
-            eps: Lower bound of the weights' root mean square in the size of a step.
-            clip: Upper bound of an update's root mean square, before the rate.
-        """
-        super().__init__(
-            params,
-            {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip": clip, "weight_decay": weight_decay},
-        )
+    settings = {"lr": 1e-2, "beta2_decay": -0.8, "eps": 1e-3, "clip": 1.0, "weight_decay": 0.0}
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]

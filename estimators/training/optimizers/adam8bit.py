@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, num_blocks
 
 MIN_VALUES = 4096
@@ -30,19 +30,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 class Adam8bit(DenseOptimizer):
     """Adam, whose weight decay is part of the gradient; AdamW if `decoupled`."""
 
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        decoupled: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled},
-        )
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state and its dtypes: torch casts all of it, also codes, to the parameter's dtype."""

@@ -8,7 +8,7 @@ them alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,9 +17,18 @@ Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
 
 
 class DenseOptimizer(torch.optim.Optimizer):
-    """Updates one parameter after another, each from its dense gradient; see `update`."""
+    """Updates one parameter after another, each from its dense gradient; see `update`.
 
-    def __init__(self, params: Parameters, defaults: dict[str, Any]) -> None:
+    Attributes:
+        settings: The settings of a group and their defaults, which the constructor takes by name.
+    """
+
+    settings: ClassVar[dict[str, Any]]
+
+    def __init__(self, params: Parameters, **given: Any) -> None:
+        if unknown := sorted(given.keys() - self.settings.keys()):
+            raise TypeError(f"{type(self).__name__} takes {list(self.settings)}, got {unknown[0]!r}")
+        defaults = self.settings | given
         if not defaults["lr"] >= 0:
             raise ValueError(f"{type(self).__name__} needs a rate lr of 0 or above, got {defaults['lr']}")
         if not defaults["weight_decay"] >= 0:

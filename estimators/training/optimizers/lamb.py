@@ -11,21 +11,13 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters, count_step
+from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
 
 
 class Lamb(DenseOptimizer):
     """Layer-wise adaptive moments; the norm of a layer's update is the norm of its weights times the rate."""
 
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]

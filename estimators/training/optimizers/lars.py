@@ -11,30 +11,14 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters
+from ringspark.estimators.training.optimizers.base import DenseOptimizer
 from ringspark.estimators.training.optimizers.lamb import trust_ratio
 
 
 class Lars(DenseOptimizer):
     """Layer-wise adaptive rate scaling; decay is part of the gradient, as in the paper."""
 
-    def __init__(
-        self,
-        params: Parameters,
-        lr: float = 1.0,
-        momentum: float = 0.9,
-        trust_coefficient: float = 1e-3,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "trust_coefficient": trust_coefficient,
-                "weight_decay": weight_decay,
-            },
-        )
+    settings = {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 1e-3, "weight_decay": 0.0}
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, Parameters
+from ringspark.estimators.training.optimizers.base import DenseOptimizer
 
 # Smaller than the square of any relevant gradient; a weight that never had a gradient gets update 0.
 TINY = 1e-30
@@ -20,8 +20,7 @@ TINY = 1e-30
 class SM3(DenseOptimizer):
     """Adagrad whose sums of squared gradients are bounded by one sum per row and per column."""
 
-    def __init__(self, params: Parameters, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    settings = {"lr": 0.1, "weight_decay": 0.0}
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
