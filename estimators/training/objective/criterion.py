@@ -58,16 +58,7 @@ class Criterion:
         return len(self._losses)
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the value of each loss per row, (batch, num_losses), before loss weights.
-
-        Raises:
-            ValueError: The numbers of outputs, labels and losses differ.
-        """
-        if not len(outputs) == len(labels) == self.num_losses:
-            raise ValueError(
-                f"each output needs a label and a loss, got {len(outputs)} outputs, {len(labels)} labels and "
-                f"{self.num_losses} losses; drop outputs in the model, or name more label columns"
-            )
+        """Returns the value of each loss per row, (batch, num_losses), before loss weights."""
         with torch.autocast(outputs[0].device.type, enabled=False):
             columns = [
                 loss(*pair) for loss, *pair in zip(self._losses, outputs, labels, strict=True)

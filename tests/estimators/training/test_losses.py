@@ -372,9 +372,3 @@ def test_several_losses_add_up_by_their_own_means() -> None:
 def test_losses_without_row_weights_have_none_together() -> None:
     criterion = Criterion([Head(label="class", loss="cross_entropy"), Head(label="y", loss="mse")])
     assert criterion.row_weights([torch.zeros(2), torch.zeros(2)]) is None
-
-
-def test_outputs_labels_and_losses_must_be_as_many() -> None:
-    criterion = Criterion([Head(label=label, loss="mse") for label in ("a", "b")])
-    with pytest.raises(ValueError, match="got 1 outputs, 2 labels and 2 losses"):
-        criterion.rows([torch.zeros(3)], [torch.zeros(3)] * 2)
