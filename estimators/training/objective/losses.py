@@ -259,8 +259,6 @@ LOSSES: dict[str, RowLoss] = {
     "huber": ElementLoss(nn.HuberLoss()),
 }
 
-DEFAULT_LOSS = {"regression": "mse", "any": "mse"}
-
 
 def default_loss(task: str, output_width: int) -> str:
     """Returns the loss that `loss="auto"` stands for.
@@ -271,7 +269,7 @@ def default_loss(task: str, output_width: int) -> str:
     """
     if task == "classification":
         return "bce_with_logits" if output_width == 1 else "cross_entropy"
-    return DEFAULT_LOSS[task]
+    return "mse"
 
 
 @cache
