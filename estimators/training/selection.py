@@ -13,7 +13,7 @@ from typing import Any
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.objective.metrics import higher_is_better
+from ringspark.estimators.training.objective.metrics import metric_info
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
@@ -86,7 +86,7 @@ def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
     _, name = config.monitor.split("_", 1)
     # With several labels the name is the metric, "_", the label.
     metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
-    return Best(config.monitor, metric is not None and higher_is_better(metric), min_delta)
+    return Best(config.monitor, metric is not None and metric_info(metric).higher_is_better, min_delta)
 
 
 class BestCheckpoint(Callback):

@@ -19,6 +19,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.objective.metric_set import section
 from ringspark.estimators.training.running import Running
 from ringspark.models.generators import Tensors, random_state, seed_anew, set_random_state
 
@@ -47,13 +48,6 @@ class RankState:
             "stop_reason": running.state.stop_reason,
         }
         return cls(tensors=result | running.sums.state(), values=values)
-
-    def section(self, prefix: str) -> Tensors:
-        """Returns the tensors "<prefix>/<name>" by name."""
-        start = f"{prefix}/"
-        return {
-            key.removeprefix(start): tensor for key, tensor in self.tensors.items() if key.startswith(start)
-        }
 
 
 def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
@@ -90,16 +84,16 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
 
 
 def _restore_same(running: Running, own: RankState) -> None:
-    _fill_buffers(running.sync.network, own.section("buffers"))
+    _fill_buffers(running.sync.network, section(own.tensors, "buffers"))
     running.sums.load(own.tensors)
     running.callbacks.load_state_dicts(own.values["callbacks"])
     running.state.stop_reason = own.values["stop_reason"]
     # Last, because restoring the rest may draw random numbers.
-    set_random_state(own.section("random"), own.values["random"], running.device)
+    set_random_state(section(own.tensors, "random"), own.values["random"], running.device)
 
 
 def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:
-    _fill_buffers(running.sync.network, states[0].section("buffers"))
+    _fill_buffers(running.sync.network, section(states[0].tensors, "buffers"))
     # The first rank takes the sums of the epoch so far, because their ranks no longer exist.
     running.sums.load_all([state.tensors for state in states], answers=data_rank == 0)
     running.callbacks.load_state_dicts(states[0].values["callbacks"])

@@ -21,16 +21,30 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
+from ringspark.models.generators import Tensors
 
 
 class MetricSet:
-    """The metrics of one output, from the rows of one rank to the values of all. See `make_metrics`."""
+    """The metrics of one output, from the rows of one rank to the values of all."""
 
     def __init__(
-        self, names: Sequence[str], num_classes: int, device: torch.device, ignored: int | None = None
+        self, names: Sequence[str], output_width: int, device: torch.device, ignored: int | None = None
     ) -> None:
+        """Makes the metrics. Runs on every rank.
+
+        Args:
+            names: Names in `METRICS`; values come in this order.
+            output_width: Size of the module's last output dimension: the number of classes, 1 for a single
+                logit. Unused in a regression.
+            device: Device of the rows.
+            ignored: Rows with this label are not counted; see `Head.ignored`.
+
+        Raises:
+            ValueError: See `check_metrics`.
+        """
+        check_metrics(names, "any")
         self.names = tuple(names)
-        self._num_classes = num_classes
+        self._num_classes = max(2, output_width)
         self._ignored = ignored
         self._device = device
         # float64, so that sums over many millions of rows stay exact to the printed digits.
@@ -38,7 +52,7 @@ class MetricSet:
         self._metrics = {name: self._make(name, device) for name in self.names}
         self._rows = 0
         # States of ranks that no longer exist; `compute` merges them.
-        self._carried: list[dict[str, torch.Tensor]] = []
+        self._carried: list[Tensors] = []
 
     def _make(self, name: str, device: torch.device) -> Any:
         # Only torchmetrics' `set_dtype` sets a dtype that `to` does not change.
@@ -129,10 +143,10 @@ class MetricSet:
         merged = {name: self._make(name, torch.device("cpu")) for name in self.names}
         num_rows = 0
         for theirs in gather_bytes(collective, mine):
-            for states in _pieces(load(theirs)):
+            for states in numbered(load(theirs)):
                 num_rows += int(states["rows"])
                 for name, metric in merged.items():
-                    own = _of_prefix(states, f"{name}/")
+                    own = _of_metric(states, name)
                     if own:
                         metric.merge_state(own)
         if not num_rows:
@@ -142,7 +156,7 @@ class MetricSet:
             warnings.simplefilter("ignore", UserWarning)
             return {name: float(METRICS[name].finish(metric)) for name, metric in merged.items()}
 
-    def states(self) -> list[dict[str, torch.Tensor]]:
+    def states(self) -> list[Tensors]:
         """Copies all states to the CPU: this rank's own, then those that it holds for former ranks."""
         states = {"rows": torch.tensor(self._rows)}
         for name, metric in self._metrics.items():
@@ -154,7 +168,7 @@ class MetricSet:
                     states[f"{name}/{key}"] = state.cpu().clone()
         return [states, *self._carried]
 
-    def load_states(self, states: Sequence[dict[str, torch.Tensor]], carried: bool = False) -> None:
+    def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
         """Restores the result of `states`, in place of all rows so far.
 
         Args:
@@ -177,7 +191,7 @@ class MetricSet:
                 key: [part.to(self._device, copy=True) for part in state]
                 if isinstance(state, list)
                 else state.to(self._device, copy=True)
-                for key, state in _of_prefix(first, f"{name}/").items()
+                for key, state in _of_metric(first, name).items()
             }
             if not isinstance(metric, nn.Module):
                 metric.merge_state(own)
@@ -201,39 +215,21 @@ class MetricSet:
         self._carried = []
 
 
-def _pieces(states: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Groups the states "<number>/<key>" by their numbers."""
-    pieces: dict[int, dict[str, torch.Tensor]] = {}
-    for key, state in states.items():
-        number, rest = key.split("/", 1)
-        pieces.setdefault(int(number), {})[rest] = state
-    return [pieces[number] for number in sorted(pieces)]
+def section(tensors: Tensors, prefix: str) -> Tensors:
+    """Returns the tensors "<prefix>/<name>" by name."""
+    start = f"{prefix}/"
+    return {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
 
 
-def _of_prefix(states: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+def numbered(tensors: Tensors) -> list[Tensors]:
+    """Groups the tensors "<number>/<name>" by their numbers."""
+    numbers = sorted({int(key.split("/", 1)[0]) for key in tensors})
+    return [section(tensors, str(number)) for number in numbers]
+
+
+def _of_metric(states: Tensors, name: str) -> dict[str, Any]:
     """Returns one metric's states in the form that `merge_state` takes: lists of tensors as lists."""
-    own: dict[str, Any] = {}
-    for key, state in states.items():
-        if key.startswith(prefix):
-            key = key.removeprefix(prefix)
-            own[key.removesuffix("/list")] = [state] if key.endswith("/list") else state
-    return own
-
-
-def make_metrics(
-    names: Sequence[str], output_width: int, device: torch.device, ignored: int | None = None
-) -> MetricSet:
-    """Makes the metrics of one output. Runs on every rank.
-
-    Args:
-        names: Names in `METRICS`; values come in this order.
-        output_width: Size of the module's last output dimension: the number of classes, 1 for a single
-            logit. Unused in a regression.
-        device: Device of the rows.
-        ignored: Rows with this label are not counted; see `Head.ignored`.
-
-    Raises:
-        ValueError: See `check_metrics`.
-    """
-    check_metrics(names, "any")
-    return MetricSet(names, max(2, output_width), device, ignored)
+    return {
+        key.removesuffix("/list"): [state] if key.endswith("/list") else state
+        for key, state in section(states, name).items()
+    }

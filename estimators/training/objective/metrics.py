@@ -29,7 +29,6 @@ from ringspark.estimators.training.objective.metric_formulas import (
 )
 
 Task = Literal["classification", "regression"]
-Finish = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +36,19 @@ class MetricInfo:
     """One entry of the registry.
 
     Attributes:
+        make: Makes a metric with torchmetrics' protocol from the number of classes (unused in a regression).
         task: Kind of the labels.
         higher_is_better: Whether a larger value is better, for early stopping and the best checkpoint.
-        make: Makes a metric with torchmetrics' protocol from the number of classes (unused in a regression).
         takes: Kind of the arguments of `update`: values and labels, relative errors, counts of predicted
             classes, probabilities and labels, or log losses.
         finish: Computes the value of a merged metric.
     """
 
-    task: Task
-    higher_is_better: bool
     make: Callable[[int], Any]
-    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses"]
-    finish: Finish = lambda metric: metric.compute()
+    task: Task = "classification"
+    higher_is_better: bool = True
+    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses"] = "counts"
+    finish: Callable[[Any], torch.Tensor] = lambda metric: metric.compute()
 
 
 def _torchmetric(class_name: str, **options: Any) -> Any:
@@ -68,16 +67,8 @@ def _of_classes(
     return getattr(classification, f"Multiclass{family}")(num_classes=num_classes, average=average, **shared)
 
 
-def _classes(make: Callable[[int], Any], finish: Finish | None = None) -> MetricInfo:
-    """Returns an entry for a metric of predicted classes."""
-    options = {"finish": finish} if finish else {}
-    return MetricInfo(task="classification", higher_is_better=True, make=make, takes="counts", **options)
-
-
 def _curve(family: str, curve: Curve, needs_negatives: bool) -> MetricInfo:
     return MetricInfo(
-        task="classification",
-        higher_is_better=True,
         make=partial(_of_classes, family, average=None),
         takes="probabilities",
         finish=partial(curve_mean, curve=curve, needs_negatives=needs_negatives),
@@ -103,14 +94,14 @@ def _mean(task: Task, takes: Literal["relative_errors", "log_losses"]) -> Metric
 
 
 METRICS: dict[str, MetricInfo] = {
-    "accuracy": _classes(partial(_of_classes, "Accuracy", average="micro")),
-    "balanced_accuracy": _classes(
-        partial(_of_classes, "StatScores", average=None, as_binary=False), balanced_accuracy
+    "accuracy": MetricInfo(make=partial(_of_classes, "Accuracy", average="micro")),
+    "balanced_accuracy": MetricInfo(
+        make=partial(_of_classes, "StatScores", average=None, as_binary=False), finish=balanced_accuracy
     ),
-    "precision": _classes(partial(_of_classes, "Precision")),
-    "recall": _classes(partial(_of_classes, "Recall")),
-    "f1": _classes(partial(_of_classes, "F1Score")),
-    "f1_weighted": _classes(partial(_of_classes, "F1Score", average="weighted", as_binary=False)),
+    "precision": MetricInfo(make=partial(_of_classes, "Precision")),
+    "recall": MetricInfo(make=partial(_of_classes, "Recall")),
+    "f1": MetricInfo(make=partial(_of_classes, "F1Score")),
+    "f1_weighted": MetricInfo(make=partial(_of_classes, "F1Score", average="weighted", as_binary=False)),
     "auroc": _curve("AUROC", auroc, needs_negatives=True),
     "average_precision": _curve("AveragePrecision", average_precision, needs_negatives=False),
     "log_loss": _mean("classification", "log_losses"),
@@ -119,7 +110,7 @@ METRICS: dict[str, MetricInfo] = {
     "mae": _error("MeanAbsoluteError"),
     # torchmetrics' own replaces labels below 1.17e-6 by that number.
     "mape": _mean("regression", "relative_errors"),
-    "r2": MetricInfo(task="regression", higher_is_better=True, make=lambda num_classes: R2(), takes="values"),
+    "r2": MetricInfo(task="regression", make=lambda num_classes: R2(), takes="values"),
 }
 
 
@@ -131,15 +122,6 @@ def metric_info(name: str) -> MetricInfo:
     """
     check_name("metrics", name, METRICS, otherwise="")
     return METRICS[name]
-
-
-def higher_is_better(name: str) -> bool:
-    """Returns whether a larger value of the metric is better.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
-    return metric_info(name).higher_is_better
 
 
 def check_metrics(names: Sequence[str], task: str) -> None:

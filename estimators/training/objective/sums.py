@@ -9,7 +9,7 @@ import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.objective.heads import Head
-from ringspark.estimators.training.objective.metric_set import make_metrics
+from ringspark.estimators.training.objective.metric_set import MetricSet, numbered, section
 from ringspark.models.generators import Tensors
 
 
@@ -48,7 +48,7 @@ class Sums:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._losses = torch.zeros((2, len(heads)), dtype=dtype, device=device)
         self._metrics = [
-            make_metrics(head.metrics if with_metrics else (), head.width, device, head.ignored)
+            MetricSet(head.metrics if with_metrics else (), head.width, device, head.ignored)
             for head in heads
         ]
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
@@ -115,7 +115,7 @@ class Sums:
         """
         self._load_losses(state["totals"])
         for index, metric_set in enumerate(self._metrics):
-            metric_set.load_states(_of_metrics(state, index))
+            metric_set.load_states(numbered(section(state, f"metrics/{index}")))
 
     def load_all(self, states: Sequence[Tensors], answers: bool) -> None:
         """Restores the results of ranks that no longer exist.
@@ -126,7 +126,7 @@ class Sums:
         total = torch.stack([state["totals"] for state in states]).sum(0)
         self._load_losses(total if answers else torch.zeros_like(total))
         for index, metric_set in enumerate(self._metrics):
-            former = [own for state in states for own in _of_metrics(state, index)]
+            former = [own for state in states for own in numbered(section(state, f"metrics/{index}"))]
             metric_set.load_states(former if answers else [], carried=True)
 
     def _load_losses(self, totals: torch.Tensor) -> None:
@@ -136,14 +136,3 @@ class Sums:
                 f"{self._losses.shape[1]}; give runUri a folder of its own"
             )
         self._losses.copy_(totals)
-
-
-def _of_metrics(state: Tensors, index: int) -> list[Tensors]:
-    """Returns the states of metric set `index`, in the form of `MetricSet.states`."""
-    prefix = f"metrics/{index}/"
-    pieces: dict[int, Tensors] = {}
-    for key, tensor in state.items():
-        if key.startswith(prefix):
-            number, rest = key.removeprefix(prefix).split("/", 1)
-            pieces.setdefault(int(number), {})[rest] = tensor
-    return [pieces[number] for number in sorted(pieces)]

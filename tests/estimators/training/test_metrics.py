@@ -13,8 +13,8 @@ import torch
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.training.objective.metric_set import make_metrics
-from ringspark.estimators.training.objective.metrics import METRICS, check_metrics, higher_is_better
+from ringspark.estimators.training.objective.metric_set import MetricSet
+from ringspark.estimators.training.objective.metrics import METRICS, check_metrics, metric_info
 from ringspark.estimators.training.phase import Status
 
 sk = pytest.importorskip("sklearn.metrics")
@@ -101,7 +101,7 @@ def _all_values(collective: Collective, device: str, status: Status) -> str:
         status.phase = data
         _, shape, _ = DATA[data]
         output, label = _data(data)
-        metrics = make_metrics(_names(data), shape[-1] if len(shape) > 1 else 1, CPU)
+        metrics = MetricSet(_names(data), shape[-1] if len(shape) > 1 else 1, CPU)
         no_rows = metrics.compute(collective)
         assert all(math.isnan(value) for value in no_rows.values())
         dealt = [slice(0, ROWS)] if collective.size == 1 else [slice(0, 50), slice(50, 50), slice(50, ROWS)]
@@ -149,21 +149,21 @@ def test_higher_is_better_says_where_the_perfect_model_lies(name: str) -> None:
         )
         if METRICS[name].task == "regression":
             output = label + (1 - quality)
-        metrics = make_metrics([name], 1, CPU)
+        metrics = MetricSet([name], 1, CPU)
         metrics.update(output, label)
         values.append(metrics.compute(LocalCollective())[name])
-    assert (values[0] > values[2]) == higher_is_better(name)
-    assert (max if higher_is_better(name) else min)(values) == values[0]
+    assert (values[0] > values[2]) == metric_info(name).higher_is_better
+    assert (max if metric_info(name).higher_is_better else min)(values) == values[0]
 
 
 def test_what_is_not_defined_is_nan_and_warns_of_nothing() -> None:
-    metrics = make_metrics(["auroc", "average_precision", "accuracy"], 1, CPU)
+    metrics = MetricSet(["auroc", "average_precision", "accuracy"], 1, CPU)
     metrics.update(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 0.0]))
     values = metrics.compute(LocalCollective())
     assert math.isnan(values["auroc"])
     assert math.isnan(values["average_precision"])
     assert values["accuracy"] == 0.5
-    metrics = make_metrics(["r2", "mse"], 1, CPU)
+    metrics = MetricSet(["r2", "mse"], 1, CPU)
     metrics.update(torch.tensor([1.0]), torch.tensor([3.0]))
     values = metrics.compute(LocalCollective())
     assert math.isnan(values["r2"])
@@ -172,14 +172,14 @@ def test_what_is_not_defined_is_nan_and_warns_of_nothing() -> None:
 
 def test_constant_targets_score_as_in_scikit_learn() -> None:
     for output in ([2.0, 2.0], [2.0, 2.5]):
-        metrics = make_metrics(["r2"], 1, CPU)
+        metrics = MetricSet(["r2"], 1, CPU)
         metrics.update(torch.tensor(output), torch.tensor([2.0, 2.0]))
         assert metrics.compute(LocalCollective())["r2"] == sk.r2_score([2.0, 2.0], output)
 
 
 def test_logits_between_zero_and_one_are_not_taken_for_probabilities() -> None:
     output, label = torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    metrics = make_metrics(["accuracy", "log_loss"], 1, CPU)
+    metrics = MetricSet(["accuracy", "log_loss"], 1, CPU)
     metrics.update(output, label)
     values = metrics.compute(LocalCollective())
     assert values["accuracy"] == 0.5
@@ -187,31 +187,31 @@ def test_logits_between_zero_and_one_are_not_taken_for_probabilities() -> None:
 
 
 def test_large_logits_keep_their_order_and_16_bit_outputs_their_count() -> None:
-    metrics = make_metrics(["auroc", "accuracy"], 1, CPU)
+    metrics = MetricSet(["auroc", "accuracy"], 1, CPU)
     # fp32 probabilities of these are all 1.
     metrics.update(torch.tensor([20.0, 21.0, 22.0, 23.0]).bfloat16(), torch.tensor([0, 0, 1, 1]))
     assert metrics.compute(LocalCollective()) == {"auroc": 1.0, "accuracy": 0.5}
 
 
 def test_no_metrics_make_no_collective_call() -> None:
-    metrics = make_metrics([], 1, CPU)
+    metrics = MetricSet([], 1, CPU)
     metrics.update(torch.zeros(3), torch.zeros(3))
     assert metrics.compute(None) == {}  # type: ignore[arg-type]
 
 
 def test_the_any_task_takes_both_kinds() -> None:
-    metrics = make_metrics(["accuracy", "mae"], 1, CPU)
+    metrics = MetricSet(["accuracy", "mae"], 1, CPU)
     metrics.update(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
     assert metrics.compute(LocalCollective()) == {"accuracy": 0.5, "mae": 0.5}
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one shape, got \(4, 2\) and \(4,\)"):
-        make_metrics(["mse"], 2, CPU).update(torch.zeros(4, 2), torch.zeros(4))
+        MetricSet(["mse"], 2, CPU).update(torch.zeros(4, 2), torch.zeros(4))
     with pytest.raises(ValueError, match=r"logits \(batch, 3\) and one class number a row, got \(4, 2\)"):
-        make_metrics(["f1"], 3, CPU).update(torch.zeros(4, 2), torch.zeros(4))
+        MetricSet(["f1"], 3, CPU).update(torch.zeros(4, 2), torch.zeros(4))
     with pytest.raises(ValueError, match=r"got \(4, 3\) and labels \(4, 5\)"):
-        make_metrics(["f1"], 3, CPU).update(torch.zeros(4, 3), torch.zeros(4, 5))
+        MetricSet(["f1"], 3, CPU).update(torch.zeros(4, 3), torch.zeros(4, 5))
 
 
 CLASS_METRICS = [name for name, info in METRICS.items() if info.task == "classification"]
@@ -221,8 +221,8 @@ CLASS_METRICS = [name for name, info in METRICS.items() if info.task == "classif
 @pytest.mark.parametrize("column", [False, True])
 def test_rows_with_the_ignored_label_do_not_count(ignored: int, column: bool) -> None:
     output, label = _data("five logits")
-    others = make_metrics(CLASS_METRICS, 5, CPU)
-    some = make_metrics(CLASS_METRICS, 5, CPU, ignored=ignored)
+    others = MetricSet(CLASS_METRICS, 5, CPU)
+    some = MetricSet(CLASS_METRICS, 5, CPU, ignored=ignored)
     label[::3] = ignored
     kept = label != ignored
     assert 0 < kept.sum() < ROWS
@@ -232,7 +232,7 @@ def test_rows_with_the_ignored_label_do_not_count(ignored: int, column: bool) ->
 
 
 def test_only_ignored_rows_are_as_no_rows() -> None:
-    metrics = make_metrics(["accuracy", "log_loss", "auroc"], 1, CPU, ignored=-100)
+    metrics = MetricSet(["accuracy", "log_loss", "auroc"], 1, CPU, ignored=-100)
     metrics.update(torch.zeros(4, 1), torch.full((4,), -100.0))
     assert all(math.isnan(value) for value in metrics.compute(LocalCollective()).values())
     metrics.update(torch.tensor([2.0, -2.0, 2.0]), torch.tensor([1.0, -100.0, 0.0]))
@@ -253,7 +253,7 @@ def test_names_are_checked_on_the_driver() -> None:
     with pytest.raises(ValueError, match="got 'mse' more than once"):
         check_metrics(["mse", "mse"], "regression")
     with pytest.raises(ValueError, match="did you mean 'auroc'"):
-        higher_is_better("auroc_")
+        metric_info("auroc_")
 
 
 def test_a_missing_torchmetrics_is_named_with_the_remedy(monkeypatch: Any) -> None:
