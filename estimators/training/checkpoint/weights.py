@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -131,7 +131,7 @@ def load_checkpoint(uri: str, module: nn.Module, device: str = "cpu") -> Checkpo
         ValueError: There is no checkpoint, it is damaged, or its tensors are not this module's.
     """
     info = read_info(uri)
-    with weights_file(uri) as path:
+    with local_file(uri, WEIGHTS) as path:
         state = _read(uri, path, info, device)
         for name, own in module.state_dict().items():
             if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
@@ -166,7 +166,8 @@ def map_checkpoint(
     info = read_info(uri)
     if expected_id is not None and info.checkpoint_id != expected_id:
         raise _replaced(uri)
-    with weights_file(uri, info, cache) as path:
+    copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
+    with local_file(uri, WEIGHTS) if copied is None else nullcontext(copied) as path:
         state = _read(uri, path, info, device)
         # Record and tensors are two files: the folder may have been replaced between them.
         _check_still(uri, info)
@@ -175,16 +176,6 @@ def map_checkpoint(
     if device != "cpu":
         module.to(device)
     return info
-
-
-@contextmanager
-def weights_file(uri: str, info: CheckpointInfo | None = None, cache: str | None = None) -> Iterator[str]:
-    """Yields a local path of the checkpoint's tensors; a mapping outlives the path."""
-    if cache is not None and info is not None and not storage.is_local(uri):
-        yield _shared_copy(uri, info, cache)
-        return
-    with local_file(uri, WEIGHTS) as path:
-        yield path
 
 
 @contextmanager
