@@ -10,6 +10,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
 from ringspark.estimators.training.history import EpochRecord
@@ -18,18 +19,21 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
 
-class Best:
-    """Keeps the best value of one entry of the history.
+class Best(Callback):
+    """Keeps the best value of the config's `monitor`, which `check_training` has resolved.
 
     Attributes:
         epoch: The epoch of the best value, 0 before the first.
     """
 
-    def __init__(self, monitor: str, higher_is_better: bool, min_delta: float = 0.0) -> None:
-        self.monitor = monitor
+    def __init__(self, config: TrainConfig, min_delta: float = 0.0) -> None:
+        self.monitor = config.monitor
         self.epoch = 0
         self.value = math.nan
-        self._sign = 1.0 if higher_is_better else -1.0
+        _, name = config.monitor.split("_", 1)
+        # With several labels the name is the metric, "_", the label.
+        metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
+        self._sign = 1.0 if metric is not None and metric_info(metric).higher_is_better else -1.0
         self._min_delta = min_delta
 
     def improves(self, record: EpochRecord) -> bool:
@@ -55,41 +59,27 @@ class Best:
         self.value = math.nan if state["value"] is None else float(state["value"])
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(Best):
     """Stops when the monitored value has not improved for `patience` epochs (Prechelt 1998)."""
 
-    def __init__(self, best: Best, patience: int) -> None:
-        self._best = best
+    def __init__(self, config: TrainConfig, patience: int) -> None:
+        super().__init__(config, config.min_delta)
         self._patience = patience
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._best.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best.load_state_dict(state)
 
     def on_epoch_end(self, state: TrainingState) -> None:
         record = state.history[-1]
-        if self._best.improves(record) or record.epoch - self._best.epoch < self._patience:
+        if self.improves(record) or record.epoch - self.epoch < self._patience:
             return
-        if not self._best.epoch:
-            state.stop(f"{self._best.monitor} was not a number in {record.epoch} epochs")
+        if not self.epoch:
+            state.stop(f"{self.monitor} was not a number in {record.epoch} epochs")
             return
         state.stop(
-            f"{self._best.monitor} did not improve on {self._best.value:.6g} of epoch {self._best.epoch} "
+            f"{self.monitor} did not improve on {self.value:.6g} of epoch {self.epoch} "
             f"for {self._patience} epochs"
         )
 
 
-def best_of(config: TrainConfig, min_delta: float = 0.0) -> Best:
-    """Returns the best value of the config's `monitor`, which `check_training` has resolved."""
-    _, name = config.monitor.split("_", 1)
-    # With several labels the name is the metric, "_", the label.
-    metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
-    return Best(config.monitor, metric is not None and metric_info(metric).higher_is_better, min_delta)
-
-
-class BestCheckpoint(Callback):
+class BestCheckpoint(Best):
     """Writes the weights of the best epoch so far.
 
     The folder of a worse epoch is removed then. If checkpoints of the whole training are written, it is
@@ -99,31 +89,24 @@ class BestCheckpoint(Callback):
         uri: Folder of the best checkpoint, None before the first.
     """
 
-    def __init__(self, best: Best, root: str, writes: bool, keeps_worse: bool = False) -> None:
+    def __init__(self, config: TrainConfig, writes: bool, keeps_worse: bool = False) -> None:
         """Args: writes: Whether this rank writes the weights; the others send it their parts."""
-        self._best = best
-        self._root = root
+        super().__init__(config)
+        self._root = storage.join(config.run_uri, run_layout.BEST)
         self._writes = writes
         self._keeps_worse = keeps_worse
         self.uri: str | None = None
 
-    @property
-    def epoch(self) -> int:
-        return self._best.epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._best.state_dict()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # The folder follows from the epoch, because no path may come from a file.
-        self._best.load_state_dict(state)
-        self.uri = self._folder() if self._best.epoch else None
+        super().load_state_dict(state)
+        self.uri = self._folder() if self.epoch else None
 
     def _folder(self) -> str:
-        return f"{self._root}-{self._best.epoch}"
+        return f"{self._root}-{self.epoch}"
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        if not self._best.improves(state.history[-1]):
+        if not self.improves(state.history[-1]):
             return
         last, self.uri = self.uri, self._folder()
         if self._writes:

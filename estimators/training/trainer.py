@@ -20,10 +20,11 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Array, Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
+from ringspark.estimators.training.objective.sums import Seen
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.training.step import Seen, forward, forward_backward, global_weights
+from ringspark.estimators.training.step import forward, forward_backward, global_weights
 from ringspark.pipelines.readers import ShardReader
 
 
@@ -93,7 +94,7 @@ class Trainer:
         self._call("on_epoch_end")
         if self._all_stop() or epoch + 1 == epochs:
             return True  # the final weights are written next
-        if self._recovery.after_epoch(epoch + 1) or is_due:
+        if self._recovery.due.after_epoch(epoch + 1) or is_due:
             self._recovery.save(running)
         return False
 
@@ -128,7 +129,7 @@ class Trainer:
                         seconds=self._recovery.seconds,
                     )
                 )
-                if self._recovery.after_step(state.step):
+                if self._recovery.due.after_step(state.step):
                     # After the last step, the epoch's record and its callbacks come before the checkpoint.
                     is_due = step + 1 == reader.num_steps
                     if not is_due:

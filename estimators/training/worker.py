@@ -31,7 +31,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
 from ringspark.estimators.training.running import make_running
-from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping, best_of
+from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import apply_activation_checkpoint
@@ -130,8 +130,7 @@ def _train(
     torch.manual_seed((config.seed * 1_000_003 + mesh.data_rank) % 2**63)
     best = None
     if config.keep == "best":
-        root = storage.join(config.run_uri, run_layout.BEST)
-        best = BestCheckpoint(best_of(config), root, mesh.writes, keeps_worse=recovery.is_asked)
+        best = BestCheckpoint(config, mesh.writes, keeps_worse=recovery.due.is_asked)
     heads = make_heads(config, objects, manifest)
     callbacks = _callbacks(config, objects, best)
     num_steps = config.epochs * train.num_steps
@@ -200,7 +199,7 @@ def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint |
     if best is not None:
         callbacks.append(best)
     if config.patience is not None:
-        callbacks.append(EarlyStopping(best_of(config, config.min_delta), config.patience))
+        callbacks.append(EarlyStopping(config, config.patience))
     return Callbacks(callbacks)
 
 

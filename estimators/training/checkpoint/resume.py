@@ -36,6 +36,7 @@ class Recovery:
     """Writes the checkpoints of a training and resumes it from them. One per rank; use it in `with`.
 
     Attributes:
+        due: Decides after which steps and epochs `save` is called.
         resumed_steps: Steps from which the training was resumed.
         non_finite: The first steps that `onNonFinite` handled.
     """
@@ -45,9 +46,9 @@ class Recovery:
         self._mesh = mesh
         self._status = status
         self._root = checkpoints_uri(config.run_uri)
-        self._due = Due(config, mesh)
+        self.due = Due(config, mesh)
         self._writer: BackgroundWriter | None = None
-        if self._due.is_asked and mesh.writes:
+        if self.due.is_asked and mesh.writes:
             self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
         self._start = time.monotonic()
         self._rollbacks = 0
@@ -63,11 +64,6 @@ class Recovery:
     ) -> None:
         if self._writer is not None:
             self._writer.abandon()
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether checkpoints are to be written."""
-        return self._due.is_asked
 
     @property
     def seconds(self) -> float:
@@ -89,16 +85,15 @@ class Recovery:
             ValueError: It belongs to another training.
         """
         self._status.phase = "looking for a checkpoint"
-        if self._due.is_asked:
+        if self.due.is_asked:
             # A state that cannot be saved raises here, not at the first checkpoint.
             running.callbacks.state_dicts()
         step = self._newest()
-        self._due.written(step or 0)
+        self.due.written(step or 0)
         if step is None:
             running.log.restore([])
             return False
-        _, record = read_record(step_uri(self._root, step))
-        position = record.position
+        position = read_record(step_uri(self._root, step)).position
         self._check_fits(step, position, running)
         self._take_position(position, running)
         self._start = time.monotonic() - position.seconds
@@ -117,14 +112,6 @@ class Recovery:
         if self._config.on_non_finite == "rollback":
             self.save(running)
 
-    def after_step(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after `step` steps."""
-        return self._due.is_asked and self._due.after_step(step)
-
-    def after_epoch(self, epoch: int) -> bool:
-        """Returns whether a checkpoint is due after `epoch` epochs."""
-        return self._due.is_asked and self._due.after_epoch(epoch)
-
     def save(self, running: Running) -> None:
         """Copies the training and starts to write the copy. Runs on every rank; waits only for the copy.
 
@@ -141,7 +128,7 @@ class Recovery:
         mine = torch.tensor([running.first_bad.step or 0, int(is_free)])
         first_bad, free = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
         raise_first_bad(state.epoch, first_bad, running.scaler.advice)
-        self._due.written(state.step)
+        self.due.written(state.step)
         if not free[0]:
             self._note(state.step, "the one before is still being written")
             return
@@ -179,11 +166,10 @@ class Recovery:
             raise FloatingPointError(
                 f"{found}, and {tried}; lower learningRate, or look for rows that are not finite"
             )
-        _, record = read_record(step_uri(self._root, step))
-        self._take_position(record.position, running)
+        self._take_position(read_record(step_uri(self._root, step)).position, running)
         running.first_bad.reset()
         self._load(step, running, ROLLBACK_FACTOR**self._rollbacks)
-        self._due.written(step)
+        self.due.written(step)
         if self._mesh.writes:
             _log.warning(
                 "the training goes back to the checkpoint of step %d, with its learning rates times %g",
@@ -204,7 +190,7 @@ class Recovery:
             self._status.phase = "waiting for the last checkpoint"
             if not self._writer.wait(self._config.timeout_seconds, self._status.tick):
                 # The final weights matter more than one more checkpoint before them.
-                self._note(self._due.last_step, "it was still being written when the training ended")
+                self._note(self.due.last_step, "it was still being written when the training ended")
                 self._writer.abandon()
 
     def _newest(self) -> int | None:

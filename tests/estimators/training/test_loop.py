@@ -274,12 +274,14 @@ def _record(epoch: int, **metrics: float) -> EpochRecord:
 
 
 def test_the_best_of_a_metric_goes_its_way_and_never_to_not_a_number() -> None:
-    best = Best("validation_auroc", higher_is_better=True, min_delta=0.1)
+    columns: dict[str, Any] = {"input_columns": ("x",), "label_columns": ("y",)}
+    config = TrainConfig(shards_uri="", run_uri="", monitor="validation_auroc", metrics=("auroc",), **columns)
+    best = Best(config, min_delta=0.1)
     values = [float("nan"), 0.5, 0.55, 0.7, 0.1, float("nan")]
     improved = [best.improves(_record(i + 1, validation_auroc=v)) for i, v in enumerate(values)]
     assert improved == [False, True, False, True, False, False]
     assert (best.epoch, best.value) == (4, 0.7)
-    lowest = Best("train_loss", higher_is_better=False)
+    lowest = Best(replace(config, monitor="train_loss"))
     assert lowest.improves(_record(1))
     assert not lowest.improves(_record(2)), "equal is not better"
 
