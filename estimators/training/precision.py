@@ -211,6 +211,3 @@ class LossScaler:
             self.skipped_steps = own.pop("skipped_steps")
             if self._scales and own:
                 self._scaler.load_state_dict(own)
-
-
-__all__ = ["DTYPES", "MIN_SCALE", "LossScaler", "autocast", "keep_norms_fp32"]

@@ -116,6 +116,3 @@ def _own_weights(recipe: Recipe, batch: Batch) -> torch.Tensor:
         total = float(batch.num_rows) if batch.weight is None else batch.weight.sum()
         return torch.ones(recipe.criterion.num_losses, device=recipe.device) * total
     return (weights if batch.weight is None else weights * batch.weight[:, None]).sum(0)
-
-
-__all__ = ["Recipe", "Seen", "forward", "forward_backward", "global_weights"]

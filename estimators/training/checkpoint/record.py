@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ringspark.estimators.training.history import EpochRecord
@@ -84,10 +83,6 @@ class Record:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, FileSum] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
-
-    def with_files(self, files: Mapping[str, FileSum]) -> Record:
-        """Returns the record with the digests of the written files."""
-        return replace(self, files=dict(files))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

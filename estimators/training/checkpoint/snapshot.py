@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import torch
@@ -135,7 +135,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
             summed = _Summing(target, check)
             tensor_file.write(tensors, summed)  # type: ignore[arg-type]
         files[name] = FileSum(bytes=summed.num_bytes, sha256=summed.digest.hexdigest())
-    text = snapshot.record.with_files(files).to_json().encode()
+    text = replace(snapshot.record, files=files).to_json().encode()
     check()
     storage.write_atomic(storage.join(uri, RECORD), text)
     check()
@@ -168,11 +168,11 @@ class _Summing:
         return len(data)
 
 
-def read_record(uri: str) -> tuple[CheckpointInfo, Record]:
-    """Returns the records of the checkpoint in folder `uri`.
+def read_record(uri: str) -> Record:
+    """Returns the record of the training in the checkpoint in folder `uri`.
 
     Raises:
-        ValueError: There is none, or one is damaged.
+        ValueError: There is none, or it is damaged.
     """
     if not storage.exists(storage.join(uri, RECORD)):
         raise ValueError(f"{uri} holds no training state ({RECORD} is missing); give one that was saved")
@@ -188,7 +188,7 @@ def read_record(uri: str) -> tuple[CheckpointInfo, Record]:
             f"{uri} holds the weights of step {info.step} and the optimizer state of step "
             f"{record.position.step}; take another training state"
         )
-    return info, record
+    return record
 
 
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
@@ -200,7 +200,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     for name in (*FILES, RECORD, COMMIT):
         if storage.is_local(uri) and os.path.islink(os.path.join(uri, name)):
             raise ValueError(f"{uri}/{name} is a link; checkpoints hold plain files, take another one")
-    _, record = read_record(uri)
+    record = read_record(uri)
     for name in FILES:
         expected = _check_size(uri, name, record)
         digest = hashlib.sha256()
@@ -242,7 +242,7 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
     Raises:
         ValueError: There is none, it is damaged, or it belongs to another network or optimizer.
     """
-    _, record = read_record(uri)
+    record = read_record(uri)
     _check_optimizer(uri, record, sync.optimizer)
     for name in FILES:
         _check_size(uri, name, record)

@@ -71,6 +71,3 @@ class Due:
         # Doubled at most, because the first steps say little about the pace of the others.
         self._stride = max(1, min(2 * self._stride, int(0.9 * min(left, _LOOK_SECONDS) / pace)))
         return self._stride
-
-
-__all__ = ["Due"]
