@@ -294,12 +294,9 @@ class _Fit:
         estimator._warn()
         pickled = user_code.dumps(objects)
         check_slots(dataset.sparkSession, config.num_workers, config.use_gpu)
-        columns = [*config.input_columns, *config.label_columns]
-        if config.weight_column is not None:
-            columns.append(config.weight_column)
         fraction = estimator.getValidationFraction()
         data = FitData(
-            columns=tuple(dict.fromkeys(columns)),
+            columns=tuple(dict.fromkeys(config.columns)),
             validation_col=(
                 estimator.getValidationIndicatorCol()
                 if estimator.isDefined(estimator.validationIndicatorCol)

@@ -183,10 +183,7 @@ def _checkpoints(config: TrainConfig, num_rows: int) -> tuple[bool, bool]:
 
 
 def _reading(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
-    names = [*config.input_columns, *config.label_columns]
-    if config.weight_column is not None:
-        names.append(config.weight_column)
-    columns = {column.name: column for column in map(manifest.column_of, names)}
+    columns = {column.name: column for column in map(manifest.column_of, config.columns)}
     held = rows_in_flight(
         list(columns.values()),
         np.asarray(manifest.select("train").row_groups, dtype=np.int64),

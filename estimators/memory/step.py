@@ -25,10 +25,10 @@ from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.meter import Meter, Peak
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
 from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.estimators.training.driver_check import own_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import make_heads
-from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
@@ -137,13 +137,7 @@ class _Step:
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
-        optimizer = build_optimizer(
-            objects.optimizer or config.optimizer,
-            self._module,
-            config.parameter_groups,
-            config.learning_rate,
-            config.weight_decay,
-        )
+        optimizer = own_optimizer(config, objects, self._module)
         # Adagrad makes its state here, other optimizers in their first step.
         meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
         self._sync = PlainSync(self._module, optimizer)

@@ -69,6 +69,19 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
     return copied(objects.module)
 
 
+def own_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) -> torch.optim.Optimizer:
+    """Returns the module's optimizer, by the config's settings and the user's factory if there is one."""
+    return build_optimizer(
+        objects.optimizer or config.optimizer,
+        module,
+        config.parameter_groups,
+        config.learning_rate,
+        config.weight_decay,
+    )
+
+
+# Making a network draws random numbers; the fork keeps the driver's own random state.
+@torch.random.fork_rng(devices=[])
 def check_training(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest
 ) -> tuple[TrainConfig, list[Shape]]:
@@ -80,20 +93,15 @@ def check_training(
     Raises:
         ValueError: They do not fit; the error names the column or the module, and the remedy.
     """
-    # Making a network draws random numbers; the fork keeps the driver's own random state.
-    with torch.random.fork_rng(devices=[]):
-        return _check_training(config, objects, manifest)
-
-
-def _check_training(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
-) -> tuple[TrainConfig, list[Shape]]:
     check_names(config, objects)
     check_columns(config, manifest)
     module = build_module(config, objects)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
-    _check_optimizer(module, config, objects, manifest)
+    # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
+    optimizer = own_optimizer(config, objects, module)
+    num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
+    make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)
     outputs = probe(module, config, manifest)
     shapes = [tuple(output.shape) for output in outputs]
     check_state(module.state_dict())
@@ -110,21 +118,6 @@ def _check_training(
         _check_regression(heads[0], manifest, name, shapes[0])
     _check_losses(config.task, heads, outputs, manifest)
     return config, [shape[1:] for shape in shapes]
-
-
-def _check_optimizer(
-    module: nn.Module, config: TrainConfig, objects: UserObjects, manifest: ShardManifest
-) -> None:
-    """Makes optimizer and schedule once, as the ranks will, so that their errors are raised here."""
-    optimizer = build_optimizer(
-        objects.optimizer or config.optimizer,
-        module,
-        config.parameter_groups,
-        config.learning_rate,
-        config.weight_decay,
-    )
-    num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
-    make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)
 
 
 def _check_losses(
@@ -173,15 +166,12 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
     Raises:
         ValueError: Names the column.
     """
-    wanted = [*config.input_columns, *config.label_columns]
-    if config.weight_column is not None:
-        wanted.append(config.weight_column)
-    for name in wanted:
+    for name in config.columns:
         _check_dense(name, manifest)
     if manifest.select("train").num_rows == 0:
         raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
     for split, columns in manifest.stats.items():
-        for name in wanted:
+        for name in config.columns:
             if name not in columns:
                 continue
             stats = columns[name]

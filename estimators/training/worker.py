@@ -21,11 +21,10 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
-from ringspark.estimators.training.driver_check import build_module
+from ringspark.estimators.training.driver_check import build_module, own_optimizer
 from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.objective.heads import make_heads
-from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
@@ -124,7 +123,7 @@ def _train(
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
     sync = STRATEGIES[strategy_key(config.sharding)]().prepare(
-        module, partial(_make_optimizer, config, objects), mesh.data, config.gradient_accumulation
+        module, partial(own_optimizer, config, objects), mesh.data, config.gradient_accumulation
     )
     # Dropout differs between the ranks, like between the rows of one batch.
     torch.manual_seed((config.seed * 1_000_003 + mesh.data_rank) % 2**63)
@@ -206,10 +205,7 @@ def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint |
 def _open_readers(
     config: TrainConfig, mesh: Mesh, manifest: ShardManifest
 ) -> tuple[ShardReader, ShardReader | None]:
-    wanted = [*config.input_columns, *config.label_columns]
-    if config.weight_column is not None:
-        wanted.append(config.weight_column)
-    columns = [manifest.column_of(name).name for name in wanted]
+    columns = [manifest.column_of(name).name for name in config.columns]
     shared: dict[str, Any] = {
         "columns": list(dict.fromkeys(columns)),
         "shard": mesh.data_rank,
@@ -221,13 +217,3 @@ def _open_readers(
     train = open_reader(manifest.select("train"), shuffle=config.shuffle, **shared)
     held_out = manifest.select("validation")
     return train, open_reader(held_out, **shared) if held_out.num_rows else None
-
-
-def _make_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) -> torch.optim.Optimizer:
-    return build_optimizer(
-        objects.optimizer or config.optimizer,
-        module,
-        config.parameter_groups,
-        config.learning_rate,
-        config.weight_decay,
-    )

@@ -123,6 +123,12 @@ class TrainConfig:
             if rule.is_broken(self):
                 raise ValueError(rule.message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a training reads: inputs, labels and weights."""
+        weights = [] if self.weight_column is None else [self.weight_column]
+        return [*self.input_columns, *self.label_columns, *weights]
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
