@@ -79,19 +79,6 @@ def with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
     return warmed
 
 
-def check_warmup(warmup_steps: int, num_steps: int) -> None:
-    """Refuses a warm-up that is not shorter than the training.
-
-    Raises:
-        ValueError: `warmup_steps` is not below `num_steps`.
-    """
-    if warmup_steps and warmup_steps >= num_steps:
-        raise ValueError(
-            f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "
-            "lower it, or train for more epochs"
-        )
-
-
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
     """Returns whether a user's callable is optimizer -> scheduler, not (step, num_steps) -> factor.
 
@@ -256,7 +243,11 @@ def make_rates(
     Raises:
         ValueError: The name is unknown, the callable has another form, or the warm-up is too long.
     """
-    check_warmup(warmup_steps, num_steps)
+    if warmup_steps and warmup_steps >= num_steps:
+        raise ValueError(
+            f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "
+            "lower it, or train for more epochs"
+        )
     if isinstance(spec, str):
         check_name("lrSchedule", spec, SCHEDULES)
         spec = SCHEDULES[spec]
