@@ -29,7 +29,7 @@ from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
-from ringspark.estimators.training.running import make_running
+from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.trainer import Trainer
@@ -137,7 +137,7 @@ def _train(
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
     with RunLog(config.run_uri, writes=mesh.writes) as log:
-        running = make_running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device)
+        running = Running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device)
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()
     state = running.state

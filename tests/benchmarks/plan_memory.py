@@ -33,7 +33,7 @@ from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.running import make_running
+from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
@@ -115,7 +115,7 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
         rates = make_rates("constant", sync.optimizer, 3, 0)
         heads = make_heads(config, UserObjects())
-        running = make_running(config, mesh, heads, sync, rates, Callbacks([]), log, 3, device)
+        running = Running(config, mesh, heads, sync, rates, Callbacks([]), log, 3, device)
         trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
         module.train()
 
