@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringspark.estimators.training.saved_tensors.compression import BOOLEANS, LOSSY, RAW, Codec
-from ringspark.estimators.training.saved_tensors.layout import Flat, density, own_values, whole_memory
+from ringspark.estimators.training.saved_tensors.layout import (
+    Flat,
+    Geometry,
+    density,
+    own_values,
+    whole_memory,
+)
 from ringspark.estimators.training.saved_tensors.offload import Restore, Store
 
 # Packing gains nothing below a page of a file or of memory.
@@ -39,34 +45,22 @@ _SAME_VALUES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor that is not packed; autograd does not check versions of tensors that hooks return."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
-    """One stored vector, whose parts are in memory or in a store."""
-
-    parts: tuple[torch.Tensor | Restore, ...]
-    codec: Codec
-    count: int
-    dtype: torch.dtype
-
-    def restore(self) -> torch.Tensor:
-        parts = tuple(part if isinstance(part, torch.Tensor) else part() for part in self.parts)
-        return self.codec.decode(parts, self.count, self.dtype)
+def _decoded(
+    parts: tuple[torch.Tensor | Restore, ...], codec: Codec, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns one stored vector, whose parts are in memory or in a store."""
+    found = tuple(part if isinstance(part, torch.Tensor) else part() for part in parts)
+    return codec.decode(found, count, dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A saved tensor as a view of a stored vector."""
-
-    packed: _Packed
-    geometry: tuple[tuple[int, ...], tuple[int, ...], int]
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns a tensor that is not packed; autograd does not check versions of tensors that hooks return."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
+        )
+    return tensor
 
 
 class SavedTensors:
@@ -81,12 +75,12 @@ class SavedTensors:
         self._store = store
         held = itertools.chain(module.parameters(), module.buffers())
         self._held = {_address(tensor) for tensor in held if not _is_foreign(tensor)}
-        self._packed: dict[object, tuple[StorageWeakRef, _Packed]] = {}
+        self._packed: dict[object, tuple[StorageWeakRef, Restore]] = {}
         self._codec: Codec | None = None
         self._largest = 0
         # Successive nodes of the backward pass often need the same vector: views of it, or several layers
         # over one input. Read and written as one tuple, since CUDA's backward has threads of its own.
-        self._last: tuple[_Packed, torch.Tensor, int] | None = None
+        self._last: tuple[Restore, torch.Tensor, int] | None = None
 
     @contextmanager
     def saving(self, codec: Codec | None, largest: int) -> Iterator[None]:
@@ -99,24 +93,17 @@ class SavedTensors:
             self._codec, self._largest = before
 
     @torch.no_grad()
-    def pack(self, tensor: torch.Tensor) -> _Kept | _View:
+    def pack(self, tensor: torch.Tensor) -> Restore:
         codec = None if self._stays(tensor) else self._codec_of(tensor)
         if codec is None:
-            return _Kept(tensor, tensor._version)
+            return partial(_unchanged, tensor, tensor._version)
         flat = whole_memory(tensor) if codec is RAW else own_values(tensor)
-        return _View(self._pack_once(tensor, flat, codec), flat.geometry)
+        # Without `flat` itself, which holds the values.
+        return partial(self._view, self._pack_once(tensor, flat, codec), flat.geometry)
 
     @torch.no_grad()
-    def unpack(self, saved: _Kept | _View) -> torch.Tensor:
-        if isinstance(saved, _View):
-            return self._restored(saved.packed).as_strided(*saved.geometry)
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, expected "
-                f"version {saved.version}"
-            )
-        return saved.tensor
+    def unpack(self, restore: Restore) -> torch.Tensor:
+        return restore()
 
     def end_forward(self) -> None:
         """Drops the data that only packing needs."""
@@ -146,27 +133,26 @@ class SavedTensors:
             return self._lossy
         return rest
 
-    def _pack_once(self, tensor: torch.Tensor, flat: Flat, codec: Codec) -> _Packed:
+    def _pack_once(self, tensor: torch.Tensor, flat: Flat, codec: Codec) -> Restore:
         key = (_address(tensor), flat.key, tensor.dtype, tensor._version, codec)
         if key not in self._packed:
             parts = codec.encode(flat.values)
             moved = tuple(
                 self._store(part) if self._store and part.nbytes >= SMALL_BYTES else part for part in parts
             )
-            packed = _Packed(moved, codec, flat.values.numel(), tensor.dtype)
+            packed = partial(_decoded, moved, codec, flat.values.numel(), tensor.dtype)
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._packed[key] = reference, packed
         return self._packed[key][1]
 
-    def _restored(self, packed: _Packed) -> torch.Tensor:
+    def _view(self, packed: Restore, geometry: Geometry) -> torch.Tensor:
         last = self._last
-        if last is not None and last[0] is packed and last[1]._version == last[2]:
-            return last[1]
-        # Released first, so that only one vector is in memory.
-        self._last = last = None
-        values = packed.restore()
-        self._last = packed, values, values._version
-        return values
+        if last is None or last[0] is not packed or last[1]._version != last[2]:
+            # Released first, so that only one vector is in memory.
+            self._last = last = None
+            values = packed()
+            self._last = last = packed, values, values._version
+        return last[1].as_strided(*geometry)
 
 
 def _address(tensor: torch.Tensor) -> int:

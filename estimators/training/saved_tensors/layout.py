@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 
 Density = Literal["dense", "gaps", "overlapping"]
+# Arguments of `as_strided`: size, stride, offset.
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,12 +21,12 @@ class Flat:
 
     Attributes:
         key: Distinguishes this part from others of the same storage and dtype.
-        geometry: Arguments of `as_strided` for the view: size, stride, offset.
+        geometry: The view.
     """
 
     values: torch.Tensor
     key: tuple[object, ...]
-    geometry: tuple[tuple[int, ...], tuple[int, ...], int]
+    geometry: Geometry
 
 
 def density(tensor: torch.Tensor) -> Density:
