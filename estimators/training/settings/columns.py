@@ -25,7 +25,6 @@ INPUT_COLS = Setting[list[str] | None](
     field="input_columns",
     words="one column for each argument of the network, instead of featuresCol",
     kind="names",
-    default=None,
 )
 LABEL_COL = Setting(
     name="labelCol",
@@ -39,7 +38,6 @@ LABEL_COLS = Setting[list[str] | None](
     name="labelCols",
     words="one label column for each output of the network, instead of labelCol",
     kind="names",
-    default=None,
     accepts=_DISTINCT,
 )
 WEIGHT_COL = Setting[str | None](
@@ -47,13 +45,11 @@ WEIGHT_COL = Setting[str | None](
     field="weight_column",
     words="column of the rows' weights in the loss; unset: 1 each",
     kind="str",
-    default=None,
 )
 VALIDATION_INDICATOR_COL = Setting[str | None](
     name="validationIndicatorCol",
     words="column that is true in the rows to hold out",
     kind="str",
-    default=None,
     is_for_writing=True,
 )
 PREDICTION_COL = Setting(
@@ -66,7 +62,6 @@ PREDICTION_COLS = Setting[list[str] | None](
     name="predictionCols",
     words="prediction columns of a network with several outputs, one a tensor; instead of predictionCol",
     kind="names",
-    default=None,
 )
 RAW_PREDICTION_COL = Setting(
     name="rawPredictionCol",
@@ -85,7 +80,6 @@ THRESHOLDS = Setting[list[float] | None](
     words="one number per class: the class with the largest probability / threshold is predicted; none may "
     "be negative, one at most 0",
     kind="numbers",
-    default=None,
 )
 HANDLE_INVALID = Setting[HandleInvalid](
     name="handleInvalid",

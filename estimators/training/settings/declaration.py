@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 T = TypeVar("T")
 
 Kind = Literal["int", "float", "bool", "str", "names", "numbers", "object"]
-"""The type of a setting's value; "object" for one that only its own `convert` can judge."""
+"""The type of a setting's value; "object" for one that its own `convert` judges."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Setting(Generic[T]):
 
     name: str
     words: str
-    kind: Kind
-    default: T
+    kind: Kind = "object"
+    default: T = None  # type: ignore[assignment]  # of a `Setting[... | None]`
     field: str = ""
     accepts: Range | None = None
     convert: Callable[[Any], Any] | None = None

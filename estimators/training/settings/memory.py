@@ -37,7 +37,6 @@ GRADIENT_CHECKPOINTING = Setting[str | int | list[str]](
     field="gradient_checkpointing",
     words="activations to recompute instead of keeping: 'none', 'sqrt', 'all', a segment count, or a list of "
     "submodule names",
-    kind="object",
     default=NO_CHECKPOINTING,
     convert=_policy,
     accepts=Range(
@@ -83,7 +82,5 @@ MEMORY_BUDGET = Setting[int | None](
     name="memoryBudget",
     words="memory of each worker for tensors, in bytes or as Spark writes sizes ('4g'): fit refuses what "
     "would not fit, before any worker starts; unset: no check",
-    kind="object",
-    default=None,
     convert=lambda value: parse_bytes(value, "memoryBudget"),
 )

@@ -52,7 +52,6 @@ MAX_GRAD_NORM = Setting[float | None](
     field="max_grad_norm",
     words="bound of the gradient's 2-norm; unset: no clipping",
     kind="float",
-    default=None,
     accepts=above_0("leave it unset for no clipping"),
 )
 EPOCHS = Setting(
@@ -106,7 +105,6 @@ MONITOR = Setting[str | None](
     words="the loss or metric that tells which epoch is best, such as 'validation_auroc' or 'auroc'; unset: "
     "the loss of the held-out rows, or of the training rows where none is held out",
     kind="str",
-    default=None,
     without_effect=(
         lambda given: given["keep"] == "last" and given["patience"] is None,
         "neither patience nor keep='best' asks for the best epoch",
@@ -117,7 +115,6 @@ PATIENCE = Setting[int | None](
     field="patience",
     words="epochs without a better `monitor` before training stops; unset: all epochs",
     kind="int",
-    default=None,
     accepts=at_least(1, "epoch", "leave it unset for no early stopping"),
     without_effect=(
         lambda given: (given["patience"] or 0) >= given["epochs"],
@@ -145,7 +142,6 @@ VALIDATION_FRACTION = Setting[float | None](
     name="validationFraction",
     words="share of the rows to hold out, drawn by the seed",
     kind="float",
-    default=None,
     accepts=Range(lambda share: 0 < share < 1, lambda: "must lie between 0 and 1"),
     is_for_writing=True,
 )

@@ -24,8 +24,6 @@ def without_secrets(value: Any) -> str:
 STORAGE_URI = Setting[str | None](
     name="storageUri",
     words="folder that all workers reach, for shards and runs; unset: a temporary one, local masters only",
-    kind="object",
-    default=None,
     convert=without_secrets,
     without_effect=(lambda given: given["runUri"] is not None, "runUri holds the shards and the run"),
 )

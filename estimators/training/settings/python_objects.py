@@ -72,8 +72,6 @@ MODEL = Setting[Any](
     name="model",
     field="model",
     words="the network: a ModelSpec or an nn.Module instance",
-    kind="object",
-    default=None,
     convert=_model,
 )
 LOSS = Setting[Any](
@@ -82,7 +80,6 @@ LOSS = Setting[Any](
     words="loss by name (of this package or of torch.nn), an nn loss, or a callable (output, label) -> one "
     "value per row, which gets both as network and column give them; a list has one for each label; "
     "'auto': cross entropy for classes, mean squared error else",
-    kind="object",
     default="auto",
     convert=_losses,
 )
@@ -91,7 +88,6 @@ LOSS_WEIGHTS = Setting[list[float] | None](
     field="loss_weights",
     words="factor of each label's loss in their sum; unset: 1 each",
     kind="numbers",
-    default=None,
     accepts=Range(
         lambda weights: all(weight >= 0 for weight in weights) and any(weights),
         lambda: "must not be negative and not all be 0",
@@ -101,7 +97,6 @@ OPTIMIZER = Setting[Any](
     name="optimizer",
     field="optimizer",
     words="optimizer by name, or a callable parameters -> torch.optim.Optimizer",
-    kind="object",
     default="adamw",
     convert=_name_or_callable("optimizer", OPTIMIZERS),
 )
@@ -110,7 +105,6 @@ PARAMETER_GROUPS = Setting[list[dict[str, Any]]](
     field="parameter_groups",
     words="settings for some parameters: a list of {'params': name pattern or patterns, 'learningRate': ..., "
     "'weightDecay': ...}; the first match counts",
-    kind="object",
     default=[],
     convert=lambda value: check_groups([value] if isinstance(value, dict) else value),
 )
@@ -119,14 +113,12 @@ LR_SCHEDULE = Setting[Any](
     field="lr_schedule",
     words="schedule by name, a callable (step, num_steps) -> factor on the learning rate, or a callable "
     "optimizer -> torch LRScheduler that is stepped after every optimizer step",
-    kind="object",
     default="constant",
     convert=_name_or_callable("lrSchedule", SCHEDULES),
 )
 CALLBACKS = Setting[list[Callback]](
     name="callbacks",
     words="instances of Callback, called on every worker at fixed points",
-    kind="object",
     default=[],
     convert=_callbacks,
 )

@@ -19,7 +19,6 @@ CHECKPOINT_EVERY_STEPS = Setting[int | None](
     field="checkpoint_every_steps",
     words="optimizer steps between two checkpoints of the whole training; unset: not by steps",
     kind="int",
-    default=None,
     accepts=at_least(1, remedy="leave it unset for none by steps"),
     may_differ_on_resume=True,
 )
@@ -37,7 +36,6 @@ CHECKPOINT_EVERY_EPOCHS = Setting[int | None](
     field="checkpoint_every_epochs",
     words="epochs between two checkpoints of the whole training; unset: not by epochs",
     kind="int",
-    default=None,
     accepts=at_least(1, remedy="leave it unset for none by epochs"),
     may_differ_on_resume=True,
 )
@@ -73,8 +71,6 @@ ON_NON_FINITE = Setting[NonFinite](
 RUN_URI = Setting[str | None](
     name="runUri",
     words="folder of this one training, which all workers reach; unset: a new folder in storageUri",
-    kind="object",
-    default=None,
     convert=without_secrets,
 )
 RESUME = Setting(
@@ -99,7 +95,6 @@ MIN_WORKERS = Setting[int | None](
     words="workers with which a restart may go on where the cluster has no room for numWorkers any more; "
     "unset: numWorkers",
     kind="int",
-    default=None,
     accepts=at_least(1),
     may_differ_on_resume=True,
     without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 lets nothing start again"),
