@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines.kinds.base import BatchArray
 
 Array = npt.NDArray[Any]
@@ -83,19 +83,13 @@ def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def to_batch(
-    columns: dict[str, Array],
-    input_columns: Sequence[str],
-    label_columns: Sequence[str],
-    weight_column: str | None,
-    device: torch.device,
-) -> Batch:
+def to_batch(columns: dict[str, Array], config: TrainConfig, device: torch.device) -> Batch:
     """Returns the reader's columns as a batch on `device`."""
     weight = None
-    if weight_column is not None:
-        weight = to_tensor(columns[weight_column].astype(np.float32), device)
+    if config.weight_column is not None:
+        weight = to_tensor(columns[config.weight_column].astype(np.float32), device)
     return Batch(
-        inputs=tuple(to_tensor(columns[name], device) for name in input_columns),
-        labels=tuple(to_tensor(columns[name], device) for name in label_columns),
+        inputs=tuple(to_tensor(columns[name], device) for name in config.input_columns),
+        labels=tuple(to_tensor(columns[name], device) for name in config.label_columns),
         weight=weight,
     )

@@ -17,7 +17,7 @@ import torch
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint.resume import Recovery
-from ringspark.estimators.training.feed import Array, Batch, to_batch
+from ringspark.estimators.training.feed import Batch, to_batch
 from ringspark.estimators.training.history import EpochRecord, Progress
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
 from ringspark.estimators.training.objective.sums import Seen
@@ -113,7 +113,7 @@ class Trainer:
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
                 global_rows = plan.global_rows(step)
-                self._train_step(self._batch(columns), global_rows, step + 1)
+                self._train_step(to_batch(columns, self._config, running.device), global_rows, step + 1)
                 rows += global_rows
                 state.step += 1
                 running.step_in_epoch = step + 1
@@ -225,7 +225,7 @@ class Trainer:
         with torch.no_grad():
             for columns in reader.batches(0):
                 self._status.tick()
-                batch = self._batch(columns)
+                batch = to_batch(columns, self._config, running.device)
                 if not batch.num_rows:
                     # The other ranks may need this rank's parts of the weights.
                     with backward_errors():
@@ -251,13 +251,3 @@ class Trainer:
             return False
         self._state.stop_reason = said[0]
         return True
-
-    def _batch(self, columns: dict[str, Array]) -> Batch:
-        config = self._config
-        return to_batch(
-            columns,
-            config.input_columns,
-            config.label_columns,
-            config.weight_column,
-            self._running.device,
-        )

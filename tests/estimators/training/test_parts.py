@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     save_checkpoint,
 )
 from ringspark.estimators.training.feed import as_input, to_batch, to_tensor
+from ringspark.estimators.training.settings.config import TrainConfig
 
 CPU = torch.device("cpu")
 
@@ -30,7 +32,8 @@ def test_integers_stay_exact_and_floats_become_fp32() -> None:
 
 def test_micro_batches_hold_every_row_once_and_none_is_empty() -> None:
     columns = {"x": np.arange(10, dtype=np.float32).reshape(5, 2), "y": np.arange(5), "w": np.ones(5)}
-    batch = to_batch(columns, ["x"], "y", "w", CPU)
+    names: dict[str, Any] = {"input_columns": ("x",), "label_columns": ("y",), "weight_column": "w"}
+    batch = to_batch(columns, TrainConfig(shards_uri="", run_uri="", **names), CPU)
     parts = batch.split(3)
     assert [p.num_rows for p in parts] == [2, 2, 1]
     assert torch.cat([p.inputs[0] for p in parts]).equal(batch.inputs[0])
