@@ -18,7 +18,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.objective.heads import Head, ignored_label, make_heads, with_outputs
-from ringspark.estimators.training.objective.losses import check_loss_name, resolve_loss
+from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer, check_name
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
@@ -53,8 +53,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
     for index in range(len(config.label_columns)):
         loss = objects.loss(config, index)
         if isinstance(loss, str) and loss != "auto":
-            check_loss_name(loss)
-            resolve_loss(loss, None)
+            resolve_loss(loss)
     check_metrics(config.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)

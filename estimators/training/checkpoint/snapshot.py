@@ -285,16 +285,11 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a parameter group's values for a checkpoint; some optimizers and callbacks change them."""
     kept: dict[str, Any] = {}
     for key, value in group.items():
-        if key in _NOT_KEPT:
-            continue
-        if isinstance(value, torch.Tensor):
-            value = value.item() if value.numel() == 1 else _NOTHING
-        if _is_plain(value):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if key not in _NOT_KEPT and _is_plain(value):
             kept[key] = list(value) if isinstance(value, tuple | list) else value
     return kept
-
-
-_NOTHING = object()
 
 
 def _is_plain(value: object) -> bool:

@@ -52,7 +52,8 @@ class Head:
     @property
     def loss_name(self) -> str:
         """The name of the loss in messages."""
-        return self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", _class(self.loss))
+        kind = type(self.loss).__name__
+        return self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", kind)
 
     @property
     def is_per_member(self) -> bool:
@@ -62,9 +63,8 @@ class Head:
     @property
     def takes_classes(self) -> bool:
         """Whether the loss compares logits with class numbers."""
-        if isinstance(self.loss, str):
-            return self.loss.startswith(("cross_entropy", "bce_with_logits")) or self.loss in _CLASS_LOSSES
-        return _class(self.loss) in _CLASS_LOSSES
+        name = self.loss if isinstance(self.loss, str) else type(self.loss).__name__
+        return name.startswith(("cross_entropy", "bce_with_logits")) or name in _CLASS_LOSSES
 
 
 def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
@@ -126,7 +126,3 @@ def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None)
     if label_range is not None and not label_range[0] <= inner.ignored <= label_range[1]:
         return None
     return inner.ignored
-
-
-def _class(loss: object) -> str:
-    return type(loss).__name__
