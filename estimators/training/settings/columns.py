@@ -16,7 +16,6 @@ _DISTINCT = Range(
 FEATURES_COL = Setting(
     name="featuresCol",
     words="column that is the network's one argument",
-    kind="str",
     default="features",
     without_effect=(lambda given: given["inputCols"] is not None, "inputCols names the inputs"),
 )
@@ -30,7 +29,6 @@ LABEL_COL = Setting(
     name="labelCol",
     field="label_columns",
     words="column of the labels",
-    kind="str",
     default="label",
     accepts=_DISTINCT,
 )
@@ -55,7 +53,6 @@ VALIDATION_INDICATOR_COL = Setting[str | None](
 PREDICTION_COL = Setting(
     name="predictionCol",
     words="column of the predictions",
-    kind="str",
     default="prediction",
 )
 PREDICTION_COLS = Setting[list[str] | None](
@@ -66,13 +63,11 @@ PREDICTION_COLS = Setting[list[str] | None](
 RAW_PREDICTION_COL = Setting(
     name="rawPredictionCol",
     words="column of the logits, a vector; empty: none",
-    kind="str",
     default="rawPrediction",
 )
 PROBABILITY_COL = Setting(
     name="probabilityCol",
     words="column of the classes' probabilities, a vector; empty: none",
-    kind="str",
     default="probability",
 )
 THRESHOLDS = Setting[list[float] | None](
@@ -85,7 +80,6 @@ HANDLE_INVALID = Setting[HandleInvalid](
     name="handleInvalid",
     words="what transform does with rows that have a null or NaN in an input: 'error' raises, 'skip' leaves "
     "them out, 'keep' leaves them in with null predictions",
-    kind="str",
     default="error",
     accepts=one_of(get_args(HandleInvalid)),
     is_for_writing=True,
@@ -93,7 +87,6 @@ HANDLE_INVALID = Setting[HandleInvalid](
 INFERENCE_BATCH_SIZE = Setting(
     name="inferenceBatchSize",
     words="rows per forward pass in transform",
-    kind="int",
     # So the activations of a layer of a few hundred numbers stay in a core's cache.
     default=2048,
     accepts=at_least(1),
@@ -101,6 +94,5 @@ INFERENCE_BATCH_SIZE = Setting(
 INFERENCE_USE_GPU = Setting(
     name="inferenceUseGpu",
     words="whether transform computes on a GPU: the one that Spark gave the task, else one by partition",
-    kind="bool",
     default=False,
 )

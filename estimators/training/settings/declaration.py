@@ -42,7 +42,7 @@ class Setting(Generic[T]):
     Attributes:
         name: Name of the Spark Param in camelCase, which users know.
         words: Meaning, for `explainParams()`, docs/settings.md and the jobs' `--help`.
-        kind: Type of the value.
+        kind: Type of the value; that of the default, unless it is said or there is a `convert`.
         default: Default value; None if the setting has none.
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         accepts: Range of a value of the right type; None if every value can be used.
@@ -64,6 +64,10 @@ class Setting(Generic[T]):
     without_effect: tuple[Callable[[Mapping[str, Any]], bool], str] | None = None
     is_for_writing: bool = False
     default_words: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind == "object" and self.convert is None:
+            object.__setattr__(self, "kind", type(self.default).__name__)
 
     def refusal(self, value: Any) -> str:
         """Returns the rest of the sentence that refuses a value, after its subject; empty if accepted."""

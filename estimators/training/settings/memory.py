@@ -12,7 +12,6 @@ PRECISION = Setting[Precision](
     name="precision",
     field="precision",
     words="'fp32', 'bf16' or 'fp16' (with loss scaling)",
-    kind="str",
     default="fp32",
     accepts=one_of(get_args(Precision)),
 )
@@ -51,7 +50,6 @@ ACTIVATION_OFFLOAD = Setting[Offload](
     field="activation_offload",
     words="where activations wait for the backward pass: 'none' (in place), 'host' (for a GPU: the host's "
     "pinned memory) or 'disk' (a temporary file)",
-    kind="str",
     default="none",
     accepts=one_of(get_args(Offload)),
     may_differ_on_resume=True,
@@ -61,7 +59,6 @@ ACTIVATION_COMPRESSION = Setting[Compression](
     field="activation_compression",
     words="how kept activations are packed: 'none', 'bits' (exact: one bit a value where only the sign is "
     "needed), 'int8' or 'fp8' (these too, and 8 bits a value elsewhere, with a small error)",
-    kind="str",
     default="none",
     accepts=one_of(get_args(Compression)),
 )
@@ -70,7 +67,6 @@ SHARDING = Setting[Sharding](
     field="sharding",
     words="what each worker has only its part of: 'none', 'optimizer' (state; ZeRO 1), 'gradients' (these "
     "too; ZeRO 2) or 'parameters' (all; ZeRO 3)",
-    kind="str",
     default="none",
     accepts=one_of(get_args(Sharding)),
     without_effect=(

@@ -31,7 +31,6 @@ READER = Setting(
     name="reader",
     field="reader",
     words="engine that reads the shards: 'petastorm' or 'arrow'",
-    kind="str",
     default=default_engine(),
     default_words="`'petastorm'` where installed, else `'arrow'`",
     accepts=listed(lambda: READERS),

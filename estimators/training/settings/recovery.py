@@ -26,7 +26,6 @@ CHECKPOINT_EVERY_SECONDS = Setting(
     name="checkpointEverySeconds",
     field="checkpoint_every_seconds",
     words="seconds between two checkpoints of the whole training, 0 for none by the clock",
-    kind="float",
     default=600.0,
     accepts=finite_from_0("0 is for none by the clock"),
     may_differ_on_resume=True,
@@ -43,7 +42,6 @@ KEEP_CHECKPOINTS = Setting(
     name="keepCheckpoints",
     field="keep_checkpoints",
     words="newest checkpoints to keep while the training runs; with one alone, a damaged one loses the run",
-    kind="int",
     default=2,
     accepts=at_least(1),
     may_differ_on_resume=True,
@@ -64,7 +62,6 @@ ON_NON_FINITE = Setting[NonFinite](
     words="what a step does whose loss or gradient is not finite: 'stop' (an error with epoch, step "
     "and worker), 'skip' (no worker takes the step) or 'rollback' (back to the last checkpoint, with "
     "half the rate)",
-    kind="str",
     default="stop",
     accepts=one_of(get_args(NonFinite)),
 )
@@ -77,14 +74,12 @@ RESUME = Setting(
     name="resume",
     words="whether to go on with the training that runUri holds, if it holds one; a run of other settings or "
     "other data is refused",
-    kind="bool",
     default=False,
 )
 MAX_RESTARTS = Setting(
     name="maxRestarts",
     field="max_restarts",
     words="how often lost workers are started again, from the last checkpoint, before fit fails",
-    kind="int",
     default=3,
     accepts=at_least(0, remedy="0 is for no restart"),
     may_differ_on_resume=True,
@@ -103,7 +98,6 @@ TIMEOUT_SECONDS = Setting(
     name="timeoutSeconds",
     field="timeout_seconds",
     words="how long a worker may wait for the others in one operation, or stay without any progress",
-    kind="float",
     default=600.0,
     accepts=above_0_and_finite(),
     may_differ_on_resume=True,
