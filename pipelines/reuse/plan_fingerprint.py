@@ -1,9 +1,9 @@
 """Asks Spark about a DataFrame's plan: which rows it yields, and whether they may be used again.
 
-`df.semanticHash()` covers types, which no text prints, but it has a meaning only within one Spark application.
-It is 32 bits wide, and easily met twice: `id > 3` and `id > -4` have the same hash, and so have the texts
-"Aa" and "BB". So the plan's text counts beside it, and the folders and options of its readers.
-`refusal` says why rows of this plan must never be used twice. `judge` is pure.
+`df.semanticHash()` covers types, which no text prints, but it has a meaning only within one Spark
+application. It is 32 bits wide, and easily met twice: `id > 3` and `id > -4` have the same hash, and so
+have the texts "Aa" and "BB". So the plan's text counts beside it, and the folders and options of its
+readers. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
 """
 
 from __future__ import annotations
