@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import collective_class
-from ringspark.estimators.names import nearest
+from ringspark.estimators.names import check_name, nearest
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.objective.heads import Head, ignored_label, make_heads, with_outputs
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
-from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer, check_name
+from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
 from ringspark.estimators.training.settings.choices import Task

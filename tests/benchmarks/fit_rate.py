@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.optimizers import make_optimizer
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, open_reader, write_shards

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.history import read_history
-from ringspark.estimators.training.optimizers import make_optimizer
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.pipelines import ShardManifest, open_reader

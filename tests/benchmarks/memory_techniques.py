@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint

@@ -29,7 +29,7 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.objective.heads import make_heads
-from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32

@@ -21,7 +21,7 @@ from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, state_bytes, strategy_key
 from ringspark.estimators.parallel.gradient_sync import GradientSync
-from ringspark.estimators.training.optimizers import build_optimizer
+from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.choices import Sharding

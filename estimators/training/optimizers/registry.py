@@ -1,5 +1,8 @@
 """The registry: optimizers by name.
 
+An optimizer is made after the module has its final form. The learning rate is the user's for any number of
+ranks. An optimizer that torch lacks, or whose version does not fit, has its own file.
+
 Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adafactor and sm3. In lamb it is
 added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
 

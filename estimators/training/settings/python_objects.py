@@ -11,7 +11,8 @@ from torch import nn
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.objective.losses import check_loss_name
-from ringspark.estimators.training.optimizers import OPTIMIZERS, check_groups
+from ringspark.estimators.training.optimizers.groups import check_groups
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES
 from ringspark.estimators.training.settings.declaration import Range, Setting
 from ringspark.models import ModelSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ringspark.estimators.training.optimizers import ELEMENTWISE, OPTIMIZERS
+from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS
 
 if TYPE_CHECKING:
     from ringspark.estimators.training.settings.config import TrainConfig

@@ -11,8 +11,8 @@ from torch import nn
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, Shard
 from ringspark.estimators.parallel.sharded.shard_layout import even_layout, fill_buckets, whole_layout
-from ringspark.estimators.training.optimizers import ELEMENTWISE as ELEMENTWISE_NAMES
-from ringspark.estimators.training.optimizers import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.optimizers.registry import ELEMENTWISE as ELEMENTWISE_NAMES
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 LAYOUTS = pytest.mark.parametrize("layout", [even_layout, whole_layout])

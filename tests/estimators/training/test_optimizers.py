@@ -18,15 +18,10 @@ from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.training.optimizers import (
-    ELEMENTWISE,
-    OPTIMIZERS,
-    build_optimizer,
-    check_groups,
-    group_parameters,
-    make_optimizer,
-)
+from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, levels
+from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.phase import Status
 
 GANGS = [name for name in COLLECTIVES if name != "local"]

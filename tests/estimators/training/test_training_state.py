@@ -23,7 +23,8 @@ from ringspark.estimators.training.checkpoint.snapshot import (
     write_snapshot,
 )
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.optimizers import OPTIMIZERS, build_optimizer
+from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
