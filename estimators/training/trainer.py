@@ -52,8 +52,8 @@ class Trainer:
         self._call("on_train_start")
         if goes_on:
             self._recovery.load(self._running)
-        else:
-            self._recovery.begin_anew(self._running)
+        elif self._config.on_non_finite == "rollback":
+            self._recovery.save(self._running)  # the first step may have to be taken back
         is_over = False
         while not is_over:
             try:

@@ -103,14 +103,18 @@ class Recovery:
             _log.info("the training goes on from the checkpoint of step %d", step)
         return True
 
-    def load(self, running: Running) -> None:
-        """Restores weights, optimizer and everything else from the checkpoint; call it after `begin`."""
-        self._load(running.state.step, running, 1.0)
+    def load(self, running: Running, factor: float = 1.0) -> None:
+        """Restores weights, optimizer and everything else from the checkpoint of the present position.
 
-    def begin_anew(self, running: Running) -> None:
-        """Starts a training without a checkpoint; writes one if a rollback may need it."""
-        if self._config.on_non_finite == "rollback":
-            self.save(running)
+        Args:
+            factor: Scales the learning rates.
+        """
+        step = running.state.step
+        self._status.phase = f"loading the checkpoint of step {step}"
+        record, ranks = load_training_state(step_uri(self._root, step), running.sync)
+        restore_rank(running, ranks, self._mesh, self._config.seed)
+        running.scaler.load_state_dict(record.position.scaler)
+        running.rates.resume([scale * factor for scale in record.position.rate_scales])
 
     def save(self, running: Running) -> None:
         """Copies the training and starts to write the copy. Runs on every rank; waits only for the copy.
@@ -168,7 +172,7 @@ class Recovery:
             )
         self._take_position(read_record(step_uri(self._root, step)).position, running)
         running.first_bad.reset()
-        self._load(step, running, ROLLBACK_FACTOR**self._rollbacks)
+        self.load(running, ROLLBACK_FACTOR**self._rollbacks)
         self.due.written(step)
         if self._mesh.writes:
             _log.warning(
@@ -228,14 +232,6 @@ class Recovery:
         running.step_in_epoch = position.step_in_epoch
         running.skipped_before = position.skipped_before
         running.epoch_start = time.monotonic() - position.epoch_seconds
-
-    def _load(self, step: int, running: Running, factor: float) -> None:
-        self._status.phase = f"loading the checkpoint of step {step}"
-        record, ranks = load_training_state(step_uri(self._root, step), running.sync)
-        position = record.position
-        restore_rank(running, ranks, self._mesh, self._config.seed)
-        running.scaler.load_state_dict(position.scaler)
-        running.rates.resume([scale * factor for scale in position.rate_scales])
 
     def _position(self, running: Running) -> Position:
         state = running.state
