@@ -8,14 +8,14 @@ checks its statistics; it tries the model on two rows of zeros; only then does a
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
+from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
@@ -88,7 +88,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             )
         fits = [_Fit.of(estimator, dataset) for estimator in estimators]
         shards = SharedShards(dataset, [fit.data for fit in fits])
-        return _FitIterator(lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits))
+        return _FitMultipleIterator(
+            lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits)
+        )
 
     def fitOnShards(self, uri: str) -> M:
         """Trains on shards that `write_shards` has written, and does not change them.
@@ -311,23 +313,6 @@ class _Fit:
             root=run_uri or storage_root(dataset.sparkSession, estimator.getStorageUri()),
         )
         return cls(config=config, objects=objects, pickled=pickled, data=data)
-
-
-class _FitIterator:
-    """Yields (index, result of its fit) for the indices 0, 1, ... to any number of threads."""
-
-    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
-        self._fit = fit
-        self._numbers = iter(range(count))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> _FitIterator:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._numbers)
-        return index, self._fit(index)
 
 
 class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
