@@ -59,8 +59,8 @@ class GangStage:
         self._spark = spark
         self._use_gpu = use_gpu
         self._plan: StagePlan = stage_plan(spark, use_gpu)
-        if self._plan.is_problem:
-            warnings.warn(self._plan.reason, RuntimeWarning, stacklevel=3)
+        if self._plan.problem:
+            warnings.warn(self._plan.problem, RuntimeWarning, stacklevel=3)
 
     def turn(self, num_workers: int) -> Any:
         """Returns a context manager that waits until the gangs of other threads leave room."""

@@ -35,15 +35,13 @@ class StagePlan:
 
     Attributes:
         request: Size of the stage's tasks; None for the size of all other stages.
-        reason: Reason for the plan, in words.
         gives_gpus: Whether Spark gives each task a GPU that it gives to no other task.
-        is_problem: Whether some worker gets no GPU from Spark although the user could change that.
+        problem: Why some worker gets no GPU from Spark although the user could change that; else empty.
     """
 
-    request: TaskRequest | None
-    reason: str
+    request: TaskRequest | None = None
     gives_gpus: bool = False
-    is_problem: bool = False
+    problem: str = ""
 
 
 def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePlan:
@@ -54,42 +52,32 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
         version: Spark's version.
     """
     master = conf.get("spark.master", "")
-    if not use_gpu:
-        return StagePlan(request=None, reason="the gang computes on CPUs")
-    if is_local(master):
-        return StagePlan(request=None, reason="local mode has no resources to schedule")
+    # Local mode has no resources to schedule.
+    if not use_gpu or is_local(master):
+        return StagePlan()
     gpus = int(float(conf.get(EXECUTOR_GPUS, "0")))
     if gpus < 1:
-        return StagePlan(request=None, reason=f"Spark manages no GPUs ({EXECUTOR_GPUS} is not set)")
+        return StagePlan()
     given = conf.get(TASK_GPUS)
     if given is not None and float(given) == 1.0:
-        reason = f"{TASK_GPUS} is 1: every task has a GPU of its own"
-        return StagePlan(request=None, reason=reason, gives_gpus=True)
+        return StagePlan(gives_gpus=True)
     if not master.startswith(("spark://", "local-cluster[", "k8s://")) and master != "yarn":
         return StagePlan(
-            request=None,
-            reason=f"Spark has no stage-level scheduling on {master or 'this master'}, and {TASK_GPUS} "
-            f"is {given or 'not set'}; set {TASK_GPUS}=1",
-            is_problem=True,
+            problem=f"Spark has no stage-level scheduling on {master or 'this master'}, and {TASK_GPUS} "
+            f"is {given or 'not set'}; set {TASK_GPUS}=1"
         )
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (4, 0):
         # The stages of a DataFrame accept a profile only from Spark 4.0 on.
         return StagePlan(
-            request=None,
-            reason=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
-            f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later",
-            is_problem=True,
+            problem=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
+            f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later"
         )
     cores, task_cpus = executor_cores(conf), int(conf.get("spark.task.cpus", "1"))
     # If the number of cores is unknown, a worker takes the cores of any task, but still a whole GPU.
     cpus = max(task_cpus, cores // gpus) if cores else task_cpus
     if cores:
         cpus = min(cpus, cores)
-    return StagePlan(
-        request=TaskRequest(cpus=cpus),
-        reason=f"{TASK_GPUS} is {given or 'not set'}: each worker gets {cpus} cores and a whole GPU",
-        gives_gpus=True,
-    )
+    return StagePlan(request=TaskRequest(cpus=cpus), gives_gpus=True)
 
 
 def slots_of_conf(

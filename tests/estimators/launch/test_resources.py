@@ -68,7 +68,7 @@ def test_a_worker_gets_its_share_of_cores_and_one_gpu(name: str) -> None:
     conf, version, request, slots = PLANS[name]
     plan = plan_stage(conf, version, use_gpu=True)
     assert plan.request == request
-    assert not plan.is_problem
+    assert not plan.problem
     assert slots_of_conf(conf, plan.request, 32) == slots
     assert plan.gives_gpus == (request is not None or conf.get(TASK_GPUS) in ("1", "1.0"))
     if request is not None:
@@ -103,9 +103,8 @@ def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name: str)
     conf, version, reason = PROBLEMS[name]
     plan = plan_stage(conf, version, use_gpu=True)
     assert plan.request is None
-    assert plan.is_problem
-    assert re.search(reason, plan.reason)
-    assert f"set {TASK_GPUS}=1" in plan.reason
+    assert re.search(reason, plan.problem)
+    assert f"set {TASK_GPUS}=1" in plan.problem
 
 
 # conf, all cores if somebody counted them, slots for CPU workers
