@@ -78,14 +78,14 @@ class GangTask:
     """The function of the barrier stage. Runs on every rank.
 
     Attributes:
-        pulse: Place where the ranks write their signs of life; None if they write none.
+        pulse: Place where the ranks write their signs of life.
     """
 
     collective: str
     work: Work
     use_gpu: bool
     timeout_seconds: float
-    pulse: Pulse | None = None
+    pulse: Pulse
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

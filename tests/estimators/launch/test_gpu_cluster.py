@@ -30,15 +30,15 @@ CONF = {
 MASTER = "local-cluster[1,4,1024]"
 
 DRIVER = """
-import json, sys, threading
+import json, os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 from pyspark.sql import SparkSession
 from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.devices import Claim, assign_devices
-from ringspark.estimators.launch.gang import run_gang
 from ringspark.estimators.launch.resources import profile_of, stage_plan
 from ringspark.estimators.launch.slots import check_slots, count_slots
+from ringspark.estimators.launch.supervisor import Supervisor
 
 kind, master, conf = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 builder = SparkSession.builder
@@ -79,10 +79,17 @@ with ThreadPoolExecutor(1) as threads:
     told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.request))).result()
 report["gang"] = [told, devices(told)]
 check_slots(spark, 2, use_gpu=True)
-for call in (
-    lambda: check_slots(spark, 3, use_gpu=True),
-    lambda: run_gang(spark, 2, "torch", lambda collective, device, status: device, use_gpu=True),
-):
+gang = Supervisor(
+    spark=spark,
+    make_work=lambda num_workers: lambda collective, device, status: device,
+    run_uri=os.getcwd() + "/run",
+    token="test",
+    num_workers=2,
+    collective="torch",
+    use_gpu=True,
+    timeout_seconds=600.0,
+)
+for call in (lambda: check_slots(spark, 3, use_gpu=True), gang.run):
     try:
         call()
         report.setdefault("errors", []).append("none")
