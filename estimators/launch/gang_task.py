@@ -96,7 +96,7 @@ class GangTask:
         context = BarrierTaskContext.get()
         members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
         member = members[context.partitionId()]
-        result, failure = self._run(context, member, members)
+        result, failure = self._run(context, member)
         yield pa.RecordBatch.from_arrays(
             [
                 pa.array([member.rank], pa.int32()),
@@ -106,7 +106,7 @@ class GangTask:
             names=["rank", "result", "failure"],
         )
 
-    def _run(self, context: Any, member: Member, members: list[Member]) -> tuple[str | None, Failure | None]:
+    def _run(self, context: Any, member: Member) -> tuple[str | None, Failure | None]:
         import torch
 
         status = Status()
@@ -117,7 +117,7 @@ class GangTask:
         heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task)
         with heartbeat:
             try:
-                return self._connected(context, member, members, status), None
+                return self._connected(context, member, status), None
             # SystemExit too, because sys.exit() in user code would end the Python worker silently.
             except (Exception, SystemExit) as error:
                 from_peer = isinstance(error, CollectiveError)
@@ -127,7 +127,7 @@ class GangTask:
             finally:
                 torch.set_num_threads(threads)
 
-    def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
+    def _connected(self, context: Any, member: Member, status: Status) -> str:
         """Agrees with the other ranks on a meeting point and devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
@@ -135,7 +135,7 @@ class GangTask:
         try:
             claim = self._claim(context, member)
             if member.rank == 0:
-                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds, self.secret)
+                rendezvous = kind.open_rendezvous(member, self.secret)
         except Exception as error:
             problem = str(error)
         offer = {

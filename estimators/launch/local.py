@@ -63,7 +63,7 @@ def run_spawned(
     ]
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
-    rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds, secret)
+    rendezvous = kind.open_rendezvous(members[0], secret)
     context = _context()
     queue: Any = context.Queue()
     # cloudpickle, as in Spark, also ships closures and functions of the main script.
