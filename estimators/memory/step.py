@@ -178,7 +178,7 @@ class _Step:
             for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]
         ]
         del seen
-        backward = self._peaks()
+        backward = dict(self._meter.peaks)
         parts = dict(self._meter.highest)
         update = update or self._update()
         parts["optimizer_state"] = update.state
@@ -201,13 +201,10 @@ class _Step:
         self._meter.restart()
         self._optimizer_step()
         return UpdateBytes(
-            state=self._meter.live("optimizer_state"),
+            state=self._meter.live["optimizer_state"],
             temporaries=self._meter.highest["activations"],
-            peaks=self._peaks(),
+            peaks=dict(self._meter.peaks),
         )
-
-    def _peaks(self) -> dict[str, Peak]:
-        return {name: self._meter.peak(name) for name in SHARDED_PARTS}
 
     def _optimizer_step(self) -> None:
         self._meter.answers_scalars = True
