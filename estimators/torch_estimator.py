@@ -20,12 +20,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators import user_code
-from ringspark.estimators.columns.schema import (
-    check_columns_exist,
-    check_inputs,
-    check_types,
-    check_unambiguous,
-)
+from ringspark.estimators.columns.schema import check_columns_exist, check_types, check_unambiguous
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -37,7 +32,12 @@ from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.fit_data import FitData, SharedShards
-from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
+from ringspark.estimators.stages.model_params import (
+    _ClassifierParams,
+    check_distinct,
+    check_free,
+    check_thresholds,
+)
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.session import is_remote, spark_conf
@@ -251,7 +251,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _check_schema(self, dataset: DataFrame, config: TrainConfig) -> None:
         schema = dataset.schema
-        check_inputs(schema, config.input_columns)
+        check_columns_exist(schema, dict.fromkeys(config.input_columns, "featuresCol or inputCols"))
+        check_types(schema, config.input_columns)
         others = dict.fromkeys(config.label_columns, self._label_param())
         if config.weight_column is not None:
             others[config.weight_column] = "weightCol"
@@ -265,14 +266,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 )
             others[indicator] = "validationIndicatorCol"
         check_columns_exist(schema, others)
-        outputs = self._output_columns(len(config.label_columns))
-        check_distinct(outputs)
-        for name in outputs:
-            if name in schema.names:
-                raise ValueError(
-                    f"Output column {name} already exists; drop it first, or give the model another name for "
-                    "its output"
-                )
+        check_free(schema, self._output_columns(len(config.label_columns)), is_case_sensitive=True)
         if dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") != "true":
             check_unambiguous(schema, [*config.input_columns, *others])
 
