@@ -23,7 +23,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import MakeOptimizer
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync, Scaler
+from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE
 from ringspark.models.outputs import as_outputs
@@ -243,9 +243,6 @@ class FullySync(PlainSync):
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._named.values() if p.grad is not None]
-
-    def step(self, scaler: Scaler) -> None:
-        scaler.step(self.optimizer)
 
     def optimizer_state(self) -> OptimizerState:
         self._free_whole()
