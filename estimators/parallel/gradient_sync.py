@@ -59,9 +59,6 @@ class GradientSync(Protocol):
     def clip_gradients(self, max_norm: float) -> None:
         """Scales reduced gradients so that the 2-norm of all of them together is at most `max_norm`."""
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank holds at the moment."""
-
     def step(self, scaler: Scaler) -> None:
         """Takes the optimizer step on reduced gradients."""
 
@@ -97,9 +94,6 @@ class PlainSync:
         # Only trained parameters count: others may keep gradients, which differ by rank.
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(trained, max_norm)
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.network.parameters() if p.grad is not None]
 
     def step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)

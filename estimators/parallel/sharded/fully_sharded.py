@@ -241,9 +241,6 @@ class FullySync(PlainSync):
             norm = norm.full_tensor()
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._named.values() if p.grad is not None]
-
     def optimizer_state(self) -> OptimizerState:
         self._free_whole()
         return super().optimizer_state()

@@ -173,11 +173,6 @@ class ShardedSync(PlainSync):
     def _held_gradients(self) -> list[torch.Tensor]:
         return [t.grad for t in self._shard.held.values() if t.grad is not None]
 
-    def gradients(self) -> list[torch.Tensor]:
-        own = [*self.network.parameters(), *self._shard.held.values()]
-        held = {id(t.grad): t.grad for t in own if t.grad is not None}
-        return [*held.values(), *(part for part in self._parts if part is not None)]
-
     def step(self, scaler: Scaler) -> None:
         with _without_empty_groups(self.optimizer):
             scaler.step(self.optimizer)
