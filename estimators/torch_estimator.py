@@ -212,17 +212,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         """Trains on the gang; returns the JSON text that `TrainingSummary.of_run` reads."""
         supervisor = Supervisor(
             spark=spark,
-            make_work=lambda num_workers: TrainTask(
-                config=replace(config, num_workers=num_workers), objects=pickled
-            ),
-            run_uri=run.uri,
+            config=config,
+            make_work=lambda config: TrainTask(config=config, objects=pickled),
             token=run.token,
-            num_workers=config.num_workers,
-            collective=config.collective,
-            use_gpu=config.use_gpu,
-            timeout_seconds=config.timeout_seconds,
-            max_restarts=config.max_restarts,
-            min_workers=config.min_workers,
             check_data=states.check,
         )
         with ProgressWatcher(run.uri, self.getShowProgress()):

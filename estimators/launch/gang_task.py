@@ -84,7 +84,6 @@ class GangTask:
     collective: str
     work: Work
     use_gpu: bool
-    timeout_seconds: float
     pulse: Pulse
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
@@ -154,7 +153,7 @@ class GangTask:
             device = self._device([record(Claim, entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)
+            collective = kind.connect(member, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
             try:
                 result = self.work(collective, device, status)
                 status.phase = "leaving the gang"

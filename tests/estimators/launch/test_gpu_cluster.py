@@ -39,6 +39,7 @@ from ringspark.estimators.launch.devices import Claim, assign_devices
 from ringspark.estimators.launch.resources import profile_of, stage_plan
 from ringspark.estimators.launch.slots import check_slots, count_slots
 from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.training.settings.config import TrainConfig
 
 kind, master, conf = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 builder = SparkSession.builder
@@ -79,15 +80,17 @@ with ThreadPoolExecutor(1) as threads:
     told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.request))).result()
 report["gang"] = [told, devices(told)]
 check_slots(spark, 2, use_gpu=True)
-gang = Supervisor(
-    spark=spark,
-    make_work=lambda num_workers: lambda collective, device, status: device,
+config = TrainConfig(
+    shards_uri="",
     run_uri=os.getcwd() + "/run",
-    token="test",
+    input_columns=("x",),
+    label_columns=("y",),
     num_workers=2,
     collective="torch",
     use_gpu=True,
-    timeout_seconds=600.0,
+)
+gang = Supervisor(
+    spark=spark, config=config, make_work=lambda _: lambda collective, device, status: device, token="test"
 )
 for call in (lambda: check_slots(spark, 3, use_gpu=True), gang.run):
     try:
