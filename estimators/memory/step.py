@@ -24,7 +24,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.meter import Meter, Peak
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
-from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import make_heads

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, strategy_key
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.optimizers import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler

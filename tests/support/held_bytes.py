@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.base import GradientSync
 
 
 def held_bytes(sync: GradientSync) -> dict[str, int]:

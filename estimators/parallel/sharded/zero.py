@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import MakeOptimizer
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync, Scaler
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
 from ringspark.estimators.parallel.sharded.pieces import Shard
