@@ -218,9 +218,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             check_data=states.check,
         )
         with ProgressWatcher(run.uri, self.getShowProgress()):
-            outcome = supervisor.run()
-        result = TrainResult.from_json(outcome.texts[0])
-        return Finished(result=result, restarts=outcome.restarts).to_json()
+            texts = supervisor.run()
+        result = TrainResult.from_json(texts[0])
+        return Finished(result=result, restarts=tuple(supervisor.restarts)).to_json()
 
     def _label_columns(self) -> list[str]:
         """Returns the label columns, one for each output of the network."""

@@ -39,19 +39,6 @@ _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The results of a gang that ended well.
-
-    Attributes:
-        texts: One JSON text per rank, in rank order.
-        restarts: Reasons of the restarts, one line for each.
-    """
-
-    texts: list[str]
-    restarts: tuple[str, ...]
-
-
 @dataclass(kw_only=True)
 class Supervisor:
     """Runs one gang, and restarts it if necessary.
@@ -61,6 +48,7 @@ class Supervisor:
         make_work: Makes the work of a rank from the config.
         token: Token of this driver, see `owner`.
         check_data: Function called before the workers start again; it raises an error if the data changed.
+        restarts: Reasons of the restarts so far, one line for each.
     """
 
     spark: SparkSession
@@ -71,8 +59,8 @@ class Supervisor:
     restarts: list[str] = field(default_factory=list)
     _stage: Any = None
 
-    def run(self) -> Outcome:
-        """Blocks until the gang has ended well or has failed for good.
+    def run(self) -> list[str]:
+        """Blocks until the gang has ended well or has failed for good; returns one text per rank, in order.
 
         Raises:
             WorkerError: A rank failed through its own fault, or the last allowed start failed.
@@ -82,11 +70,10 @@ class Supervisor:
             OSError: The run's folder cannot be written to.
         """
         self._stage = GangStage(self.spark, self.config.use_gpu)
-        launch = 0
         with self._stage.turn(self.config.num_workers):
             while True:
                 try:
-                    return Outcome(texts=self._launch(launch), restarts=tuple(self.restarts))
+                    return self._launch(len(self.restarts))
                 except WorkerError as error:
                     if not error.may_pass or len(self.restarts) >= self.config.max_restarts:
                         raise self._final(error) from None
@@ -96,7 +83,6 @@ class Supervisor:
                         # If the store does not answer now, the workers will wait for it.
                         with suppress(OSError):
                             self.check_data()
-                launch += 1
 
     def _launch(self, launch: int) -> list[str]:
         """Runs the gang once, as one Spark job."""

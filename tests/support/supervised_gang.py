@@ -23,4 +23,4 @@ def run_gang(spark: Any, num_workers: int, collective: str, work: Work, use_gpu:
             use_gpu=use_gpu,
         )
         supervisor = Supervisor(spark=spark, config=config, make_work=lambda config: work, token="test")
-        return supervisor.run().texts
+        return supervisor.run()

@@ -70,7 +70,7 @@ class KeyValues:
             ValueError: The message is not a request.
         """
         name, *args = unpack(message) or [b""]
-        known = {b"set": 2, b"get": 1, b"add": 2, b"swap": 3, b"delete": 1, b"count": 0}
+        known = {b"set": 2, b"get": 1, b"add": 2, b"swap": 3, b"delete": 1}
         if name == b"wait" and args:
             return DONE if self._wait(args[1:], _number(args[0]) / 1000) else MISSING
         if known.get(name) != len(args):
@@ -79,8 +79,6 @@ class KeyValues:
             if name == b"get":
                 value = self._values.get(args[0])
                 return MISSING if value is None else DONE + value
-            if name == b"count":
-                return DONE + str(len(self._values)).encode()
             if name == b"delete":
                 old = self._values.pop(args[0], None)
                 self._num_bytes -= 0 if old is None else len(args[0]) + len(old)
