@@ -43,8 +43,8 @@ class GangStage:
     def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
         """Runs one barrier stage; returns its rows in rank order. Blocks until all ranks have ended."""
         # Passed only if there is one: before Spark 4.0 the stages of a DataFrame accept no profile.
-        request = self._plan.request
-        profile = {"profile": profile_of(self._spark, request)} if request else {}
+        cpus = self._plan.task_cpus
+        profile = {"profile": profile_of(self._spark, cpus)} if cpus else {}
         frame = self._spark.range(0, num_workers, 1, num_workers)
         with python_workers():
             rows = job.run(lambda: frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect())

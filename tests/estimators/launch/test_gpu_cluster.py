@@ -73,11 +73,11 @@ def devices(told):
 check_slots(spark, 4)
 report = {"slots": [count_slots(spark), count_slots(spark, use_gpu=True)]}
 plan = stage_plan(spark, True)
-report["request"] = [plan.request.cpus, plan.request.gpus]
+report["task_cpus"] = plan.task_cpus
 report["etl"] = devices(stage(4))
 # From a thread, as CrossValidator fits.
 with ThreadPoolExecutor(1) as threads:
-    told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.request))).result()
+    told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.task_cpus))).result()
 report["gang"] = [told, devices(told)]
 check_slots(spark, 2, use_gpu=True)
 config = TrainConfig(
@@ -129,7 +129,7 @@ def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]
     report = json.loads(lines[0].removeprefix("REPORT"))
     assert report["slots"] == [4, 2]
-    assert report["request"] == [2, 1.0]
+    assert report["task_cpus"] == 2
     # Four ETL tasks at a time: Spark gives each address more than once, which no gang may run on.
     assert "useGpu=True needs a GPU of its own for each worker, but Spark gave GPU " in report["etl"]
     told, devices = report["gang"]
