@@ -47,9 +47,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     return result
 
 
-def run_spawned(
-    num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0, num_threads: int = 1
-) -> list[str]:
+def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0) -> list[str]:
     """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
 
     Raises:
@@ -72,7 +70,7 @@ def run_spawned(
     processes = [
         context.Process(
             target=_spawned,
-            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds, num_threads),
+            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds),
             kwargs={"secret": secret, "environment": dict(os.environ)},
         )
         for member in members
@@ -119,7 +117,6 @@ def _spawned(
     address: str,
     pickled: bytes,
     timeout_seconds: float,
-    num_threads: int,
     *,
     secret: bytes,
     environment: dict[str, str],
@@ -131,7 +128,7 @@ def _spawned(
     np.random.seed()
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     status = Status("connecting")
     try:
         connected = collective_class(collective).connect(member, address, timeout_seconds, False, secret)

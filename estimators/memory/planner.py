@@ -9,7 +9,7 @@ from typing import Any
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import suggestions
-from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.memory.sharing import communication_bytes, shares
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -78,14 +78,15 @@ class Planner:
         step = self._step(config)
         peak = step.peaks[config.sharding]
         between = {"communication": communication_bytes(config, self.network)}
-        parts: dict[str, Any] = step.parts_of(config.sharding, config.num_workers) | between
+        share = shares(config.sharding, config.num_workers)
+        parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in step.parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
             rows=self._rows,
             peak=peak.total + between["communication"],
             at_peak=peak.parts | between,
             budget=budget,
-            **parts,
+            **parts | between,
         )
 
     def _step(self, config: TrainConfig) -> StepBytes:

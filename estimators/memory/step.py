@@ -65,11 +65,6 @@ class StepBytes:
     peaks: dict[str, Peak]
     update: UpdateBytes
 
-    def parts_of(self, sharding: str, num_workers: int) -> dict[str, int]:
-        """Returns the most bytes of each part on one rank."""
-        share = shares(sharding, num_workers)
-        return {part: int(count * share.get(part, 1.0)) for part, count in self.parts.items()}
-
 
 def measure_step(
     config: TrainConfig,
