@@ -25,7 +25,7 @@ from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.typed_json import record, versioned
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _DIGEST_BLOCK = 1 << 20
 MANIFEST_NAME = "manifest.json"
 

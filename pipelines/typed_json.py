@@ -9,7 +9,7 @@ import json
 import types
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -72,17 +72,15 @@ def record(cls: type[T], values: object) -> T:
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
     hints = _hints(cls)  # type: ignore[arg-type]
-    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    unknown = sorted(str(name) for name in values.keys() - known.keys())
+    known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
+    unknown = sorted(str(name) for name in values.keys() - set(known))
     if unknown:
         raise ValueError(f"unknown entry {unknown[0][:40]!r}")
-    found = {}
-    for name, field in known.items():
-        if name in values:
-            found[name] = fit(hints[name], values[name], name)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{name!r} is missing")
-    return cls(**found)
+    # Also one that has a default: what wrote the file wrote every field, so the file is damaged.
+    missing = [name for name in known if name not in values]
+    if missing:
+        raise ValueError(f"{missing[0]!r} is missing")
+    return cls(**{name: fit(hints[name], values[name], name) for name in known})
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:

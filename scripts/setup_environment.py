@@ -429,8 +429,24 @@ def install_pinned() -> None:
         run(pip("install", "--requirement", LOCK))
     with phase("petastorm"):
         run(pip("install", "--no-deps", "-r", PETASTORM))
+    remove_strays()
     with phase("ringspark itself, editable"):
         run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+
+
+def remove_strays() -> None:
+    """Uninstalls what an earlier set-up put in and the requirements no longer name."""
+    pins = "".join(file.read_text() for file in MAIN.requirements)
+    pinned = {canonical(name) for name in re.findall(r"^([\w.-]+)==", pins, flags=re.MULTILINE)}
+    installed = {canonical(metadata.name.partition("-")[0]) for metadata in MAIN.packages.glob("*.dist-info")}
+    if strays := sorted(installed - pinned - {"pip", "setuptools", "ringspark"}):
+        with phase(f"removed, as nothing pins it: {', '.join(strays)}"):
+            run(pip("uninstall", "--yes", *strays))
+
+
+def canonical(package: str) -> str:
+    """Returns the name of a package as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def is_current(environment: Environment, inputs: str) -> bool:

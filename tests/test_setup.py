@@ -290,11 +290,21 @@ def test_changed_input_runs_again(changed: str, checkout: Checkout) -> None:
     assert checkout.set_up().stdout == "set-up: .venv is up to date\n"
 
 
+def test_a_package_that_is_no_longer_pinned_goes(checkout: Checkout) -> None:
+    pinned = re.findall(r"^([\w.-]+)==", (checkout.root / LOCK).read_text(), flags=re.MULTILINE)
+    for name in (*pinned, "pip", "setuptools", "ringspark", "dropped_one"):
+        folder = checkout.packages / f"{name.replace('-', '_')}-1.0.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "RECORD").touch()
+    assert checkout.set_up().returncode == 0
+    assert [call for call in checkout.calls() if "uninstall" in call] == ["uninstall --yes dropped-one"]
+
+
 def test_interrupted_run_is_finished_by_the_next(checkout: Checkout) -> None:
     checkout.set_up()
     (checkout.root / ".venv" / ".ringspark-setup").write_text('{"inputs": "cut o')
     cut_off = checkout.root / ".venv" / "lib" / "python3.11" / "site-packages" / "half-1.0.dist-info"
-    whole = cut_off.with_name("whole-1.0.dist-info")
+    whole = cut_off.with_name("numpy-1.0.dist-info")
     for metadata in (cut_off, whole):
         metadata.mkdir(parents=True)
     (whole / "RECORD").touch()

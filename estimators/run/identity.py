@@ -22,7 +22,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import ShardManifest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Config fields that may differ between the starts of one run: the folders, and settings that declare it.
 _FREE = {"shards_uri", "run_uri"} | {s.field for s in SETTINGS.values() if s.may_differ_on_resume}

@@ -56,7 +56,13 @@ def param_of(setting: Setting[Any]) -> Param[Any]:
     of_type = setting.convert or _TYPES[setting.kind]
 
     def convert(value: Any) -> Any:
-        converted = of_type(value)
+        try:
+            converted = of_type(value)
+        except TypeError:
+            if setting.convert is not None:
+                raise
+            # Spark's own words name Python's types, not what would be accepted.
+            raise TypeError(f"{setting.name} {setting.type_rule()}, got {value!r}") from None
         setting.check(converted)
         return converted
 

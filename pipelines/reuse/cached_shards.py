@@ -184,7 +184,7 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
         # A newer ringspark in the same application may write other bytes.
         "version": [_BYTES_VERSION, FORMAT_VERSION],
         "application": application,
-        "plan": [plan.semantic_hash, plan.text],
+        "plan": [plan.semantic_hash, plan.text, plan.sources, plan.options],
         "schema": df.schema.json(),
         "settings": described,
         "session": _session_settings(df.sparkSession),

@@ -1,8 +1,9 @@
 """Asks Spark about a DataFrame's plan: which rows it yields, and whether they may be used again.
 
-`df.semanticHash()` covers types and readers' options, which no text prints, but it has a meaning only within
-one Spark application. It is 32 bits wide, and `id > 3` and `id > -4` have the same hash, so the plan's text
-counts beside it. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
+`df.semanticHash()` covers types, which no text prints, but it has a meaning only within one Spark
+application. It is 32 bits wide, and easily met twice: `id > 3` and `id > -4` have the same hash, and so
+have the texts "Aa" and "BB". So the plan's text counts beside it, and the folders and options of its
+readers. `refusal` says why rows of this plan must never be used twice. `judge` is pure.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _NAMES = """
 """
 _OPERATORS = frozenset(_NAMES.split())
 _FORMATS = frozenset({"parquet", "orc", "csv", "json"})
+# A reader's option decides what these mean: delimiters, the text of a null, patterns of dates.
+_TEXT_FORMATS = frozenset({"csv", "json"})
 
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[.*\] (\w+)$")
 # A call has no space before its parenthesis; a nested column, `NOT (...)` and `IN (...)` have one.
@@ -40,6 +43,7 @@ _PYTHON = re.compile(
 )
 _SPECIAL_DATE = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b(?!#)", re.IGNORECASE)
 _LOCATION = re.compile(r"Location: (\w+)")
+_FOLDERS = re.compile(r"Location: (.*?), PartitionFilters: ")
 _STATISTICS = re.compile(r"Relation .*Statistics\(sizeInBytes=([\d.]+) ([KMGTPE]i)?B\b")
 _VIEW_OF_OURS = re.compile(r"_pyspark_(?:connect_temp_view_)?[0-9a-f]{32}")
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
@@ -54,6 +58,8 @@ class PlanFingerprint:
 
     Attributes:
         text: The analysed plan; expression ids are numbered by first appearance.
+        sources: Format of each table of files, then the folders of each, in the order of the plan.
+        options: Options of each table's reader, where the driver's JVM can be asked for them.
         semantic_hash: Spark's hash, valid within the application; None if the rows must not be reused.
         size_range: Least and most bytes that the source files have by the listing that the DataFrame was
             made with; a range, because Spark prints the size rounded.
@@ -61,6 +67,8 @@ class PlanFingerprint:
     """
 
     text: str
+    sources: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     semantic_hash: int | None = None
     size_range: tuple[float, float] = (0.0, 0.0)
     refusal: str | None = None
@@ -75,7 +83,22 @@ class PlanFingerprint:
 def fingerprint(df: DataFrame) -> PlanFingerprint:
     """Returns the fingerprint of the plan of `df`. Runs no job."""
     found = judge(*explain(df))
-    return found if found.refusal is not None else replace(found, semantic_hash=df.semanticHash())
+    if found.refusal is not None:
+        return found
+    if hasattr(df, "_jdf"):
+        return replace(found, options=_options(df), semantic_hash=df.semanticHash())
+    if text_format := next((name for name in found.sources if name in _TEXT_FORMATS), None):
+        return replace(found, refusal=f"it reads {text_format}, and Spark Connect does not tell its options")
+    return replace(found, semantic_hash=df.semanticHash())
+
+
+def _options(df: DataFrame) -> tuple[str, ...]:
+    """Returns the options of every reader of files in the plan, as the driver's JVM has them."""
+    leaves = df._jdf.queryExecution().analyzed().collectLeaves()
+    found = [leaves.apply(number) for number in range(leaves.size())]
+    return tuple(
+        leaf.relation().options().mkString("\0") for leaf in found if leaf.nodeName() == "LogicalRelation"
+    )
 
 
 def explain(df: DataFrame) -> tuple[str, str]:
@@ -105,13 +128,14 @@ def judge(extended: str, cost: str) -> PlanFingerprint:
     operators = [line.lstrip(" :+-") for line in lines]
     text = "\n".join(_renumber(lines))
     refusal = _refusal(operators, f"{analysed}\n{optimised}\n{physical}", physical)
-    num_relations = sum(operator.startswith("Relation ") for operator in operators)
-    if refusal is None and num_relations > len(re.findall(r"\bRelation [\w.`-]*\[", optimised)):
+    formats = [found[1] for operator in operators if (found := _RELATION.match(operator))]
+    if refusal is None and len(formats) > len(re.findall(r"\bRelation [\w.`-]*\[", optimised)):
         # Spark answers from metadata alone, and then `df.inputFiles()` leaves the files out too.
         refusal = "Spark answers a part of it without reading its files"
     if refusal is not None:
         return PlanFingerprint(text=text, refusal=refusal)
-    return PlanFingerprint(text=text, size_range=_size_range(cost))
+    sources = (*formats, *_FOLDERS.findall(physical))
+    return PlanFingerprint(text=text, sources=sources, size_range=_size_range(cost))
 
 
 def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | None:

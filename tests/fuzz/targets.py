@@ -14,7 +14,7 @@ import torch
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
-from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.training import history
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
@@ -80,7 +80,7 @@ def targets(folder: Path) -> dict[str, Target]:
             parse=_file(folder / "run" / "progress.json", lambda: history.read_progress(run.uri)),
         ),
         "run.json": Target(
-            good=json.dumps({"format_version": 1, "identity": {"settings": {"epochs": 1}}}).encode(),
+            good=json.dumps(asdict(Begun(identity={"settings": {"epochs": 1}}))).encode(),
             parse=_file(folder / "run" / "run.json", run.identity),
         ),
         "heartbeat": Target(good=json.dumps(asdict(beat)).encode(), parse=Beat.from_json),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ringspark.pipelines import ShardFile, ShardManifest
+from ringspark.pipelines.manifest import FORMAT_VERSION
 
 
 @pytest.fixture
@@ -66,10 +67,10 @@ def _edit(manifest: ShardManifest, change: Any) -> None:
 
 
 def test_a_newer_format_is_refused(shards: ShardManifest) -> None:
-    _edit(shards, lambda data: data.update(format_version=3))
-    with pytest.raises(ValueError, match="its format is 3, this ringspark reads 2; upgrade ringspark"):
+    _edit(shards, lambda data: data.update(format_version=FORMAT_VERSION + 1))
+    with pytest.raises(ValueError, match=r"its format is \d, this ringspark reads \d; upgrade ringspark"):
         ShardManifest.load(shards.uri)
-    _edit(shards, lambda data: data.update(format_version=1))
+    _edit(shards, lambda data: data.update(format_version=FORMAT_VERSION - 1))
     with pytest.raises(ValueError, match="of before the first release; write the shards again"):
         ShardManifest.load(shards.uri)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Scalar
 from ringspark.pipelines.manifest import ShardFile
@@ -24,6 +25,7 @@ def manifest() -> dict[str, Any]:
             ShardFile(path=f"part-{i}.parquet", split="train", num_bytes=1, sha256="", row_groups=(1,))
             for i in range(2)
         ),
+        stats={"train": {"x": ColumnStats(rows=2)}},
     )
     values: dict[str, Any] = json.loads(made.to_json())
     return values
@@ -53,6 +55,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
         ShardManifest.from_json(json.dumps(values), "/shards")
 
 
+STATS = manifest()["stats"]["train"]["x"]
 BROKEN: list[tuple[str, Any, str]] = [
     ("files", [], "names no files"),
     ("files", None, "cannot be used"),
@@ -63,8 +66,8 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("files", [manifest()["files"][0] | {"more": 1}], "unknown entry 'more'"),
     ("columns", [manifest()["columns"][0]] * 2, "two columns are named 'x'"),
     ("columns", [manifest()["columns"][0] | {"kind": ["scalar"]}], "has kind"),
-    ("stats", {"train": {"y": {}}}, "have no column 'y'"),
-    ("stats", {"train": {"x": {"rows": "5"}}}, "'rows' must be int, got '5'"),
+    ("stats", {"train": {"y": STATS}}, "have no column 'y'"),
+    ("stats", {"train": {"x": STATS | {"rows": "5"}}}, "'rows' must be int, got '5'"),
     ("stats", {"test": {}}, "unknown split 'test'"),
     ("format_version", True, "must be a whole number"),
 ]
@@ -74,6 +77,25 @@ BROKEN: list[tuple[str, Any, str]] = [
 def test_a_manifest_of_wrong_values_is_refused(key: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardManifest.from_json(json.dumps(manifest() | {key: value}), "/shards")
+
+
+PLACES: list[tuple[str | int, ...]] = [(), ("files", 0), ("columns", 0), ("stats", "train", "x")]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_manifest_that_lacks_an_entry_is_refused(place: tuple[str | int, ...]) -> None:
+    """Also one that would have a default: a damaged file is not filled up with numbers that nobody wrote."""
+
+    def entry(values: Any) -> Any:
+        for step in place:
+            values = values[step]
+        return values
+
+    for name in entry(manifest()):
+        values = manifest()
+        del entry(values)[name]
+        with pytest.raises(ValueError, match=rf"'{name}' is missing|a column has kind None"):
+            ShardManifest.from_json(json.dumps(values), "/shards")
 
 
 @pytest.mark.parametrize("text", ["[]", "NaN", '{"format_version": NaN}', "[" * 100_000, "\ufeff{}", ""])

@@ -117,7 +117,8 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         ValueError: They are damaged, or a newer version of the format wrote them.
     """
     try:
-        return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
+        # Format 1 began without the digest; a training's checkpoint is refused without one.
+        return record(CheckpointInfo, {"training_sha256": None} | versioned(text, FORMAT_VERSION))
     except NewerFormatError as error:
         raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
     except ValueError as error:

@@ -18,6 +18,16 @@ Kind = Literal["int", "float", "bool", "str", "names", "numbers", "object"]
 """The type of a setting's value; "object" for one that only its own `convert` can judge."""
 
 
+_TYPE_RULES: dict[Kind, str] = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be True or False",
+    "str": "must be a text",
+    "names": "must be a name or a list of names",
+    "numbers": "must be a list of numbers",
+}
+
+
 @dataclass(frozen=True)
 class Range:
     """The values that a setting accepts.
@@ -71,6 +81,12 @@ class Setting(Generic[T]):
             return ""
         return f"{self.accepts.rule()}, got {value!r}{self.accepts.remedy}"
 
+    def type_rule(self) -> str:
+        """Returns the predicate of the sentence that refuses a value of the wrong type."""
+        if self.kind == "str" and self.accepts is not None:
+            return self.accepts.rule()
+        return _TYPE_RULES[self.kind]
+
     def check(self, value: Any) -> None:
         """Refuses a value outside the range.
 
@@ -91,8 +107,7 @@ class Setting(Generic[T]):
             try:
                 value = int(text) if self.kind == "int" else float(text)
             except ValueError:
-                what = "a whole number" if self.kind == "int" else "a number"
-                raise ValueError(f"must be {what}, got {text!r}") from None
+                raise ValueError(f"{_TYPE_RULES[self.kind]}, got {text!r}") from None
         if refusal := self.refusal(value):
             raise ValueError(refusal)
         return value
