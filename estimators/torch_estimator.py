@@ -8,24 +8,19 @@ checks its statistics; it tries the model on two rows of zeros; only then does a
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
+from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators import user_code
-from ringspark.estimators.columns.schema import (
-    check_columns_exist,
-    check_inputs,
-    check_types,
-    check_unambiguous,
-)
+from ringspark.estimators.columns.schema import check_columns_exist, check_types, check_unambiguous
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -37,7 +32,12 @@ from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.fit_data import FitData, SharedShards
-from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
+from ringspark.estimators.stages.model_params import (
+    _ClassifierParams,
+    check_distinct,
+    check_free,
+    check_thresholds,
+)
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.session import is_remote, spark_conf
@@ -88,7 +88,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             )
         fits = [_Fit.of(estimator, dataset) for estimator in estimators]
         shards = SharedShards(dataset, [fit.data for fit in fits])
-        return _FitIterator(lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits))
+        return _FitMultipleIterator(
+            lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits)
+        )
 
     def fitOnShards(self, uri: str) -> M:
         """Trains on shards that `write_shards` has written, and does not change them.
@@ -210,23 +212,15 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         """Trains on the gang; returns the JSON text that `TrainingSummary.of_run` reads."""
         supervisor = Supervisor(
             spark=spark,
-            make_work=lambda num_workers: TrainTask(
-                config=replace(config, num_workers=num_workers), objects=pickled
-            ),
-            run_uri=run.uri,
+            config=config,
+            make_work=lambda config: TrainTask(config=config, objects=pickled),
             token=run.token,
-            num_workers=config.num_workers,
-            collective=config.collective,
-            use_gpu=config.use_gpu,
-            timeout_seconds=config.timeout_seconds,
-            max_restarts=config.max_restarts,
-            min_workers=config.min_workers,
             check_data=states.check,
         )
         with ProgressWatcher(run.uri, self.getShowProgress()):
-            outcome = supervisor.run()
-        result = TrainResult.from_json(outcome.texts[0])
-        return Finished(result=result, restarts=outcome.restarts).to_json()
+            texts = supervisor.run()
+        result = TrainResult.from_json(texts[0])
+        return Finished(result=result, restarts=tuple(supervisor.restarts)).to_json()
 
     def _label_columns(self) -> list[str]:
         """Returns the label columns, one for each output of the network."""
@@ -249,7 +243,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _check_schema(self, dataset: DataFrame, config: TrainConfig) -> None:
         schema = dataset.schema
-        check_inputs(schema, config.input_columns)
+        check_columns_exist(schema, dict.fromkeys(config.input_columns, "featuresCol or inputCols"))
+        check_types(schema, config.input_columns)
         others = dict.fromkeys(config.label_columns, self._label_param())
         if config.weight_column is not None:
             others[config.weight_column] = "weightCol"
@@ -263,14 +258,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 )
             others[indicator] = "validationIndicatorCol"
         check_columns_exist(schema, others)
-        outputs = self._output_columns(len(config.label_columns))
-        check_distinct(outputs)
-        for name in outputs:
-            if name in schema.names:
-                raise ValueError(
-                    f"Output column {name} already exists; drop it first, or give the model another name for "
-                    "its output"
-                )
+        check_free(schema, self._output_columns(len(config.label_columns)), is_case_sensitive=True)
         if dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") != "true":
             check_unambiguous(schema, [*config.input_columns, *others])
 
@@ -308,23 +296,6 @@ class _Fit:
             root=run_uri or storage_root(dataset.sparkSession, estimator.getStorageUri()),
         )
         return cls(config=config, objects=objects, pickled=pickled, data=data)
-
-
-class _FitIterator:
-    """Yields (index, result of its fit) for the indices 0, 1, ... to any number of threads."""
-
-    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
-        self._fit = fit
-        self._numbers = iter(range(count))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> _FitIterator:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._numbers)
-        return index, self._fit(index)
 
 
 class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):

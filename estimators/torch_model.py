@@ -20,7 +20,6 @@ from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
-    find,
     model_inputs,
     source_columns,
 )
@@ -32,7 +31,7 @@ from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
     _ModelParams,
-    check_distinct,
+    check_free,
     check_thresholds,
 )
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
@@ -132,7 +131,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._bind(schema)
         names, results = self._outputs()
         added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
-        self._check_free(schema, [field.name for field in added])
+        check_free(schema, [field.name for field in added])
         return StructType([*schema.fields, *added])
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -140,7 +139,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         is_case_sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
         bound = self._bind(dataset.schema, is_case_sensitive)
         names, results = self._outputs()
-        self._check_free(dataset.schema, [name for name in names if name], is_case_sensitive)
+        check_free(dataset.schema, [name for name in names if name], is_case_sensitive)
         handling = self.getHandleInvalid()
         valid = reduce(operator.and_, [item.valid for item in bound])
         columns = [item.values for item in bound]
@@ -163,16 +162,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._trained()  # refuses a model that was never fitted
         fields = source_columns(self._inputs, self.inputColumns(), schema, is_case_sensitive)
         return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
-
-    def _check_free(self, schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
-        """Refuses a column that exists, in the words of Spark's stages, and two columns of one name."""
-        check_distinct(names)
-        for name in names:
-            if find(name, schema, is_case_sensitive) is not None:
-                raise ValueError(
-                    f"Output column {name} already exists; drop it first, or give the model another name "
-                    f"for its output"
-                )
 
     def _outputs(self) -> tuple[list[str], Results]:
         """Returns the names of the columns that `transform` adds, "" for one left out, and their contents."""

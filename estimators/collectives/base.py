@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.traffic import Member, Traffic
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -97,7 +98,11 @@ class Collective(Protocol):
 
 
 class ConnectedMember:
-    """Base of all collectives: the place in the gang, the bytes sent, the functions to call at the end."""
+    """Base of all collectives: meeting point, place in the gang, bytes sent, what to call at the end."""
+
+    @staticmethod
+    def open_rendezvous(member: Member, secret: bytes) -> Rendezvous:
+        return RendezvousServer(member.host, member.size, secret)
 
     def __init__(self, member: Member) -> None:
         self.member = member

@@ -18,7 +18,6 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.traffic import Member
 
 
@@ -34,12 +33,6 @@ class HorovodCollective(ConnectedMember):
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
         self._operations = 0
-
-    @staticmethod
-    def open_rendezvous(
-        member: Member, members: list[Member], timeout_seconds: float, secret: bytes
-    ) -> RendezvousServer:
-        return RendezvousServer(member.host, member.size, secret)
 
     @classmethod
     def connect(
@@ -131,12 +124,10 @@ class HorovodCollective(ConnectedMember):
 
     def close(self) -> None:
         self._release()
+        # This fails every operation that the peers still wait for, so a rank aborts in the same way.
         self._hvd.shutdown()
 
-    def abort(self) -> None:
-        self._release()
-        # Shutting down fails every operation that the peers still wait for.
-        self._hvd.shutdown()
+    abort = close
 
 
 def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str]:

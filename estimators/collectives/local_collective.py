@@ -33,9 +33,7 @@ class LocalCollective(ConnectedMember):
             )
 
     @staticmethod
-    def open_rendezvous(
-        member: Member, members: list[Member], timeout_seconds: float, secret: bytes
-    ) -> LocalRendezvous:
+    def open_rendezvous(member: Member, secret: bytes) -> LocalRendezvous:
         return LocalRendezvous()
 
     @classmethod

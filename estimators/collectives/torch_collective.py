@@ -26,7 +26,6 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
     proofs_for,
     shared_nonce,
 )
-from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
 from ringspark.estimators.collectives.traffic import Member
 
@@ -40,12 +39,6 @@ class TorchCollective(ConnectedMember):
         super().__init__(member)
         self._use_gpu = use_gpu
         self._client = client
-
-    @staticmethod
-    def open_rendezvous(
-        member: Member, members: list[Member], timeout_seconds: float, secret: bytes
-    ) -> RendezvousServer:
-        return RendezvousServer(member.host, member.size, secret)
 
     @classmethod
     def connect(
@@ -154,17 +147,14 @@ class TorchCollective(ConnectedMember):
         with peer_errors("barrier"):
             dist.all_reduce(torch.zeros(1))
 
-    def close(self) -> None:
-        self._leave()
-
     def abort(self) -> None:
         stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if self._use_gpu and stop is not None:
             # NCCL's destroy waits for operations that will never end; its abort does not.
             stop()
-        self._leave()
+        self.close()
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         # The peers see the connection close only when the last reference to the group is gone.
         self._release()
         gc.collect()

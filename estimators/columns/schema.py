@@ -66,16 +66,6 @@ def check_types(schema: StructType, columns: Sequence[str]) -> None:
     columns_from_spark(StructType(fields))
 
 
-def check_inputs(schema: StructType, columns: Sequence[str], param: str = "featuresCol or inputCols") -> None:
-    """Refuses input columns that are missing or have a type that a network cannot take.
-
-    Raises:
-        ValueError: A column cannot be an input; the message names the column and the remedy.
-    """
-    check_columns_exist(schema, dict.fromkeys(columns, param))
-    check_types(schema, columns)
-
-
 def for_fit(error: ValueError) -> ValueError:
     """A refusal of `write_shards` as a user of `fit` needs it: with how to use the choices that it names."""
     if "to write_shards" not in str(error):

@@ -29,8 +29,6 @@ from ringspark.models import ModelSpec
 from ringspark.models.outputs import as_outputs
 from ringspark.models.skeleton import build_skeleton
 
-__all__ = ["Predictor", "cached_module", "prediction_expression", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:

@@ -13,43 +13,13 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_queue import queue_of
-from ringspark.estimators.launch.gang_task import SCHEMA, GangTask, Work, assign_ranks
+from ringspark.estimators.launch.gang_task import SCHEMA, GangTask
 from ringspark.estimators.launch.resources import StagePlan, profile_of, stage_plan
 from ringspark.estimators.launch.slots import count_slots
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.estimators.stages.session import application_of
 from ringspark.pipelines.spark_errors import python_workers
-
-
-def run_gang(
-    spark: SparkSession,
-    num_workers: int,
-    collective: str,
-    work: Work,
-    *,
-    use_gpu: bool = False,
-    timeout_seconds: float = 600.0,
-) -> list[str]:
-    """Runs `work` once on `num_workers` ranks at the same time; returns their texts in rank order.
-
-    Args:
-        work: A picklable function. Spark collects its result, which must stay small.
-        timeout_seconds: How long a rank waits for the others in one operation.
-
-    Raises:
-        WorkerError: A rank failed; the message names its rank, host and phase.
-    """
-    task = GangTask(collective=collective, work=work, use_gpu=use_gpu, timeout_seconds=timeout_seconds)
-    stage = GangStage(spark, use_gpu)
-    with stage.turn(num_workers):
-        rows = stage.run(task, num_workers, SparkJob(spark))
-    failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
-    if failures:
-        # `from None`, because the driver's own stack says nothing about the rank's failure.
-        raise WorkerError(failures) from None
-    return [str(row.result) for row in rows]
 
 
 class GangStage:
@@ -59,8 +29,8 @@ class GangStage:
         self._spark = spark
         self._use_gpu = use_gpu
         self._plan: StagePlan = stage_plan(spark, use_gpu)
-        if self._plan.is_problem:
-            warnings.warn(self._plan.reason, RuntimeWarning, stacklevel=3)
+        if self._plan.problem:
+            warnings.warn(self._plan.problem, RuntimeWarning, stacklevel=3)
 
     def turn(self, num_workers: int) -> Any:
         """Returns a context manager that waits until the gangs of other threads leave room."""
@@ -73,8 +43,8 @@ class GangStage:
     def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
         """Runs one barrier stage; returns its rows in rank order. Blocks until all ranks have ended."""
         # Passed only if there is one: before Spark 4.0 the stages of a DataFrame accept no profile.
-        request = self._plan.request
-        profile = {"profile": profile_of(self._spark, request)} if request else {}
+        cpus = self._plan.task_cpus
+        profile = {"profile": profile_of(self._spark, cpus)} if cpus else {}
         frame = self._spark.range(0, num_workers, 1, num_workers)
         with python_workers():
             rows = job.run(lambda: frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect())
@@ -85,6 +55,3 @@ class GangStage:
         if self._use_gpu and not self._plan.gives_gpus:
             return 0
         return self.slots()
-
-
-__all__ = ["GangStage", "GangTask", "Work", "WorkerError", "assign_ranks", "run_gang"]

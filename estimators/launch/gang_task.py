@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +32,7 @@ Work = Callable[[Collective, str, Status], str]
 SECRET_BYTES = 32
 
 SCHEMA = "rank int, result string, failure string"
+_ARROW_SCHEMA = pa.schema({"rank": pa.int32(), "result": pa.string(), "failure": pa.string()})
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
@@ -38,19 +41,15 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
     Args:
         hosts: Hosts of the tasks 0, 1, ...; the result is in the same order.
     """
-    names = list(dict.fromkeys(hosts))
-    local_sizes = {name: hosts.count(name) for name in names}
-    first_rank, ranks_before = {}, 0
-    for name in names:
-        first_rank[name] = ranks_before
-        ranks_before += local_sizes[name]
-    seen = dict.fromkeys(names, 0)
+    local_sizes = Counter(hosts)
+    first_rank = dict(zip(local_sizes, accumulate(local_sizes.values(), initial=0), strict=False))
+    seen: Counter[str] = Counter()
     members = []
     for host in hosts:
         local_rank = seen[host]
         seen[host] += 1
         # A rank's "cross" group is the ranks with its local rank, on all hosts that have one.
-        cross = [name for name in names if local_sizes[name] > local_rank]
+        cross = [name for name, count in local_sizes.items() if count > local_rank]
         members.append(
             Member(
                 rank=first_rank[host] + local_rank,
@@ -63,6 +62,19 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
             )
         )
     return members
+
+
+def work_and_leave(collective: Collective, work: Work, device: str, status: Status) -> str:
+    """Works, then leaves the gang with the other ranks; aborts after a failure. Runs on every rank."""
+    try:
+        result = work(collective, device, status)
+        status.phase = "leaving the gang"
+        collective.barrier()
+    except BaseException:
+        collective.abort()
+        raise
+    collective.close()
+    return result
 
 
 def _all_gather(context: Any, text: str) -> list[str]:
@@ -78,14 +90,13 @@ class GangTask:
     """The function of the barrier stage. Runs on every rank.
 
     Attributes:
-        pulse: Place where the ranks write their signs of life; None if they write none.
+        pulse: Place where the ranks write their signs of life.
     """
 
     collective: str
     work: Work
     use_gpu: bool
-    timeout_seconds: float
-    pulse: Pulse | None = None
+    pulse: Pulse
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -96,17 +107,11 @@ class GangTask:
         context = BarrierTaskContext.get()
         members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
         member = members[context.partitionId()]
-        result, failure = self._run(context, member, members)
-        yield pa.RecordBatch.from_arrays(
-            [
-                pa.array([member.rank], pa.int32()),
-                pa.array([result], pa.string()),
-                pa.array([failure.to_json() if failure else None], pa.string()),
-            ],
-            names=["rank", "result", "failure"],
-        )
+        result, failure = self._run(context, member)
+        row = {"rank": member.rank, "result": result, "failure": failure.to_json() if failure else None}
+        yield pa.RecordBatch.from_pylist([row], _ARROW_SCHEMA)
 
-    def _run(self, context: Any, member: Member, members: list[Member]) -> tuple[str | None, Failure | None]:
+    def _run(self, context: Any, member: Member) -> tuple[str | None, Failure | None]:
         import torch
 
         status = Status()
@@ -117,7 +122,7 @@ class GangTask:
         heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task)
         with heartbeat:
             try:
-                return self._connected(context, member, members, status), None
+                return self._connected(context, member, status), None
             # SystemExit too, because sys.exit() in user code would end the Python worker silently.
             except (Exception, SystemExit) as error:
                 from_peer = isinstance(error, CollectiveError)
@@ -127,7 +132,7 @@ class GangTask:
             finally:
                 torch.set_num_threads(threads)
 
-    def _connected(self, context: Any, member: Member, members: list[Member], status: Status) -> str:
+    def _connected(self, context: Any, member: Member, status: Status) -> str:
         """Agrees with the other ranks on a meeting point and devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
@@ -135,7 +140,7 @@ class GangTask:
         try:
             claim = self._claim(context, member)
             if member.rank == 0:
-                rendezvous = kind.open_rendezvous(member, members, self.timeout_seconds, self.secret)
+                rendezvous = kind.open_rendezvous(member, self.secret)
         except Exception as error:
             problem = str(error)
         offer = {
@@ -154,16 +159,8 @@ class GangTask:
             device = self._device([record(Claim, entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(member, address, self.timeout_seconds, self.use_gpu, self.secret)
-            try:
-                result = self.work(collective, device, status)
-                status.phase = "leaving the gang"
-                collective.barrier()
-            except BaseException:
-                collective.abort()
-                raise
-            collective.close()
-            return result
+            collective = kind.connect(member, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
+            return work_and_leave(collective, self.work, device, status)
         finally:
             if rendezvous is not None:
                 rendezvous.close()

@@ -120,7 +120,7 @@ class Pulse:
 class Heartbeat:
     """A context manager that writes beats until the rank's work in its block ends. Runs on every rank."""
 
-    def __init__(self, pulse: Pulse | None, status: Status, rank: int, host: str, task: int) -> None:
+    def __init__(self, pulse: Pulse, status: Status, rank: int, host: str, task: int) -> None:
         self._pulse = pulse
         self._status = status
         self._parent = os.getppid()
@@ -128,20 +128,19 @@ class Heartbeat:
         self._failure: Failure | None = None
         self._thread = threading.Thread(target=self._run, name="ringspark-heartbeat", daemon=True)
         self._beat = Beat(
-            token=pulse.token if pulse else "",
+            token=pulse.token,
             rank=rank,
             host=host,
             task=task,
             pid=os.getpid(),
-            launch=pulse.launch if pulse else 0,
+            launch=pulse.launch,
             phase="",
             ticks=0,
             beats=0,
         )
 
     def __enter__(self) -> Heartbeat:
-        if self._pulse is not None:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def fail(self, failure: Failure) -> None:
@@ -150,12 +149,10 @@ class Heartbeat:
 
     def __exit__(self, *_: Any) -> None:
         self._done.set()
-        if self._pulse is not None:
-            # A store that does not answer must not hold back the result.
-            self._thread.join(LONGEST_INTERVAL_SECONDS)
+        # A store that does not answer must not hold back the result.
+        self._thread.join(LONGEST_INTERVAL_SECONDS)
 
     def _run(self) -> None:
-        assert self._pulse is not None
         interval = interval_seconds(self._pulse.timeout_seconds)
         # The look comes before the first beat, because this rank may belong to an earlier launch.
         self._look_for_successor()
@@ -174,7 +171,6 @@ class Heartbeat:
                 os._exit(1)
 
     def _write(self, *, ended: bool) -> None:
-        assert self._pulse is not None
         self._beat = replace(
             self._beat,
             phase=self._failure.phase if self._failure else self._status.phase,
@@ -190,7 +186,7 @@ class Heartbeat:
 
     def _look_for_successor(self) -> None:
         """Stops rank 0 if somebody else writes into the run directory."""
-        if self._beat.rank != 0 or self._pulse is None:
+        if self._beat.rank != 0:
             return
         with suppress(Exception):
             owner = read_owner(self._pulse.run_uri)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
-from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.collectives import CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
+from ringspark.estimators.launch.gang_task import Work, work_and_leave
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
 from ringspark.estimators.training.driver_check import check_training
@@ -24,8 +24,6 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
-
-Work = Callable[[Collective, str, Status], str]
 
 # Modules that the server imports before it forks a rank; those not installed are left out.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
@@ -49,9 +47,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     return result
 
 
-def run_spawned(
-    num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0, num_threads: int = 1
-) -> list[str]:
+def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0) -> list[str]:
     """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
 
     Raises:
@@ -63,15 +59,18 @@ def run_spawned(
     ]
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
-    rendezvous = kind.open_rendezvous(members[0], members, timeout_seconds, secret)
-    context = _context()
+    rendezvous = kind.open_rendezvous(members[0], secret)
+    # The ranks are forks of a server that has imported the libraries, which takes seconds, and nothing else:
+    # forking a process without threads takes next to none.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     queue: Any = context.Queue()
     # cloudpickle, as in Spark, also ships closures and functions of the main script.
     pickled = cloudpickle.dumps(work)
     processes = [
         context.Process(
             target=_spawned,
-            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds, num_threads),
+            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds),
             kwargs={"secret": secret, "environment": dict(os.environ)},
         )
         for member in members
@@ -91,16 +90,6 @@ def run_spawned(
     if failures:
         raise WorkerError([Failure.from_json(text) for text in failures])
     return [result for _, result, _ in sorted(rows)]
-
-
-def _context() -> Any:
-    """Returns a context whose ranks are forks of a server that has imported the libraries and nothing else.
-
-    Importing them takes seconds; forking a process without threads takes next to none.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _receive(queue: Any, processes: list[Any]) -> list[tuple[int, str, str | None]]:
@@ -128,7 +117,6 @@ def _spawned(
     address: str,
     pickled: bytes,
     timeout_seconds: float,
-    num_threads: int,
     *,
     secret: bytes,
     environment: dict[str, str],
@@ -140,17 +128,11 @@ def _spawned(
     np.random.seed()
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     status = Status("connecting")
     try:
         connected = collective_class(collective).connect(member, address, timeout_seconds, False, secret)
-        try:
-            result = cloudpickle.loads(pickled)(connected, "cpu", status)
-            connected.barrier()
-        except BaseException:
-            connected.abort()
-            raise
-        connected.close()
+        result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))
     except Exception as error:
         failure = Failure.of(error, member.rank, status.phase, isinstance(error, CollectiveError))

@@ -22,28 +22,18 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskRequest:
-    """The resources of one task: its cores and GPUs."""
-
-    cpus: int
-    gpus: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """The scheduling of the gang's stage.
 
     Attributes:
-        request: Size of the stage's tasks; None for the size of all other stages.
-        reason: Reason for the plan, in words.
+        task_cpus: Cores of each task, which also gets one whole GPU; None for the tasks of all other stages.
         gives_gpus: Whether Spark gives each task a GPU that it gives to no other task.
-        is_problem: Whether some worker gets no GPU from Spark although the user could change that.
+        problem: Why some worker gets no GPU from Spark although the user could change that; else empty.
     """
 
-    request: TaskRequest | None
-    reason: str
+    task_cpus: int | None = None
     gives_gpus: bool = False
-    is_problem: bool = False
+    problem: str = ""
 
 
 def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePlan:
@@ -54,58 +44,48 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
         version: Spark's version.
     """
     master = conf.get("spark.master", "")
-    if not use_gpu:
-        return StagePlan(request=None, reason="the gang computes on CPUs")
-    if is_local(master):
-        return StagePlan(request=None, reason="local mode has no resources to schedule")
+    # Local mode has no resources to schedule.
+    if not use_gpu or is_local(master):
+        return StagePlan()
     gpus = int(float(conf.get(EXECUTOR_GPUS, "0")))
     if gpus < 1:
-        return StagePlan(request=None, reason=f"Spark manages no GPUs ({EXECUTOR_GPUS} is not set)")
+        return StagePlan()
     given = conf.get(TASK_GPUS)
     if given is not None and float(given) == 1.0:
-        reason = f"{TASK_GPUS} is 1: every task has a GPU of its own"
-        return StagePlan(request=None, reason=reason, gives_gpus=True)
+        return StagePlan(gives_gpus=True)
     if not master.startswith(("spark://", "local-cluster[", "k8s://")) and master != "yarn":
         return StagePlan(
-            request=None,
-            reason=f"Spark has no stage-level scheduling on {master or 'this master'}, and {TASK_GPUS} "
-            f"is {given or 'not set'}; set {TASK_GPUS}=1",
-            is_problem=True,
+            problem=f"Spark has no stage-level scheduling on {master or 'this master'}, and {TASK_GPUS} "
+            f"is {given or 'not set'}; set {TASK_GPUS}=1"
         )
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (4, 0):
         # The stages of a DataFrame accept a profile only from Spark 4.0 on.
         return StagePlan(
-            request=None,
-            reason=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
-            f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later",
-            is_problem=True,
+            problem=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
+            f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later"
         )
     cores, task_cpus = executor_cores(conf), int(conf.get("spark.task.cpus", "1"))
     # If the number of cores is unknown, a worker takes the cores of any task, but still a whole GPU.
     cpus = max(task_cpus, cores // gpus) if cores else task_cpus
     if cores:
         cpus = min(cpus, cores)
-    return StagePlan(
-        request=TaskRequest(cpus=cpus),
-        reason=f"{TASK_GPUS} is {given or 'not set'}: each worker gets {cpus} cores and a whole GPU",
-        gives_gpus=True,
-    )
+    return StagePlan(task_cpus=cpus, gives_gpus=True)
 
 
 def slots_of_conf(
-    conf: Mapping[str, str], request: TaskRequest | None, total_cores: int | None = None
+    conf: Mapping[str, str], task_cpus: int | None, total_cores: int | None = None
 ) -> int | None:
     """Returns how many workers can run at the same time by the conf.
 
     Args:
-        request: Size of their tasks; None for `spark.task.*`.
+        task_cpus: Cores of each of their tasks, beside a whole GPU; None for `spark.task.*`.
         total_cores: Number of cores of all executors; None if nobody has counted them.
 
     Returns:
         The number; None if the conf gives neither the executors nor their cores.
     """
     master = conf.get("spark.master", "")
-    cpus = request.cpus if request else int(conf.get("spark.task.cpus", "1"))
+    cpus = task_cpus or int(conf.get("spark.task.cpus", "1"))
     if is_local(master):
         match = re.fullmatch(r"local\[\s*(\d+)\s*(?:,.*)?\]", master)
         cores: int | None = int(match[1]) if match else 1 if master == "local" else total_cores
@@ -124,7 +104,7 @@ def slots_of_conf(
         return None if total_cores is None else total_cores // cpus
     slots = cores // cpus
     gpus = float(conf.get(EXECUTOR_GPUS, "0"))
-    amount = request.gpus if request else float(conf.get(TASK_GPUS, "0"))
+    amount = 1.0 if task_cpus else float(conf.get(TASK_GPUS, "0"))
     if gpus and amount:
         # An amount below 1 shares a GPU between as many tasks as fit; from 1 on, tasks get whole GPUs.
         slots = min(slots, int(gpus // amount) if amount >= 1 else int(gpus) * int(1 / amount + 1e-9))
@@ -147,16 +127,16 @@ def is_local(master: str) -> bool:
 
 
 # Spark never drops a profile, so each size is made once per application.
-_PROFILES: dict[tuple[str, TaskRequest], Any] = {}
+_PROFILES: dict[tuple[str, int], Any] = {}
 
 
-def profile_of(spark: SparkSession, request: TaskRequest) -> Any:
-    """Returns a `ResourceProfile` for tasks of this size; it does not change the executors."""
+def profile_of(spark: SparkSession, task_cpus: int) -> Any:
+    """Returns a `ResourceProfile` for tasks of so many cores and one GPU, on the present executors."""
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-    key = (application_of(spark), request)
+    key = (application_of(spark), task_cpus)
     if key not in _PROFILES:
-        tasks = TaskResourceRequests().cpus(request.cpus).resource("gpu", request.gpus)
+        tasks = TaskResourceRequests().cpus(task_cpus).resource("gpu", 1.0)
         builder = ResourceProfileBuilder()
         builder.require(tasks)
         profile = builder.build

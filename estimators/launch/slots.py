@@ -17,7 +17,6 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.launch.devices import check_enough
 from ringspark.estimators.launch.resources import (
-    TaskRequest,
     is_local,
     plan_stage,
     profile_of,
@@ -35,7 +34,7 @@ _SPLITS = re.compile(r"\bsplits=(\d+)")
 def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
     """Returns how many workers can run at the same time now; None if neither Spark nor its conf tells."""
     conf = spark_conf(spark)
-    return _count(spark, conf, plan_stage(conf, str(spark.version), use_gpu).request)
+    return _count(spark, conf, plan_stage(conf, str(spark.version), use_gpu).task_cpus)
 
 
 def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) -> None:
@@ -47,22 +46,22 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
     """
     conf = spark_conf(spark)
     check_fixed_size(conf)
-    request = plan_stage(conf, str(spark.version), use_gpu).request
-    expected = slots_of_conf(conf, request)
+    task_cpus = plan_stage(conf, str(spark.version), use_gpu).task_cpus
+    expected = slots_of_conf(conf, task_cpus)
     if use_gpu and is_local(conf.get("spark.master", "")) and not is_remote(spark):
         # The workers will see the same GPUs as this process, so the gang need not start to find out.
         check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
     deadline = time.monotonic() + REGISTRATION_SECONDS
-    slots = _count(spark, conf, request)
+    slots = _count(spark, conf, task_cpus)
     while may_grow(slots, num_workers, expected) and time.monotonic() < deadline:
         time.sleep(0.1)
-        slots = _count(spark, conf, request)
+        slots = _count(spark, conf, task_cpus)
     if slots is not None and num_workers > slots:
-        worker = f", each with {request.cpus} cores and a GPU" if request else ""
+        worker = f", each with {task_cpus} cores and a GPU" if task_cpus else ""
         raise ValueError(
             f"numWorkers ({num_workers}) must not exceed the {slots} task slots of the cluster "
             f"({conf.get('spark.master', 'unknown master')}{worker}), since all workers run at the same "
-            "time; lower numWorkers or add executor cores" + (" and GPUs" if request else "")
+            "time; lower numWorkers or add executor cores" + (" and GPUs" if task_cpus else "")
         )
 
 
@@ -95,15 +94,15 @@ def check_fixed_size(conf: Mapping[str, str]) -> None:
         )
 
 
-def _count(spark: SparkSession, conf: Mapping[str, str], request: TaskRequest | None) -> int | None:
+def _count(spark: SparkSession, conf: Mapping[str, str], task_cpus: int | None) -> int | None:
     if is_remote(spark):
-        slots = slots_of_conf(conf, request)
-        return slots_of_conf(conf, request, default_parallelism(spark, conf)) if slots is None else slots
+        slots = slots_of_conf(conf, task_cpus)
+        return slots_of_conf(conf, task_cpus, default_parallelism(spark, conf)) if slots is None else slots
     context: Any = spark.sparkContext._jsc.sc()
-    if request is None:
+    if task_cpus is None:
         profile = context.resourceProfileManager().resourceProfileFromId(0)
     else:
-        profile = profile_of(spark, request)._java_resource_profile
+        profile = profile_of(spark, task_cpus)._java_resource_profile
     return int(context.maxNumConcurrentTasks(profile))
 
 

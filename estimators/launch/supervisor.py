@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyspark.sql import SparkSession
@@ -28,6 +28,7 @@ from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
+from ringspark.estimators.training.settings.config import TrainConfig
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
 END_SECONDS = 15.0
@@ -38,47 +39,28 @@ _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The results of a gang that ended well.
-
-    Attributes:
-        texts: One JSON text per rank, in rank order.
-        restarts: Reasons of the restarts, one line for each.
-    """
-
-    texts: list[str]
-    restarts: tuple[str, ...]
-
-
 @dataclass(kw_only=True)
 class Supervisor:
     """Runs one gang, and restarts it if necessary.
 
     Attributes:
-        make_work: Makes the work for a gang of the given number of ranks.
-        run_uri: URI of the run directory, which gets the signs of life.
+        config: Config of the training; after a loss, with the number of ranks that go on.
+        make_work: Makes the work of a rank from the config.
         token: Token of this driver, see `owner`.
-        min_workers: The fewest ranks that may go on after a loss; None for `num_workers`.
         check_data: Function called before the workers start again; it raises an error if the data changed.
+        restarts: Reasons of the restarts so far, one line for each.
     """
 
     spark: SparkSession
-    make_work: Callable[[int], Work]
-    run_uri: str
+    config: TrainConfig
+    make_work: Callable[[TrainConfig], Work]
     token: str
-    num_workers: int
-    collective: str
-    use_gpu: bool
-    timeout_seconds: float
-    max_restarts: int = 0
-    min_workers: int | None = None
     check_data: Callable[[], None] | None = None
     restarts: list[str] = field(default_factory=list)
     _stage: Any = None
 
-    def run(self) -> Outcome:
-        """Blocks until the gang has ended well or has failed for good.
+    def run(self) -> list[str]:
+        """Blocks until the gang has ended well or has failed for good; returns one text per rank, in order.
 
         Raises:
             WorkerError: A rank failed through its own fault, or the last allowed start failed.
@@ -87,14 +69,13 @@ class Supervisor:
             ValueError: The data changed.
             OSError: The run's folder cannot be written to.
         """
-        self._stage = GangStage(self.spark, self.use_gpu)
-        launch = 0
-        with self._stage.turn(self.num_workers):
+        self._stage = GangStage(self.spark, self.config.use_gpu)
+        with self._stage.turn(self.config.num_workers):
             while True:
                 try:
-                    return Outcome(texts=self._launch(launch), restarts=tuple(self.restarts))
+                    return self._launch(len(self.restarts))
                 except WorkerError as error:
-                    if not error.may_pass or len(self.restarts) >= self.max_restarts:
+                    if not error.may_pass or len(self.restarts) >= self.config.max_restarts:
                         raise self._final(error) from None
                     self._note(error.first.sentence)
                     self._make_room(error.first)
@@ -102,32 +83,28 @@ class Supervisor:
                         # If the store does not answer now, the workers will wait for it.
                         with suppress(OSError):
                             self.check_data()
-                launch += 1
 
     def _launch(self, launch: int) -> list[str]:
         """Runs the gang once, as one Spark job."""
+        config = self.config
         try:
-            write_owner(self.run_uri, self.token, launch)
+            write_owner(config.run_uri, self.token, launch)
         except OSError as error:
             raise OSError(
-                f"the run's folder {self.run_uri!r} takes no files ({error}); make room there, or give "
+                f"the run's folder {config.run_uri!r} takes no files ({error}); make room there, or give "
                 "access to it, and fit again"
             ) from error
         pulse = Pulse(
-            run_uri=self.run_uri, token=self.token, launch=launch, timeout_seconds=self.timeout_seconds
+            run_uri=config.run_uri, token=self.token, launch=launch, timeout_seconds=config.timeout_seconds
         )
         task = GangTask(
-            collective=self.collective,
-            work=self.make_work(self.num_workers),
-            use_gpu=self.use_gpu,
-            timeout_seconds=self.timeout_seconds,
-            pulse=pulse,
+            collective=config.collective, work=self.make_work(config), use_gpu=config.use_gpu, pulse=pulse
         )
         job = SparkJob(self.spark)
-        monitor = Monitor(pulse, self.num_workers, job, self._stage.slots)
+        monitor = Monitor(pulse, config.num_workers, job, self._stage.slots)
         try:
             with monitor:
-                rows = self._stage.run(task, self.num_workers, job)
+                rows = self._stage.run(task, config.num_workers, job)
         except Exception as error:
             cause = self._cause(error, monitor)
             if isinstance(cause, (WorkerError, TrainingCancelledError)):
@@ -168,7 +145,7 @@ class Supervisor:
         _logger.warning(
             "the workers are started again (%d of %d times): %s",
             len(self.restarts),
-            self.max_restarts,
+            self.config.max_restarts,
             reason,
         )
 
@@ -178,21 +155,21 @@ class Supervisor:
         Raises:
             RuntimeError: Not even `min_workers` fit.
         """
+        wanted = self.config.num_workers
         deadline = time.monotonic() + (0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS)
-        while (room := self._stage.slots()) is not None and room < self.num_workers:
+        while (room := self._stage.slots()) is not None and room < wanted:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.25)
-        if room is None or room >= self.num_workers:
+        if room is None or room >= wanted:
             return
-        least = self.min_workers or self.num_workers
-        if room < least:
+        if room < (self.config.min_workers or wanted):
             raise RuntimeError(
-                f"the cluster has {room} task slots left for the {self.num_workers} workers of the training "
+                f"the cluster has {room} task slots left for the {wanted} workers of the training "
                 f"after {cause.sentence}; add executors or lower minWorkers"
             ) from None
-        _logger.warning("the training goes on with %d workers instead of %d", room, self.num_workers)
-        self.num_workers = room
+        _logger.warning("the training goes on with %d workers instead of %d", room, wanted)
+        self.config = replace(self.config, num_workers=room)
 
 
 def _told(beats: list[Beat]) -> list[Failure]:

@@ -49,7 +49,7 @@ class Meter(TorchDispatchMode):
         self._weightings = {
             name: [weights.get(part, 1.0) for part in PARTS] for name, weights in weightings.items()
         }
-        self._live = dict.fromkeys(PARTS, 0)
+        self.live = dict.fromkeys(PARTS, 0)
         # Keyed by the storage's address, which is reused only after the release has removed the entry.
         self._held: dict[int, _Held] = {}
         self.answers_scalars = False
@@ -57,15 +57,9 @@ class Meter(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forgets the peaks so far, but not the live tensors."""
-        self._peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
-        self.highest = dict(self._live)
+        self.peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
+        self.highest = dict(self.live)
         self._note()
-
-    def peak(self, weighting: str) -> Peak:
-        return self._peaks[weighting]
-
-    def live(self, part: str) -> int:
-        return self._live[part]
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Counts tensors under a part, also those that the meter has not seen before."""
@@ -75,8 +69,8 @@ class Meter(TorchDispatchMode):
                 if held is None:
                     self._add(storage, part)
                 elif held.part != part:
-                    self._live[held.part] -= held.num_bytes
-                    self._live[part] += held.num_bytes
+                    self.live[held.part] -= held.num_bytes
+                    self.live[part] += held.num_bytes
                     held.part = part
         self._note()
 
@@ -84,8 +78,8 @@ class Meter(TorchDispatchMode):
         """Counts under a part all storages that live now and did not at `snapshot`."""
         for key, held in self._held.items():
             if key not in before and held.part == "activations":
-                self._live["activations"] -= held.num_bytes
-                self._live[part] += held.num_bytes
+                self.live["activations"] -= held.num_bytes
+                self.live[part] += held.num_bytes
                 held.part = part
         self._note()
 
@@ -108,16 +102,16 @@ class Meter(TorchDispatchMode):
                         self._add(storage, "activations")
                         self._note()
         if scratch := scratch_bytes(func, args, result):
-            self._live["activations"] += scratch
+            self.live["activations"] += scratch
             self._note()
-            self._live["activations"] -= scratch
+            self.live["activations"] -= scratch
         return result
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         reference = weakref.ref(storage, self._releaser(key))
         self._held[key] = _Held(reference=reference, num_bytes=num_bytes, part=part)
-        self._live[part] += num_bytes
+        self.live[part] += num_bytes
 
     def _releaser(self, key: int) -> Callable[[object], None]:
         # A storage holds no reference to the meter: a failed step must not keep the meter alive.
@@ -125,18 +119,18 @@ class Meter(TorchDispatchMode):
 
         def release(_: object) -> None:
             if (mine := meter()) is not None and (held := mine._held.pop(key, None)) is not None:
-                mine._live[held.part] -= held.num_bytes
+                mine.live[held.part] -= held.num_bytes
 
         return release
 
     def _note(self) -> None:
-        live = list(self._live.values())
+        live = list(self.live.values())
         for name, weights in self._weightings.items():
             total = sum(n * w for n, w in zip(live, weights, strict=True))
-            if total > self._peaks[name].total:
+            if total > self.peaks[name].total:
                 parts = {p: int(n * w) for p, n, w in zip(PARTS, live, weights, strict=True)}
-                self._peaks[name] = Peak(total=sum(parts.values()), parts=parts)
-        for part, num_bytes in self._live.items():
+                self.peaks[name] = Peak(total=sum(parts.values()), parts=parts)
+        for part, num_bytes in self.live.items():
             self.highest[part] = max(self.highest[part], num_bytes)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.report import MemoryPlan, changed_settings
+from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import suggestions
-from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.memory.sharing import communication_bytes, shares
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
 
@@ -75,21 +77,16 @@ class Planner:
     def _plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
         step = self._step(config)
         peak = step.peaks[config.sharding]
-        between = communication_bytes(config, self.network)
-        parts = step.parts_of(config.sharding, config.num_workers)
-        at_peak = peak.parts | {"communication": between}
+        between = {"communication": communication_bytes(config, self.network)}
+        share = shares(config.sharding, config.num_workers)
+        parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in step.parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
             rows=self._rows,
-            parameters=parts["parameters"],
-            gradients=parts["gradients"],
-            optimizer_state=parts["optimizer_state"],
-            activations=parts["activations"],
-            batch=parts["batch"],
-            communication=between,
-            peak=peak.total + between,
-            at_peak=at_peak,
+            peak=peak.total + between["communication"],
+            at_peak=peak.parts | between,
             budget=budget,
+            **parts | between,
         )
 
     def _step(self, config: TrainConfig) -> StepBytes:
@@ -104,14 +101,5 @@ class Planner:
 
 def settings_of(config: TrainConfig) -> dict[str, object]:
     """Returns name and value of the Params that decide memory."""
-    return {
-        "optimizer": config.optimizer,
-        "precision": config.precision,
-        "gradientCheckpointing": config.gradient_checkpointing,
-        "gradientAccumulation": config.gradient_accumulation,
-        "activationOffload": config.activation_offload,
-        "activationCompression": config.activation_compression,
-        "sharding": config.sharding,
-        "collective": config.collective,
-        "numWorkers": config.num_workers,
-    }
+    names = ("optimizer", *DEFAULTS, "collective", "numWorkers")
+    return {name: getattr(config, SETTINGS[name].field) for name in names}

@@ -24,7 +24,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.meter import Meter, Peak
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
-from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.driver_check import own_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
@@ -64,11 +64,6 @@ class StepBytes:
     parts: dict[str, int]
     peaks: dict[str, Peak]
     update: UpdateBytes
-
-    def parts_of(self, sharding: str, num_workers: int) -> dict[str, int]:
-        """Returns the most bytes of each part on one rank."""
-        share = shares(sharding, num_workers)
-        return {part: int(count * share.get(part, 1.0)) for part, count in self.parts.items()}
 
 
 def measure_step(
@@ -172,7 +167,7 @@ class _Step:
             for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]
         ]
         del seen
-        backward = self._peaks()
+        backward = dict(self._meter.peaks)
         parts = dict(self._meter.highest)
         update = update or self._update()
         parts["optimizer_state"] = update.state
@@ -195,13 +190,10 @@ class _Step:
         self._meter.restart()
         self._optimizer_step()
         return UpdateBytes(
-            state=self._meter.live("optimizer_state"),
+            state=self._meter.live["optimizer_state"],
             temporaries=self._meter.highest["activations"],
-            peaks=self._peaks(),
+            peaks=dict(self._meter.peaks),
         )
-
-    def _peaks(self) -> dict[str, Peak]:
-        return {name: self._meter.peak(name) for name in SHARDED_PARTS}
 
     def _optimizer_step(self) -> None:
         self._meter.answers_scalars = True

@@ -4,7 +4,6 @@ from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.parallel.sharded.zero import ShardedGradients, ShardedOptimizer
-from ringspark.estimators.parallel.state_bytes import StateBytes, state_bytes
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "data_parallel": DataParallel,
@@ -27,8 +26,6 @@ __all__ = [
     "FullySharded",
     "ShardedGradients",
     "ShardedOptimizer",
-    "StateBytes",
     "Strategy",
-    "state_bytes",
     "strategy_key",
 ]

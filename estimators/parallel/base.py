@@ -2,16 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Scaler(Protocol):
+    """Decides whether the optimizer takes a step: `LossScaler`, or torch's GradScaler."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> object:
+        """Lets the optimizer take its step, unless its gradients overflowed."""
+
+
+class GradientSync(Protocol):
+    """Keeps one module and its optimizer equal on all ranks.
+
+    Each rank differentiates its share of the global batch's mean loss, times `loss_factor`. After `reduce`,
+    the optimizer of a rank sees gradients of the whole mean: all of them, or the part that a sharding leaves
+    to the rank. A parameter that got a gradient on no rank keeps None, as it would on one rank, so that no
+    optimizer decays or moves it.
+
+    Attributes:
+        module: The module to call in training, in the wrapper that the exchange needs.
+        network: The module without that wrapper; its names are those of the state dict.
+    """
+
+    module: nn.Module
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_factor: float
+
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        """Takes part in the exchange of a step in which this rank has no rows.
+
+        Args:
+            inputs: Arguments of `module` with zero rows, which show the shapes and dtypes.
+        """
+
+    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Takes part in an evaluation of `network` on a batch in which this rank has no rows."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Returns a context for the forward and backward pass of one micro-batch.
+
+        Only the last one communicates, unless the rank may hold no more than its part of the gradients.
+        """
+
+    def reduce(self) -> None:
+        """Waits until the gradients of this step are summed over all ranks."""
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scales reduced gradients so that the 2-norm of all of them together is at most `max_norm`."""
+
+    def step(self, scaler: Scaler) -> None:
+        """Takes the optimizer step on reduced gradients."""
+
+    def optimizer_state(self) -> OptimizerState:
+        """Returns the optimizer state by parameter name, complete on rank 0. Runs on every rank."""
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        """Loads this rank's part of a whole optimizer state, saved by any number of ranks and sharding."""
 
 
 class Strategy(Protocol):
@@ -29,3 +87,39 @@ class Strategy(Protocol):
             make_optimizer: Makes the optimizer over the trainable parameters of a module.
             micro_batches: The most backward passes per optimizer step.
         """
+
+
+class PlainSync:
+    """`GradientSync` without communication, the base class of the others."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module = module
+        self.network = module
+        self.optimizer = optimizer
+        self.loss_factor = 1.0
+
+    def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        return
+
+    def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        return
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def reduce(self) -> None:
+        return
+
+    def clip_gradients(self, max_norm: float) -> None:
+        # Only trained parameters count: others may keep gradients, which differ by rank.
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(trained, max_norm)
+
+    def step(self, scaler: Scaler) -> None:
+        scaler.step(self.optimizer)
+
+    def optimizer_state(self) -> OptimizerState:
+        return state_by_name(self.network, self.optimizer)
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        load_by_name(self.network, self.optimizer, state)

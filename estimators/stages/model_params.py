@@ -11,7 +11,9 @@ from pyspark.ml.param.shared import (
     HasProbabilityCol,
     HasRawPredictionCol,
 )
+from pyspark.sql.types import StructType
 
+from ringspark.estimators.columns.inputs import find
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
 from ringspark.estimators.training.settings import columns
 from ringspark.estimators.training.settings.python_objects import MODEL
@@ -77,6 +79,17 @@ def check_distinct(names: Sequence[str]) -> None:
         if name.lower() in seen:
             raise ValueError(f"the output columns must differ from each other, got {list(names)}")
         seen.add(name.lower())
+
+
+def check_free(schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
+    """Refuses an output column that exists, in the words of Spark's stages, and two of one name."""
+    check_distinct(names)
+    for name in names:
+        if find(name, schema, is_case_sensitive) is not None:
+            raise ValueError(
+                f"Output column {name} already exists; drop it first, or give the model another name "
+                f"for its output"
+            )
 
 
 def check_thresholds(thresholds: Sequence[float], num_classes: int) -> None:

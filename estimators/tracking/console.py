@@ -7,7 +7,6 @@ the files that rank 0 writes to the store.
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 from tqdm.auto import tqdm
 
@@ -30,9 +29,7 @@ class ProgressWatcher:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._enabled:
             self._thread.join()

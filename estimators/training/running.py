@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.history import RunLog

@@ -13,7 +13,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.non_finite import poisoned
 from ringspark.estimators.training.objective.criterion import Criterion

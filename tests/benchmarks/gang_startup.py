@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import harness
 import torch
+from supervised_gang import run_gang
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.gang import run_gang
 from ringspark.estimators.training.phase import Status
 from ringspark.jobs import cli
 

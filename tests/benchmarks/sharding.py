@@ -15,12 +15,13 @@ from typing import Any, get_args
 
 import harness
 import torch
+from held_bytes import held_bytes
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES, state_bytes, strategy_key
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel import STRATEGIES, strategy_key
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
@@ -59,7 +60,7 @@ class Training:
             loss = F.cross_entropy(self.sync.module(ids[mine]), labels[mine], reduction="sum") / self.rows
             (loss * self.sync.loss_factor).backward()  # type: ignore[no-untyped-call]
         if self.steps == 1:
-            self.counted = vars(state_bytes(self.sync))
+            self.counted = held_bytes(self.sync)
         self.sync.reduce()
         self.sync.step(self.scaler)
         self.steps += 1

@@ -54,9 +54,6 @@ class RendezvousClient:
         """Deletes the key; returns whether it existed."""
         return self._ask(b"delete", key.encode()) is not None
 
-    def count(self) -> int:
-        return int(self._ask(b"count") or 0)
-
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Waits for the keys; returns whether all of them exist within that time."""
         deadline = time.monotonic() + seconds

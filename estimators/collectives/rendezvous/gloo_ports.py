@@ -57,15 +57,10 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
     client.set(f"addresses/{member.rank}", json.dumps(_own_addresses()).encode())
     client.meet("ready", timeout_seconds)
     if member.rank == 0:
-        addresses: set[str] | None = set()
-        for rank in range(member.size):
-            own = json.loads(client.get(f"addresses/{rank}") or b"[]")
-            if (client.get(f"{SEEN}{rank}") or b"").decode() not in own:
-                addresses = None
-                break
-            assert addresses is not None
-            addresses.update(own)
-        client.set(_KEY, json.dumps(sorted(addresses or ())).encode())
+        told = [json.loads(client.get(f"addresses/{rank}") or b"[]") for rank in range(member.size)]
+        seen = [(client.get(f"{SEEN}{rank}") or b"").decode() for rank in range(member.size)]
+        is_known = all(address in own for address, own in zip(seen, told, strict=True))
+        client.set(_KEY, json.dumps(sorted(set().union(*told)) if is_known else []).encode())
     client.wait([_KEY], timeout_seconds)
     found: list[str] = json.loads(client.get(_KEY) or b"[]")
     return found

@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 0.2
 _HOST = "127.0.0.1"
 
 
-class HorovodDoor:
+class HorovodDoor(ThreadingTCPServer):
     """A context in which `address` and `port` answer Horovod's client in this process.
 
     Args:
@@ -30,25 +30,6 @@ class HorovodDoor:
         addresses: Addresses of the members' machines, see `PortGuard`.
     """
 
-    def __init__(self, client: RendezvousClient, addresses: list[str]) -> None:
-        self._server = _Server(client, addresses)
-        self.address = _HOST
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.02,), name="ringspark-door", daemon=True
-        )
-
-    def __enter__(self) -> HorovodDoor:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingTCPServer):
     daemon_threads = True
     # The end does not wait for the threads, since one may still be waiting for a key.
     block_on_close = False
@@ -59,6 +40,19 @@ class _Server(ThreadingTCPServer):
         self.client = client
         # The guard starts here, after the door's own port was opened, which is not Gloo's.
         self.guard = PortGuard(addresses)
+        self.address, self.port = _HOST, int(self.server_address[1])
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.02,), name="ringspark-door", daemon=True
+        )
+
+    def __enter__(self) -> HorovodDoor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Turns other processes of this host away before anything is read from them."""
@@ -69,7 +63,7 @@ class _Server(ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: HorovodDoor
     timeout = 30.0
 
     def do_GET(self) -> None:

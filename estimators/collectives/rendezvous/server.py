@@ -14,10 +14,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
-from ringspark.estimators.collectives.rendezvous.channel import Channel, prove_as_server
+from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
 
 # The most peers at a time that have not yet proved themselves. One more pushes out the oldest of them.
 MAX_UNPROVED = 64
@@ -70,7 +70,7 @@ class KeyValues:
             ValueError: The message is not a request.
         """
         name, *args = unpack(message) or [b""]
-        known = {b"set": 2, b"get": 1, b"add": 2, b"swap": 3, b"delete": 1, b"count": 0}
+        known = {b"set": 2, b"get": 1, b"add": 2, b"swap": 3, b"delete": 1}
         if name == b"wait" and args:
             return DONE if self._wait(args[1:], _number(args[0]) / 1000) else MISSING
         if known.get(name) != len(args):
@@ -79,8 +79,6 @@ class KeyValues:
             if name == b"get":
                 value = self._values.get(args[0])
                 return MISSING if value is None else DONE + value
-            if name == b"count":
-                return DONE + str(len(self._values)).encode()
             if name == b"delete":
                 old = self._values.pop(args[0], None)
                 self._num_bytes -= 0 if old is None else len(args[0]) + len(old)
@@ -186,18 +184,20 @@ class RendezvousServer:
                 return
             if len(self._unproved) >= MAX_UNPROVED:
                 # The oldest goes instead of this one: a member needs milliseconds, an old one is a stranger.
-                _end(next(iter(self._unproved)), forget=self._unproved)
+                oldest = next(iter(self._unproved))
+                del self._unproved[oldest]
+                _end(oldest)
             self._unproved[connection] = None
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name="ringspark-rendezvous-peer", daemon=True
             )
-            self._threads.add(thread)
+            self._threads = {other for other in self._threads if other.is_alive()} | {thread}
         thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Serves one peer, from its proof to the end of its connection."""
         # Whatever a peer does, it can end only its own connection.
-        with self._counted(), suppress(OSError, ValueError), connection:
+        with suppress(OSError, ValueError), connection:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 channel, rank = prove_as_server(connection, self._secret)
@@ -213,25 +213,12 @@ class RendezvousServer:
             self._store.answer(pack(b"set", f"{SEEN}{rank}".encode(), seen))
             if is_complete:
                 self._close_port()
-            self._answer(channel)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
-
-    def _answer(self, channel: Channel) -> None:
-        while True:
-            channel.send(self._store.answer(channel.receive()))
+            while True:
+                channel.send(self._store.answer(channel.receive()))
 
 
-def _end(connection: socket.socket, forget: dict[socket.socket, None] | None = None) -> None:
+def _end(connection: socket.socket) -> None:
     """Ends a connection that another thread reads from; that thread closes it."""
-    if forget is not None:
-        forget.pop(connection, None)
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

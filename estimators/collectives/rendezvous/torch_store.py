@@ -55,9 +55,6 @@ class MemberStore(Store):
     def delete_key(self, key: str) -> bool:
         return self._client.delete(key)
 
-    def num_keys(self) -> int:
-        return self._client.count()
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
 

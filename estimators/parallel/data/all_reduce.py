@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.estimators.parallel.base import PlainSync
 
 
 class AllReduceSync(PlainSync):

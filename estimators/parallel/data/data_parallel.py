@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import MakeOptimizer
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
 from ringspark.estimators.parallel.data.all_reduce import AllReduceSync
-from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync
 
 # Name of a collective -> (module, class) that exchange gradients with that library's own means, which overlap
 # the exchange with the backward pass. For any other collective, one call of its `all_reduce` sums them.

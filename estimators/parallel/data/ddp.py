@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors, num_bytes
-from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.estimators.parallel.base import PlainSync
 from ringspark.models.outputs import as_outputs
 
 

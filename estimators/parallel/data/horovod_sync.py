@@ -14,7 +14,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes, peer_errors
-from ringspark.estimators.parallel.gradient_sync import PlainSync, Scaler
+from ringspark.estimators.parallel.base import PlainSync, Scaler
 
 
 class HorovodSync(PlainSync):

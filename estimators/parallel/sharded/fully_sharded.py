@@ -11,6 +11,7 @@ use counts as zeros there. A network must not skip a block of the chain on some 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -21,9 +22,8 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.parallel.base import MakeOptimizer
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync, Scaler
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE
 from ringspark.models.outputs import as_outputs
@@ -103,21 +103,20 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
             best = blocks
     if not best and isinstance(module, nn.Sequential):
         best = [block for block in module if any(True for _ in block.parameters())]
-    uses: dict[nn.Parameter, int] = {}
-    for owner in module.modules():
-        for parameter in owner.parameters(recurse=False):
-            uses[parameter] = uses.get(parameter, 0) + 1
+    uses = _uses(module)
 
     def stands_alone(block: nn.Module) -> bool:
-        inside: dict[nn.Parameter, int] = {}
-        for owner in block.modules():
-            for parameter in owner.parameters(recurse=False):
-                inside[parameter] = inside.get(parameter, 0) + 1
+        inside = _uses(block)
         # A block that is in the chain twice would be freed after its first use in the backward pass.
         is_once = sum(block in set(other.modules()) for other in best) == 1
         return bool(inside) and is_once and all(uses[p] == n for p, n in inside.items())
 
     return [module for block in best for module in _callables(block) if stands_alone(module)]
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Counts the modules that hold each parameter as their own."""
+    return Counter(parameter for owner in module.modules() for parameter in owner.parameters(recurse=False))
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:
@@ -240,12 +239,6 @@ class FullySync(PlainSync):
         if hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._named.values() if p.grad is not None]
-
-    def step(self, scaler: Scaler) -> None:
-        scaler.step(self.optimizer)
 
     def optimizer_state(self) -> OptimizerState:
         self._free_whole()

@@ -20,7 +20,8 @@ from ringspark.estimators.parallel.optimizer_state import (
     checked,
     placed,
 )
-from ringspark.estimators.parallel.sharded.pieces import Piece, Shard, cut, unflat
+from ringspark.estimators.parallel.sharded.pieces import Shard, cut, place
+from ringspark.estimators.parallel.sharded.shard_layout import Piece
 
 
 def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Collective) -> OptimizerState:
@@ -90,7 +91,7 @@ def _gather_tensor(
     joined = torch.cat(parts).view(dtype)
     if entry["shape"] is not None:
         return joined.reshape(entry["shape"])
-    return unflat(joined, shard.parameters[index]).contiguous()
+    return place(joined, 0, shard.parameters[index]).contiguous()
 
 
 def load_state(shard: Shard, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:

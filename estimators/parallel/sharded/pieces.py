@@ -15,7 +15,6 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.sharded.shard_layout import (
     BUCKET_BYTES,
-    Bucket,
     Piece,
     even_layout,
     fill_buckets,
@@ -111,7 +110,7 @@ class Shard:
                     "make its layer with sparse=False, or set sharding='none'"
                 )
             present.append(slot.index)
-            _place(buffer, slot.start, parameter).copy_(gradient)
+            place(buffer, slot.start, parameter).copy_(gradient)
         return buffer, present
 
     def set_gradients(self, bucket: int, part: torch.Tensor, had: Sequence[float]) -> None:
@@ -128,7 +127,7 @@ class Shard:
             elif self.is_even:
                 tensor.grad = part[piece.offset : piece.offset + tensor.numel()]
             else:
-                tensor.grad = _place(part, piece.offset, tensor)
+                tensor.grad = place(part, piece.offset, tensor)
 
     @torch.no_grad()
     def share(self, bucket: int) -> None:
@@ -153,12 +152,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def unflat(elements: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Inverts `flat`: returns a view of `elements` in the shape of `like`."""
-    return _place(elements, 0, like)
-
-
-def _place(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+def place(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a flat buffer from `start` on, as a view with shape and strides of `like`."""
     return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
 
@@ -209,6 +203,3 @@ def cut(value: Any, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor)
     aligned = torch.empty_like(parameter, dtype=value.dtype)
     aligned.copy_(value)
     return flat(aligned)[piece.start : piece.stop].clone()
-
-
-__all__ = ["ELEMENTWISE", "Bucket", "Piece", "Shard", "cut", "flat", "unflat"]

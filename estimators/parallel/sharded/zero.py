@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import MakeOptimizer
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync, Scaler
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
 from ringspark.estimators.parallel.sharded.pieces import Shard
@@ -172,11 +171,6 @@ class ShardedSync(PlainSync):
 
     def _held_gradients(self) -> list[torch.Tensor]:
         return [t.grad for t in self._shard.held.values() if t.grad is not None]
-
-    def gradients(self) -> list[torch.Tensor]:
-        own = [*self.network.parameters(), *self._shard.held.values()]
-        held = {id(t.grad): t.grad for t in own if t.grad is not None}
-        return [*held.values(), *(part for part in self._parts if part is not None)]
 
     def step(self, scaler: Scaler) -> None:
         with _without_empty_groups(self.optimizer):

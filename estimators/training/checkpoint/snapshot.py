@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState

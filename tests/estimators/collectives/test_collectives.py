@@ -22,9 +22,9 @@ from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import environment, interface_of
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.all_reduce import AllReduceSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.parallel.gradient_sync import GradientSync
 from ringspark.estimators.training.phase import Status
 
 SIZES = [(name, 1 if name == "local" else size) for name in COLLECTIVES for size in (2, 3)]

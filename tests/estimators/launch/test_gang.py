@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from supervised_gang import run_gang
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
-from ringspark.estimators.launch.gang import assign_ranks, run_gang
+from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.launch.slots import check_slots, count_slots
 from ringspark.estimators.training.phase import Status
 

@@ -30,15 +30,16 @@ CONF = {
 MASTER = "local-cluster[1,4,1024]"
 
 DRIVER = """
-import json, sys, threading
+import json, os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 from pyspark.sql import SparkSession
 from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.devices import Claim, assign_devices
-from ringspark.estimators.launch.gang import run_gang
 from ringspark.estimators.launch.resources import profile_of, stage_plan
 from ringspark.estimators.launch.slots import check_slots, count_slots
+from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.training.settings.config import TrainConfig
 
 kind, master, conf = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 builder = SparkSession.builder
@@ -72,17 +73,26 @@ def devices(told):
 check_slots(spark, 4)
 report = {"slots": [count_slots(spark), count_slots(spark, use_gpu=True)]}
 plan = stage_plan(spark, True)
-report["request"] = [plan.request.cpus, plan.request.gpus]
+report["task_cpus"] = plan.task_cpus
 report["etl"] = devices(stage(4))
 # From a thread, as CrossValidator fits.
 with ThreadPoolExecutor(1) as threads:
-    told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.request))).result()
+    told = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.task_cpus))).result()
 report["gang"] = [told, devices(told)]
 check_slots(spark, 2, use_gpu=True)
-for call in (
-    lambda: check_slots(spark, 3, use_gpu=True),
-    lambda: run_gang(spark, 2, "torch", lambda collective, device, status: device, use_gpu=True),
-):
+config = TrainConfig(
+    shards_uri="",
+    run_uri=os.getcwd() + "/run",
+    input_columns=("x",),
+    label_columns=("y",),
+    num_workers=2,
+    collective="torch",
+    use_gpu=True,
+)
+gang = Supervisor(
+    spark=spark, config=config, make_work=lambda _: lambda collective, device, status: device, token="test"
+)
+for call in (lambda: check_slots(spark, 3, use_gpu=True), gang.run):
     try:
         call()
         report.setdefault("errors", []).append("none")
@@ -119,7 +129,7 @@ def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]
     report = json.loads(lines[0].removeprefix("REPORT"))
     assert report["slots"] == [4, 2]
-    assert report["request"] == [2, 1.0]
+    assert report["task_cpus"] == 2
     # Four ETL tasks at a time: Spark gives each address more than once, which no gang may run on.
     assert "useGpu=True needs a GPU of its own for each worker, but Spark gave GPU " in report["etl"]
     told, devices = report["gang"]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ringspark.estimators.launch.resources import TaskRequest, plan_stage, slots_of_conf
+from ringspark.estimators.launch.resources import plan_stage, slots_of_conf
 from ringspark.estimators.launch.slots import check_fixed_size, may_grow
 
 EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
@@ -30,32 +30,32 @@ STANDALONE = "spark://host:7077"
 K8S = "k8s://https://host:6443"
 
 # conf, Spark, the tasks' size, slots with all cores known to be 32
-PLANS: dict[str, tuple[dict[str, str], str, TaskRequest | None, int | None]] = {
+PLANS: dict[str, tuple[dict[str, str], str, int | None, int | None]] = {
     "one GPU, a quarter for a task": (
         _conf(STANDALONE, 8, 1, "0.25"),
         "4.0.0",
-        TaskRequest(cpus=8),
+        8,
         4,
     ),
-    "four GPUs, a fraction for a task": (_conf(STANDALONE, 16, 4, "0.25"), "4.0.1", TaskRequest(cpus=4), 8),
-    "GPUs that no task asks for": (_conf("yarn", 8, 2), "4.1.0", TaskRequest(cpus=4), 8),
-    "kubernetes": (_conf(K8S, 8, 2, "0.1"), "4.3.0", TaskRequest(cpus=4), 8),
-    "cores that do not divide evenly": (_conf(STANDALONE, 16, 3, "0.2"), "4.0.0", TaskRequest(cpus=5), 6),
-    "more GPUs than cores": (_conf(STANDALONE, 2, 4, "0.5"), "4.0.0", TaskRequest(cpus=1), 32),
+    "four GPUs, a fraction for a task": (_conf(STANDALONE, 16, 4, "0.25"), "4.0.1", 4, 8),
+    "GPUs that no task asks for": (_conf("yarn", 8, 2), "4.1.0", 4, 8),
+    "kubernetes": (_conf(K8S, 8, 2, "0.1"), "4.3.0", 4, 8),
+    "cores that do not divide evenly": (_conf(STANDALONE, 16, 3, "0.2"), "4.0.0", 5, 6),
+    "more GPUs than cores": (_conf(STANDALONE, 2, 4, "0.5"), "4.0.0", 1, 32),
     "two GPUs for a task, of which a worker uses one": (
         _conf(STANDALONE, 8, 4, "2"),
         "4.0.0",
-        TaskRequest(cpus=2),
+        2,
         16,
     ),
     "tasks of several cores": (
         _conf(STANDALONE, 8, 8, "0.5", task_cpus=2),
         "4.0.0",
-        TaskRequest(cpus=2),
+        2,
         16,
     ),
-    "cores left to the nodes": (_conf(STANDALONE, 0, 2, "0.25"), "4.0.0", TaskRequest(cpus=1), 32),
-    "local-cluster": (_conf("local-cluster[2,4,1024]", 0, 2, "0.25"), "4.0.5", TaskRequest(cpus=2), 4),
+    "cores left to the nodes": (_conf(STANDALONE, 0, 2, "0.25"), "4.0.0", 1, 32),
+    "local-cluster": (_conf("local-cluster[2,4,1024]", 0, 2, "0.25"), "4.0.5", 2, 4),
     "each task has its GPU": (_conf(STANDALONE, 8, 2, "1"), "4.0.0", None, 8),
     "each task has its GPU, written as a fraction": (_conf(STANDALONE, 8, 2, "1.0"), "4.0.0", None, 8),
     "no GPUs in Spark's hands": (_conf(STANDALONE, 8), "4.0.0", None, 32),
@@ -65,18 +65,18 @@ PLANS: dict[str, tuple[dict[str, str], str, TaskRequest | None, int | None]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_worker_gets_its_share_of_cores_and_one_gpu(name: str) -> None:
-    conf, version, request, slots = PLANS[name]
+    conf, version, task_cpus, slots = PLANS[name]
     plan = plan_stage(conf, version, use_gpu=True)
-    assert plan.request == request
-    assert not plan.is_problem
-    assert slots_of_conf(conf, plan.request, 32) == slots
-    assert plan.gives_gpus == (request is not None or conf.get(TASK_GPUS) in ("1", "1.0"))
-    if request is not None:
+    assert plan.task_cpus == task_cpus
+    assert not plan.problem
+    assert slots_of_conf(conf, plan.task_cpus, 32) == slots
+    assert plan.gives_gpus == (task_cpus is not None or conf.get(TASK_GPUS) in ("1", "1.0"))
+    if task_cpus is not None:
         cores = int(conf.get("spark.executor.cores", "4"))
         gpus = int(conf[EXECUTOR_GPUS])
         # As many workers as GPUs fit an executor, unless it has not the cores.
-        assert min(cores // request.cpus, gpus) == min(cores // int(conf.get("spark.task.cpus", "1")), gpus)
-        assert plan_stage(conf, version, use_gpu=False).request is None
+        assert min(cores // task_cpus, gpus) == min(cores // int(conf.get("spark.task.cpus", "1")), gpus)
+        assert plan_stage(conf, version, use_gpu=False).task_cpus is None
 
 
 PROBLEMS = {
@@ -102,10 +102,9 @@ PROBLEMS = {
 def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name: str) -> None:
     conf, version, reason = PROBLEMS[name]
     plan = plan_stage(conf, version, use_gpu=True)
-    assert plan.request is None
-    assert plan.is_problem
-    assert re.search(reason, plan.reason)
-    assert f"set {TASK_GPUS}=1" in plan.reason
+    assert plan.task_cpus is None
+    assert re.search(reason, plan.problem)
+    assert f"set {TASK_GPUS}=1" in plan.problem
 
 
 # conf, all cores if somebody counted them, slots for CPU workers

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from held_bytes import held_bytes
 from torch import nn
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES, state_bytes
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
@@ -182,7 +183,7 @@ def _bytes(collective: Collective, strategy: str) -> dict[str, Any]:
 
     def count(sync: GradientSync, step: int) -> None:
         if step == 3:
-            counted.append(vars(state_bytes(sync)))
+            counted.append(held_bytes(sync))
         sent.append(collective.bytes_sent)
 
     _train(collective, strategy, _by_name("adamw"), steps=8, inspect=count)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.gradient_sync import GradientSync, PlainSync
+from ringspark.estimators.parallel.base import GradientSync, PlainSync
 from ringspark.estimators.parallel.sharded.zero import ShardedSync
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler

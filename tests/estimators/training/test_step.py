@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.gradient_sync import PlainSync
+from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head

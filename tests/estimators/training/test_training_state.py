@@ -15,7 +15,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, strategy_key
-from ringspark.estimators.parallel.gradient_sync import GradientSync
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import (
     load_training_state,

@@ -1,0 +1,29 @@
+"""The bytes of a training's state on one rank, from its actual tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringspark.estimators.parallel.base import GradientSync
+
+
+def held_bytes(sync: GradientSync) -> dict[str, int]:
+    """Bytes that this rank holds at the moment; of tensors that lie on several ranks, only its own part."""
+    parameters = list(sync.network.parameters())
+    stepped = [p for group in sync.optimizer.param_groups for p in group["params"]]
+    gradients = {id(p.grad): p.grad for p in (*parameters, *stepped) if p.grad is not None}
+    # ZeRO 2 keeps the sums of the micro-batches so far beside the parameters.
+    summed = [part for part in getattr(sync, "_parts", ()) if part is not None]
+    states = [value for state in sync.optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": sum(map(_bytes, parameters)),
+        "gradients": sum(map(_bytes, (*gradients.values(), *summed))),
+        "optimizer": sum(_bytes(value) for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+def _bytes(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.numel() * local.element_size())

@@ -1,0 +1,26 @@
+"""A gang of any work on Spark, under the supervisor that `fit` trains with."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from ringspark.estimators.launch.gang_task import Work
+from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.training.settings.config import TrainConfig
+
+
+def run_gang(spark: Any, num_workers: int, collective: str, work: Work, use_gpu: bool = False) -> list[str]:
+    """Runs `work` once on `num_workers` ranks at the same time; returns their texts in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(
+            shards_uri="",
+            run_uri=folder,
+            input_columns=("x",),
+            label_columns=("y",),
+            num_workers=num_workers,
+            collective=collective,
+            use_gpu=use_gpu,
+        )
+        supervisor = Supervisor(spark=spark, config=config, make_work=lambda config: work, token="test")
+        return supervisor.run()
