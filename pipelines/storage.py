@@ -12,6 +12,7 @@ the clients already retry requests as small as these several times (see
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import uuid
@@ -242,7 +243,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
     On a local disk, a temporary file beside it is flushed to disk and then renamed.
-    On object stores a put is atomic already. Elsewhere (HDFS), a temporary file is moved.
+    On object stores a put is atomic already. Elsewhere (HDFS), a temporary file is moved;
+    to overwrite, the old file has to be removed first, so for a moment there is none.
 
     Raises:
         FileExistsError: There is a file and `overwrite` is false. If several write at once, exactly one
@@ -269,22 +271,61 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
             if overwrite:
                 os.replace(temporary, path)
             else:
-                # Unlike a rename, a link does not replace an existing file.
-                os.link(temporary, path)
-                os.remove(temporary)
+                _rename_once(temporary, path)
             return
         fs.makedirs(parent, exist_ok=True)
         fs.pipe_file(temporary, data)
         if overwrite and fs.exists(path):
             # HDFS refuses to rename onto a file.
             fs.rm(path)
-        fs.mv(temporary, path)
+            _move_into_gap(fs, temporary, path)
+        else:
+            fs.mv(temporary, path)
+    except _BrokenOffError:
+        raise
     except BaseException as error:
         if fs.exists(temporary):
             fs.rm(temporary)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = path  # the error of a full disk does not name the file
         raise
+
+
+def _rename_once(temporary: str, path: str) -> None:
+    """Renames a local file if there is none of the new name; of several at once exactly one succeeds."""
+    try:
+        # Unlike a rename, a link does not replace an existing file.
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Mounts of object stores have no links. Here only the holder of the claim may rename.
+        parent, name = os.path.split(path)
+        claim = os.path.join(parent, f".{name}.claim")
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        try:
+            if os.path.exists(path):
+                raise FileExistsError(errno.EEXIST, "exists", path) from None
+            os.rename(temporary, path)
+        finally:
+            os.remove(claim)
+    else:
+        os.remove(temporary)
+
+
+class _BrokenOffError(OSError):
+    """The old file is gone, and the new one does not have its name."""
+
+
+def _move_into_gap(fs: Any, temporary: str, path: str) -> None:
+    """Gives the new file the name of the old one, which was removed: the new bytes must not get lost now."""
+    try:
+        fs.mv(temporary, path)
+    except BaseException as error:
+        raise _BrokenOffError(
+            f"{path!r} was being replaced, and its new content is in {temporary!r}; rename that file "
+            f"({error})"
+        ) from error
 
 
 def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:

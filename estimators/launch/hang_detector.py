@@ -9,6 +9,7 @@ importing its libraries on a busy machine, nobody makes progress and nobody hang
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ class HangDetector:
         self._seen: dict[int, _Seen] = {}
         self._stalled_since: float | None = None
         self._last_look: float | None = None
+        # Seconds between the last looks.
+        self._gaps: deque[float] = deque(maxlen=5)
 
     @property
     def beats(self) -> list[Beat]:
@@ -60,9 +63,13 @@ class HangDetector:
 
     def look(self, beats: Iterable[Beat], now: float) -> None:
         """Takes in the beats that the ranks have written last."""
-        if self._last_look is not None and now - self._last_look > self._grace:
-            # The driver itself was stopped or could not read, so nothing is known about the time between.
-            self._forgive(now - self._last_look)
+        if self._last_look is not None:
+            gap = now - self._last_look
+            # Far longer than usual: the driver itself was stopped or could not read, so nothing is known
+            # about the time between. With a store that always takes long, the time counts.
+            if gap > max(self._grace, 2 * min(self._gaps, default=0.0)):
+                self._forgive(gap)
+            self._gaps.append(gap)
         self._last_look = now
         for beat in beats:
             if self._began is None:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +31,8 @@ from ringspark.pipelines.typed_json import parse_object, record
 LONGEST_INTERVAL_SECONDS = 5.0
 # Often enough to leave quickly when the parent dies or the work is done.
 _TICK_SECONDS = 0.25
+# Beats that the driver reads at the same time.
+_READERS = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -90,15 +93,18 @@ def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Be
     Raises:
         OSError: The store does not answer now.
     """
-    found = []
-    for rank in range(num_ranks):
+
+    def read(rank: int) -> Beat | None:
         try:
             beat = Beat.from_json(storage.read_bytes(beat_uri(run_uri, rank)))
         except FileNotFoundError:
-            continue
-        if beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank):
-            found.append(beat)
-    return found
+            return None
+        is_of_now = beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank)
+        return beat if is_of_now else None
+
+    # One after another, the beats of many ranks in a remote store would be old before the last is read.
+    with ThreadPoolExecutor(min(num_ranks, _READERS)) as pool:
+        return [beat for beat in pool.map(read, range(num_ranks)) if beat is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

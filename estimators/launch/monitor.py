@@ -21,6 +21,7 @@ from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
+_CANCEL_AGAIN_SECONDS = 2.0
 
 # Type of the failure of a gang for which Spark has no slots.
 NO_ROOM = "NoRoom"
@@ -75,7 +76,10 @@ class Monitor:
             with suppress(Exception):
                 self.verdict = self._judge()
             if self.verdict is not None:
+                # Again and again, since a cancel may get lost on its way to Spark.
                 self._job.cancel()
+                while not self._done.wait(_CANCEL_AGAIN_SECONDS):
+                    self._job.cancel()
                 return
 
     def _look(self) -> None:

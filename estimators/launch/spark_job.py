@@ -7,6 +7,7 @@ the two seconds between Spark's checks.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -30,6 +31,7 @@ _LOST = re.compile(
     r"aborted due to stage failure|Job aborted|ExecutorLost|exited unexpectedly|Could not recover"
 )
 _KILL_SECONDS = 5.0
+_logger = logging.getLogger(__name__)
 _RAISED = re.compile(r"Traceback \(most recent call last\)|PythonException|PicklingError")
 # The most telling patterns come first.
 _REASONS = (
@@ -113,12 +115,14 @@ class SparkJob:
         return any(stage is not None and stage.numActiveTasks > 0 for stage in stages)
 
     def cancel(self) -> None:
-        """Ends the job if it is running."""
-        with suppress(Exception):
+        """Ends the job if it is running; the log says so if Spark cannot be asked."""
+        try:
             if is_remote(self._spark):
                 self._spark.interruptTag(self.tag)
             else:
                 self._spark.sparkContext.cancelJobsWithTag(self.tag)
+        except Exception as error:
+            _logger.warning("the job %s could not be cancelled: %s", self.tag, error)
 
 
 def was_cancelled(error: BaseException) -> bool:

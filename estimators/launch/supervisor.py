@@ -152,18 +152,26 @@ class Supervisor:
     def _make_room(self, cause: Failure) -> None:
         """Waits until the workers fit again; if they do not, lets fewer of them go on.
 
+        New executors take minutes on YARN and Kubernetes, so a gang that cannot go on without them waits as
+        long as a worker may wait for another. One that can go on with fewer waits as a first start does.
+
         Raises:
             RuntimeError: Not even `min_workers` fit.
         """
         wanted = self.config.num_workers
-        deadline = time.monotonic() + (0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS)
+        least = self.config.min_workers or wanted
+        begun = time.monotonic()
         while (room := self._stage.slots()) is not None and room < wanted:
-            if time.monotonic() >= deadline:
+            patience = self.config.timeout_seconds
+            if room >= least:
+                # Before it gave up for want of room, the gang has waited as long already.
+                patience = 0.0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS
+            if time.monotonic() - begun >= patience:
                 break
             time.sleep(0.25)
         if room is None or room >= wanted:
             return
-        if room < (self.config.min_workers or wanted):
+        if room < least:
             raise RuntimeError(
                 f"the cluster has {room} task slots left for the {wanted} workers of the training "
                 f"after {cause.sentence}; add executors or lower minWorkers"

@@ -29,7 +29,9 @@ def previous_folders(uri: str, overwrite: bool) -> list[str]:
     if not overwrite:
         raise ValueError(f"{uri!r} holds shards already; choose another folder or pass overwrite=True")
     try:
-        return sorted({file.path.split("/")[0] for file in ShardManifest.load(uri).files})
+        folders = {file.path.split("/")[0] for file in ShardManifest.load(uri).files}
+        # A manifest may name any folder, and only what a write of ours made is ours to remove.
+        return sorted(folder for folder in folders if folder.startswith(FOLDER_PREFIX))
     except ValueError as error:
         _logger.warning("the shards in %r are replaced, their files are left there: %s", uri, error)
         return []

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from ringspark.pipelines import storage
 
@@ -122,6 +127,63 @@ def test_one_of_many_writers_gets_through(tmp_path: Path) -> None:
             storage.write_atomic(uri, b"second", overwrite=False)
         assert storage.read_bytes(uri) == b"first"
     storage.remove(f"memory://{tmp_path.name}", recursive=True)
+
+
+def test_where_no_links_can_be_made_one_of_many_writers_gets_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a mount of an object store."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+
+    def write(number: int, folder: Path) -> bool:
+        try:
+            storage.write_atomic(str(folder / "commit"), b"%d" % number * 1000, overwrite=False)
+        except FileExistsError:
+            return False
+        return True
+
+    for turn in range(20):
+        folder = tmp_path / str(turn)
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(write, range(8), [folder] * 8))
+        assert won.count(True) == 1
+        assert (folder / "commit").read_bytes() == b"%d" % won.index(True) * 1000
+        assert os.listdir(folder) == ["commit"]
+
+
+class _NoOverwrite(LocalFileSystem):
+    """Moves onto no file, as HDFS; and not at all while `is_broken`."""
+
+    protocol = "nooverwrite"
+    is_broken = False
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        if type(self).is_broken or os.path.exists(path2):
+            raise OSError(f"{path1} cannot be moved to {path2}")
+        os.rename(path1, path2)
+
+
+def test_a_store_that_breaks_off_an_overwrite_keeps_the_new_bytes(tmp_path: Path) -> None:
+    fsspec.register_implementation("nooverwrite", _NoOverwrite, clobber=True)
+    uri = f"nooverwrite://{tmp_path}/manifest.json"
+    storage.write_atomic(uri, b"old")
+    storage.write_atomic(uri, b"new")
+    assert storage.read_bytes(uri) == b"new"
+    _NoOverwrite.is_broken = True
+    try:
+        with pytest.raises(
+            OSError, match=r"its new content is in '.*/\.manifest\.json\.\w+'; rename that"
+        ) as told:
+            storage.write_atomic(uri, b"newest")
+    finally:
+        _NoOverwrite.is_broken = False
+    (kept,) = tmp_path.iterdir()
+    assert kept.name in str(told.value)
+    assert kept.read_bytes() == b"newest"
 
 
 def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path) -> None:

@@ -18,12 +18,15 @@ import pytest
 from waiting import wait_for
 
 from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
+from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.hang_detector import START_SECONDS, HangDetector
 from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, beat_uri, read_beats
 from ringspark.estimators.launch.monitor import Monitor
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
+from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
 TIMEOUT = 20.0  # a beat each 5 s, so a rank may miss two: 11 s
@@ -118,6 +121,49 @@ def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
     detector.look([_beat(0)], 0.0)
     detector.look([_beat(0)], 1000.0)
     assert detector.hung(1000.0) is None
+
+
+def test_a_silent_rank_is_found_where_every_look_takes_long() -> None:
+    """A slow store, or many ranks; a look that takes far longer than the others still blames nobody."""
+    detector = HangDetector(1, TIMEOUT)
+    looks = [(30.0 * look, detector.look([_beat(0)], 30.0 * look)) for look in range(4)]
+    assert detector.hung(looks[-1][0]) is not None
+    detector = HangDetector(1, TIMEOUT)
+    for look in range(4):
+        detector.look([_beat(0, beats=look, ticks=look)], 30.0 * look)
+    detector.look([_beat(0, beats=3, ticks=3)], 1000.0)
+    assert detector.hung(1000.0) is None
+
+
+def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
+    pulse = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0)
+    storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
+    sent: list[int] = []
+
+    def cancel() -> None:
+        sent.append(1)  # and Spark never hears of it
+
+    job: Any = SimpleNamespace(cancel=cancel)
+    with Monitor(pulse, 1, job, lambda: 1) as monitor:
+        wait_for("the third cancel", lambda: len(sent) >= 3)
+        assert monitor.verdict is not None
+
+
+@pytest.mark.parametrize(("min_workers", "go_on"), [(None, 2), (1, 1)])
+def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
+    monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
+) -> None:
+    """But not where fewer workers may go on: those do after a start's patience."""
+    monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
+    config = TrainConfig(
+        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2,
+        min_workers=min_workers, timeout_seconds=60.0,
+    )  # fmt: skip
+    supervisor = Supervisor(spark=Any, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    counted = iter([1] * 8)
+    supervisor._stage = SimpleNamespace(slots=lambda: next(counted, 2))
+    supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
+    assert supervisor.config.num_workers == go_on
 
 
 @contextmanager

@@ -103,6 +103,19 @@ def test_overwriting_swaps_the_shards_and_removes_the_old_files(rows: Any, tmp_p
     assert {f"{data}/{name}" for name in os.listdir(folder / data)} == {file.path for file in manifest.files}
 
 
+def test_overwriting_removes_no_folder_that_no_write_made(rows: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    old = write_shards(rows.select("i"), str(folder))
+    (data,) = {file.path.split("/")[0] for file in old.files}
+    (folder / data).rename(folder / "photos")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(data, "photos"))
+    assert ShardManifest.load(folder).num_rows == 200
+    write_shards(rows.select("i").limit(7), str(folder), overwrite=True)
+    assert ShardManifest.load(folder).num_rows == 7
+    assert len(os.listdir(folder / "photos")) == len(old.files)
+
+
 def test_a_failed_overwrite_keeps_the_old_shards(rows: Any, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     old = write_shards(rows.select("i"), str(folder))
