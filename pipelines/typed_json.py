@@ -9,11 +9,16 @@ import json
 import types
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+def added(default: T) -> T:
+    """Declares a dataclass field that came when files of the same format had been written without it."""
+    return field(default=default, metadata={"added": True})
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
@@ -72,15 +77,16 @@ def record(cls: type[T], values: object) -> T:
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
     hints = _hints(cls)  # type: ignore[arg-type]
-    known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
+    declared = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    known = list(declared)
     unknown = sorted(str(name) for name in values.keys() - set(known))
     if unknown:
         raise ValueError(f"unknown entry {unknown[0][:40]!r}")
-    # Also one that has a default: what wrote the file wrote every field, so the file is damaged.
-    missing = [name for name in known if name not in values]
-    if missing:
-        raise ValueError(f"{missing[0]!r} is missing")
-    return cls(**{name: fit(hints[name], values[name], name) for name in known})
+    # Also one that has a default: what wrote the file wrote every field of its time.
+    for name in known:
+        if name not in values and not declared[name].metadata.get("added"):
+            raise ValueError(f"{name!r} is missing")
+    return cls(**{name: fit(hints[name], values[name], name) for name in known if name in values})
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:

@@ -435,10 +435,13 @@ def install_pinned() -> None:
 
 
 def remove_strays() -> None:
-    """Uninstalls what an earlier set-up put in and the requirements no longer name."""
+    """Uninstalls what the requirements do not name, so that no test runs with what a clean set-up lacks."""
+    # A name with "~" is what pip was replacing when it was cut off.
     pins = "".join(file.read_text() for file in MAIN.requirements)
     pinned = {canonical(name) for name in re.findall(r"^([\w.-]+)==", pins, flags=re.MULTILINE)}
-    installed = {canonical(metadata.name.partition("-")[0]) for metadata in MAIN.packages.glob("*.dist-info")}
+    installed = {
+        canonical(metadata.name.partition("-")[0]) for metadata in MAIN.packages.glob("[!~]*.dist-info")
+    }
     if strays := sorted(installed - pinned - {"pip", "setuptools", "ringspark"}):
         with phase(f"removed, as nothing pins it: {', '.join(strays)}"):
             run(pip("uninstall", "--yes", *strays))

@@ -27,10 +27,10 @@ def collective_class(name: str) -> Any:
         raise ValueError(f"collective must be one of {', '.join(sorted(COLLECTIVES))}, got {name!r}")
     module, class_name, package = COLLECTIVES[name]
     if find_spec(package) is None:
-        # From pip alone it does not come: its sources ask for a C++ older than this torch's headers do.
+        # pip alone does not build it: its sources ask for a C++ older than this torch's headers do.
         raise ValueError(
-            f"collective {name!r} is not installed; build it as scripts/setup_environment.py does, or set "
-            "collective='torch'"
+            f"collective {name!r} is not installed; set collective='torch', or build it for this torch as "
+            "ringspark's own set-up (make setup) does"
         )
     return getattr(import_module(module), class_name)
 

@@ -11,7 +11,7 @@ import pandas as pd
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import added, parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,10 @@ class TrainingSummary:
     model_epoch: int = 0
     stop_reason: str | None = None
     run_uri: str
-    restart_reasons: tuple[str, ...] = ()
-    resumed_steps: tuple[int, ...] = ()
-    checkpoint_errors: tuple[str, ...] = ()
-    non_finite: tuple[str, ...] = ()
+    restart_reasons: tuple[str, ...] = added(())
+    resumed_steps: tuple[int, ...] = added(())
+    checkpoint_errors: tuple[str, ...] = added(())
+    non_finite: tuple[str, ...] = added(())
 
     @property
     def history(self) -> pd.DataFrame:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines.kinds.base import BatchArray
+
+if TYPE_CHECKING:
+    from ringspark.estimators.training.settings.config import TrainConfig
 
 Array = npt.NDArray[Any]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import fit, parse, parse_object, record
+from ringspark.pipelines.typed_json import added, fit, parse, parse_object, record
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class EpochRecord:
     learning_rate: float
     train_loss: float
     validation_loss: float | None
-    skipped_steps: int = 0
+    skipped_steps: int = added(0)
     metrics: dict[str, float] = field(default_factory=dict)
     """`train_...` and `validation_...`: the chosen metrics, and each label's loss if there are several."""
 

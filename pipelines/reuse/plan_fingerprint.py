@@ -86,7 +86,13 @@ def fingerprint(df: DataFrame) -> PlanFingerprint:
     if found.refusal is not None:
         return found
     if hasattr(df, "_jdf"):
-        return replace(found, options=_options(df), semantic_hash=df.semanticHash())
+        try:
+            found = replace(found, options=_options(df))
+        except Exception as error:  # a data source of other make, or a JVM that lets nobody ask
+            return replace(
+                found, refusal=f"Spark does not tell its readers' options ({type(error).__name__})"
+            )
+        return replace(found, semantic_hash=df.semanticHash())
     if text_format := next((name for name in found.sources if name in _TEXT_FORMATS), None):
         return replace(found, refusal=f"it reads {text_format}, and Spark Connect does not tell its options")
     return replace(found, semantic_hash=df.semanticHash())

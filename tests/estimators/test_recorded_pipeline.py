@@ -7,11 +7,15 @@ public stages, their Params and the formats on disk must stay.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.ml import Pipeline, PipelineModel
+
+from ringspark.estimators import TorchClassificationModel
+from ringspark.estimators.stages.persistence import DESCRIPTION
 
 RECORD = Path(__file__).resolve().parents[1] / "recorded" / "pipeline"
 # These defaults depend on what is installed.
@@ -56,3 +60,18 @@ def test_an_old_pipeline_keeps_its_params(spark: Any) -> None:
             plain = isinstance(value, bool | int | float | list) or not str(value).startswith("<")
             assert name in loaded
             assert not plain or loaded[name] == value, name
+
+
+@pytest.mark.spark
+@pytest.mark.usefixtures("spark")
+def test_a_model_of_before_a_summary_told_of_restarts_loads(tmp_path: Path) -> None:
+    shutil.copytree(RECORD / "fitted" / "stages", tmp_path / "stages")
+    (model,) = (tmp_path / "stages").glob("*_TorchClassifier_*")
+    description = json.loads((model / DESCRIPTION).read_text())
+    for name in ("restart_reasons", "resumed_steps", "checkpoint_errors", "non_finite"):
+        del description["summary"][name]
+    for epoch in description["summary"]["epochs"]:
+        del epoch["skipped_steps"]
+    (model / DESCRIPTION).write_text(json.dumps(description))
+    summary = TorchClassificationModel.load(str(model)).summary
+    assert (summary.restarts, summary.skipped_steps, summary.non_finite) == (0, 0, ())

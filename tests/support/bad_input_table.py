@@ -435,6 +435,7 @@ SETTINGS = [
       "'cross_entropy' needs one logit", "set loss"),
     R("fit: text as a number", lambda p: p.fit(epochs="ten"),
       "epochs must be a whole number", "got 'ten'", TypeError),
+    R("fit: number as a column", lambda p: p.fit(labelCol=5), "labelCol must be a text", "got 5", TypeError),
     R("fit: number as a choice", lambda p: p.fit(precision=16),
       "precision must be 'fp32', 'bf16' or 'fp16'", "got 16", TypeError),
     R("fit: no epoch", lambda p: p.fit(epochs=0), "epochs must be", "at least 1, got 0"),

@@ -28,7 +28,7 @@ from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
+from ringspark.pipelines.typed_json import NewerFormatError, added, record, versioned
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -49,7 +49,7 @@ class CheckpointInfo:
     num_tensors: int
     checkpoint_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     format_version: int = FORMAT_VERSION
-    training_sha256: str | None = None
+    training_sha256: str | None = added(None)
 
 
 def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0) -> CheckpointInfo:
@@ -117,8 +117,7 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         ValueError: They are damaged, or a newer version of the format wrote them.
     """
     try:
-        # Format 1 began without the digest; a training's checkpoint is refused without one.
-        return record(CheckpointInfo, {"training_sha256": None} | versioned(text, FORMAT_VERSION))
+        return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
     except NewerFormatError as error:
         raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
     except ValueError as error:

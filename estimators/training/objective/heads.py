@@ -63,8 +63,9 @@ class Head:
     @property
     def takes_classes(self) -> bool:
         """Whether the loss compares logits with class numbers."""
-        name = self.loss if isinstance(self.loss, str) else type(self.loss).__name__
-        return name.startswith(("cross_entropy", "bce_with_logits")) or name in _CLASS_LOSSES
+        if isinstance(self.loss, str):
+            return self.loss.startswith(("cross_entropy", "bce_with_logits")) or self.loss in _CLASS_LOSSES
+        return type(self.loss).__name__ in _CLASS_LOSSES
 
 
 def with_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:

@@ -87,8 +87,8 @@ class Setting(Generic[T]):
 
     def type_rule(self) -> str:
         """Returns the predicate of the sentence that refuses a value of the wrong type."""
-        if self.kind == "str" and self.accepts is not None:
-            return self.accepts.rule()
+        if self.kind == "str" and self.accepts is not None and self.accepts.rule().startswith("must be "):
+            return self.accepts.rule()  # the choices
         return _TYPE_RULES[self.kind]
 
     def check(self, value: Any) -> None:

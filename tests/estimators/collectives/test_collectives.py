@@ -343,7 +343,7 @@ def test_an_unknown_collective_lists_the_known_ones() -> None:
 
 def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
     monkeypatch.setattr("ringspark.estimators.collectives.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"build it as .* does, or set collective='torch'"):
+    with pytest.raises(ValueError, match=r"not installed; set collective='torch', or build it"):
         collective_class("horovod")
 
 

@@ -37,6 +37,17 @@ def test_each_output_gets_the_metrics_that_suit_its_loss() -> None:
     assert (size.loss, size.loss_name, size.metrics) == (_relative, "_relative", ("accuracy", "mae"))
 
 
+def test_a_loss_module_of_ones_own_takes_values_whatever_its_name() -> None:
+    class cross_entropy_soft(nn.Module):  # noqa: N801
+        def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return (output[:, 0] - label).square()
+
+    _, size = make_heads(
+        _config(metrics=("accuracy", "mae")), UserObjects(losses=(None, cross_entropy_soft()))
+    )
+    assert (size.takes_classes, size.metrics) == (False, ("mae",))
+
+
 def test_a_metric_that_suits_no_output_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'accuracy' is of a classification and suits none of the losses"):
         make_heads(_config(losses=("huber", "mse"), metrics=("accuracy",)), UserObjects())
