@@ -1,7 +1,8 @@
-"""Finds the network interface that leads to the gang, and sets the environment that tells the libraries."""
+"""Finds this host's address and interface towards the gang, and sets the environment that tells libraries."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,53 @@ def interface_of(host: str) -> str | None:
     Unless it is told an interface, Gloo binds to the address that the host name resolves to. On many
     machines that is a loopback alias, which the other hosts cannot reach.
     """
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return None
+    address = _resolved(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
+        if any(_without_zone(entry.address) == address for entry in addresses):
             return str(name)
     return "lo" if address.startswith("127.") and "lo" in psutil.net_if_addrs() else None
+
+
+def own_address(host: str, towards: str) -> str:
+    """Returns the address of this host by which other hosts reach it; `host` itself if none is found.
+
+    A host's own name often means a loopback address to the host itself (127.0.1.1 on Debian), or nothing at
+    all. Then it is the address from which this host speaks to the driver.
+
+    Args:
+        host: This host as Spark names it, by name or address.
+        towards: The driver's host, which Spark on this host reaches.
+    """
+    entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
+    own = {_without_zone(entry.address) for entry in entries}
+    for address in (_resolved(host), _source_towards(towards)):
+        if address in own and not ipaddress.ip_address(address).is_loopback:
+            return address
+    return host
+
+
+def _resolved(host: str) -> str:
+    """Returns the address that a name means on this host; empty if it means none."""
+    try:
+        return _without_zone(str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]))
+    except OSError:
+        return ""
+
+
+def _source_towards(host: str) -> str:
+    """Returns the address from which this host would speak to `host`; empty if there is no way."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            return _without_zone(str(probe.getsockname()[0]))
+    except OSError:
+        return ""
+
+
+def _without_zone(address: str) -> str:
+    """Returns an IPv6 address without the name of its interface."""
+    return address.partition("%")[0]
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
 
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.collectives.network import own_address
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
@@ -77,6 +78,11 @@ def work_and_leave(collective: Collective, work: Work, device: str, status: Stat
     return result
 
 
+def _host_of(address: str) -> str:
+    """Returns the host of "host:port"; an IPv6 address stands in brackets there."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def _all_gather(context: Any, text: str) -> list[str]:
     """Exchanges texts between the tasks of a stage through Spark; fails if a task is lost."""
     try:
@@ -91,12 +97,14 @@ class GangTask:
 
     Attributes:
         pulse: Place where the ranks write their signs of life.
+        driver: The driver's host, as Spark names it.
     """
 
     collective: str
     work: Work
     use_gpu: bool
     pulse: Pulse
+    driver: str = ""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -105,7 +113,7 @@ class GangTask:
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        members = assign_ranks([info.address.rsplit(":", 1)[0] for info in context.getTaskInfos()])
+        members = assign_ranks([_host_of(info.address) for info in context.getTaskInfos()])
         member = members[context.partitionId()]
         result, failure = self._run(context, member)
         row = {"rank": member.rank, "result": result, "failure": failure.to_json() if failure else None}
@@ -136,11 +144,14 @@ class GangTask:
         """Agrees with the other ranks on a meeting point and devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
+        at = member
+        if member.local_size < member.size:
+            at = replace(member, host=own_address(member.host, self.driver))
         rendezvous, claim, problem = None, Claim(host=member.host), ""
         try:
             claim = self._claim(context, member)
             if member.rank == 0:
-                rendezvous = kind.open_rendezvous(member, self.secret)
+                rendezvous = kind.open_rendezvous(at, self.secret)
         except Exception as error:
             problem = str(error)
         offer = {
@@ -159,7 +170,7 @@ class GangTask:
             device = self._device([record(Claim, entry["claim"]) for entry in told], context)
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(member, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
+            collective = kind.connect(at, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
             return work_and_leave(collective, self.work, device, status)
         finally:
             if rendezvous is not None:

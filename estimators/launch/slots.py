@@ -46,6 +46,8 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
     """
     conf = spark_conf(spark)
     check_fixed_size(conf)
+    if use_gpu:
+        check_address_space(conf)
     task_cpus = plan_stage(conf, str(spark.version), use_gpu).task_cpus
     expected = slots_of_conf(conf, task_cpus)
     if use_gpu and is_local(conf.get("spark.master", "")) and not is_remote(spark):
@@ -91,6 +93,20 @@ def check_fixed_size(conf: Mapping[str, str]) -> None:
             "all workers of a gang start at the same time, which Spark refuses on a cluster with "
             "spark.dynamicAllocation.enabled=true; start the session with it set to false and "
             "spark.executor.instances to the executors that numWorkers needs"
+        )
+
+
+def check_address_space(conf: Mapping[str, str]) -> None:
+    """Refuses a bound on the memory of Python workers that use a GPU.
+
+    Raises:
+        ValueError: Spark limits their address space, of which CUDA reserves far more than it uses.
+    """
+    if limit := conf.get("spark.executor.pyspark.memory"):
+        raise ValueError(
+            f"useGpu=True does not work with spark.executor.pyspark.memory ({limit}), which limits the "
+            "address space of Python workers, and CUDA reserves more than that; start the session without "
+            "it, and raise spark.executor.memoryOverhead instead"
         )
 
 

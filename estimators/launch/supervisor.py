@@ -28,6 +28,7 @@ from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
+from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
@@ -98,7 +99,11 @@ class Supervisor:
             run_uri=config.run_uri, token=self.token, launch=launch, timeout_seconds=config.timeout_seconds
         )
         task = GangTask(
-            collective=config.collective, work=self.make_work(config), use_gpu=config.use_gpu, pulse=pulse
+            collective=config.collective,
+            work=self.make_work(config),
+            use_gpu=config.use_gpu,
+            pulse=pulse,
+            driver=spark_conf(self.spark).get("spark.driver.host", ""),
         )
         job = SparkJob(self.spark)
         monitor = Monitor(pulse, config.num_workers, job, self._stage.slots)

@@ -10,6 +10,7 @@ from pyspark.sql import SparkSession
 _KEYS = (
     "spark.app.id",
     "spark.cores.max",
+    "spark.driver.host",
     "spark.default.parallelism",
     "spark.dynamicAllocation.enabled",
     "spark.executor.cores",

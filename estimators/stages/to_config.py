@@ -44,6 +44,9 @@ def config_of(
         "label_columns": tuple(label_columns),
         "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
     }
+    if given["useGpu"] and not stage.isSet(stage.collective):
+        # torch brings NCCL along; Horovod has it only where it was built with CUDA.
+        values["collective"] = "torch"
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
     by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}
     config = TrainConfig(shards_uri="", run_uri="", task=task, **values)

@@ -96,6 +96,7 @@ def check_training(
     check_names(config, objects)
     check_columns(config, manifest)
     module = build_module(config, objects)
+    _check_layers(config, module)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
     # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
@@ -118,6 +119,16 @@ def check_training(
         _check_regression(heads[0], manifest, name, shapes[0])
     _check_losses(config.task, heads, outputs, manifest)
     return config, [shape[1:] for shape in shapes]
+
+
+def _check_layers(config: TrainConfig, module: nn.Module) -> None:
+    """Refuses layers whose forward pass waits for all workers, as one without rows in a step runs none."""
+    waiting = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if config.num_workers > 1 and waiting:
+        raise ValueError(
+            f"layer {waiting[0]!r} of model {type(module).__name__} is a SyncBatchNorm, which hangs where a "
+            "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
+        )
 
 
 def _check_losses(

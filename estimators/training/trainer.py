@@ -221,6 +221,7 @@ class Trainer:
         """Returns losses and metrics over the validation rows, each counted once. Runs on every rank."""
         running, network = self._running, self._sync.network
         self._status.phase = f"validation after epoch {epoch + 1}"
+        self._share_buffers()
         network.eval()
         with torch.no_grad():
             for columns in reader.batches(0):
@@ -235,6 +236,16 @@ class Trainer:
                 _, seen = forward(running.recipe, network, network, batch, keeps_outputs=keeps_outputs)
                 running.validation.add([seen])
         return running.validation.take(self._mesh.data)
+
+    def _share_buffers(self) -> None:
+        """Gives every rank rank 0's buffers, which are saved: the loss is to be that of the saved network.
+
+        In training each rank keeps its own running statistics of batch normalisation.
+        """
+        buffers = list(self._sync.network.buffers())
+        if self._mesh.data_size > 1 and buffers:
+            with torch.no_grad():
+                self._mesh.data.broadcast(buffers)
 
     def _call(self, event: str) -> None:
         if len(self._running.callbacks):

@@ -171,9 +171,18 @@ def _build(
         probe(module, config, manifest)
     module = module.to(device)
     accept_single_rows(module)
+    if config.num_workers > 1:
+        _make_gradients_dense(module)
     if config.precision != "fp32":
         keep_norms_fp32(module)
     return module
+
+
+def _make_gradients_dense(module: nn.Module) -> None:
+    """Makes embeddings give dense gradients, since ranks would wait for the indices of one without rows."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            layer.sparse = False
 
 
 def _final_weights(

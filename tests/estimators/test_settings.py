@@ -10,9 +10,11 @@ import pytest
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
 from ringspark.estimators.collectives import COLLECTIVES
+from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.jobs import cli
+from ringspark.models import ModelSpec
 from ringspark.pipelines import READERS
 
 STAGES = (TorchEstimator, TorchClassifier, TorchRegressor)
@@ -48,6 +50,15 @@ def test_a_param_has_getter_setter_and_the_declared_default(kind: type[TorchEsti
         else:
             assert getattr(stage, f"get{suffix}")() == default
             assert setter(default) is stage
+
+
+def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise() -> None:
+    """torch brings NCCL along; Horovod's build need not have it."""
+    model = ModelSpec("linear", {"in_features": 1, "out_features": 1})
+    stage = TorchRegressor(model=model, useGpu=True)
+    assert config_of(stage, "regression", ["y"])[0].collective == "torch"
+    stage.setCollective("horovod")
+    assert config_of(stage, "regression", ["y"])[0].collective == "horovod"
 
 
 def test_a_config_without_wishes_is_that_of_a_stage_without_wishes() -> None:

@@ -55,7 +55,7 @@ class DdpSync(PlainSync):
         anchored = _Anchored(module, device)
         self._parallel: DistributedDataParallel | None = DistributedDataParallel(
             anchored,
-            device_ids=[device] if device.type == "cuda" else None,
+            # No device_ids: with them it indexes the arguments, and a rank without rows passes none.
             find_unused_parameters=True,
             **options,
         )

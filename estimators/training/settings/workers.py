@@ -35,7 +35,7 @@ COLLECTIVE = Setting(
     field="collective",
     words="how gradients are summed: 'horovod' or 'torch' ('local' for one worker)",
     default="torch" if find_spec("horovod") is None else "horovod",
-    default_words="`'horovod'` where installed, else `'torch'`",
+    default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
     accepts=listed(_collectives),
     may_differ_on_resume=True,
 )

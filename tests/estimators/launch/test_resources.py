@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ringspark.estimators.launch.resources import plan_stage, slots_of_conf
-from ringspark.estimators.launch.slots import check_fixed_size, may_grow
+from ringspark.estimators.launch.slots import check_address_space, check_fixed_size, may_grow
 
 EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 
@@ -152,6 +152,14 @@ def test_dynamic_allocation_is_refused_before_spark_refuses_it(master: str) -> N
 def test_a_local_master_ignores_dynamic_allocation_and_so_do_we() -> None:
     check_fixed_size(_conf("local[4]", dynamicAllocation_enabled="true"))
     check_fixed_size(_conf(STANDALONE))
+
+
+def test_a_bound_on_the_address_space_of_gpu_workers_is_refused() -> None:
+    check_address_space(_conf(STANDALONE))
+    with pytest.raises(
+        ValueError, match=r"spark\.executor\.pyspark\.memory \(4g\), .* raise spark\.executor\.mem"
+    ):
+        check_address_space(_conf(STANDALONE, executor_pyspark_memory="4g"))
 
 
 @pytest.mark.parametrize(

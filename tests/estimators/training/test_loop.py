@@ -367,6 +367,60 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
     assert module(torch.zeros(1, 4)).isfinite().all()
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+) -> None:
+    """Each rank has running statistics of its own in training, and the model has those of one rank."""
+    torch.manual_seed(0)
+    held_out = np.arange(301) % 3 == 0
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.5), nn.ReLU(), nn.Linear(8, 2))
+    manifest = make_shards(columns, validation=held_out)
+    config = _config(manifest, tmp_path / "run", model=None, collective=collective)
+    results = _gang(config, UserObjects(module=module))
+    trained = _module(results[0], module)
+    x, kind = (torch.from_numpy(columns[name][held_out]) for name in ("x", "kind"))
+    loss = functional.cross_entropy(trained(x), kind).item()
+    assert results[0].history[-1].validation_loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_sparse_embeddings_train_where_a_rank_has_no_rows(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    """33 rows in batches of 32: the second batch is one row. Two ranks end as one does."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    columns = {"x": rng.integers(0, 9, size=33), "kind": rng.integers(0, 2, size=33)}
+    module = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    config = _config(
+        make_shards(columns), tmp_path / "run", model=None, optimizer="sgd", epochs=1, shuffle=False
+    )
+    alone = train_here(config, UserObjects(module=module))
+    two = _gang(
+        replace(config, collective=collective, run_uri=str(tmp_path / "two")), UserObjects(module=module)
+    )
+    expected, found = (
+        _module(result, nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))).state_dict()
+        for result in (alone, two[0])
+    )
+    for name, weights in expected.items():
+        assert torch.allclose(found[name], weights, atol=1e-6), name
+
+
+def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(
+    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 2))
+    config = _config(make_shards(columns), tmp_path / "run", model=None)
+    with pytest.raises(
+        ValueError, match=r"layer '1' of model Sequential is a SyncBatchNorm, .*; take BatchNorm"
+    ):
+        _gang(config, UserObjects(module=module))
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_weights_that_leave_nothing_to_average_are_refused(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], split: str
