@@ -30,6 +30,8 @@ _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 
+# Hadoop's short form of a URI.
+_HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")
 # user:password@ before the first slash, and query parameters that grant access to whoever knows them.
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]+)@")
 _SECRET = re.compile(
@@ -80,6 +82,11 @@ def normalize(uri: str | os.PathLike[str]) -> str:
             path = path[2:].removeprefix("localhost")
         text = unquote(path) if "%" in path else path
     if is_local(text):
+        if scheme := _HOSTLESS.match(text):
+            raise ValueError(
+                f"{text!r} leaves the host of its store to Hadoop's configuration; give it, as in "
+                f"{scheme[1] + '//host' + text[len(scheme[1]) :]!r}, or a folder that is mounted here"
+            )
         return os.path.abspath(os.path.expanduser(text))
     return text.rstrip("/")
 

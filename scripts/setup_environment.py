@@ -230,7 +230,7 @@ def wheel_folder(horovod: str, torch: str) -> Path:
         torch: Installed version of torch; its local part (`+cpu`) counts, as the binary differs.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = f"horovod-{horovod}-torch-{torch}-cp{PYTHON[0]}{PYTHON[1]}"
+    key = f"horovod-{horovod}{HOROVOD_LABEL}-torch-{torch}-cp{PYTHON[0]}{PYTHON[1]}"
     operations = os.environ.get("HOROVOD_GPU_OPERATIONS")  # another binary: NCCL instead of Gloo alone
     return cache / "ringspark" / "wheels" / (f"{key}-{operations.lower()}" if operations else key)
 
@@ -296,18 +296,34 @@ def link_packages() -> None:
             (tree / package).symlink_to(Path("..", "..", package))
 
 
+# Of the version, by which the package knows that `edit_horovod_sources` has mended this build.
+HOROVOD_LABEL = "+iface"
+
+
 def edit_horovod_sources(sources: Path) -> None:
-    """Moves Horovod from C++14, which it asks for, to C++17, which torch's headers need.
+    """Moves Horovod to C++17, which torch's headers need, and mends its choice of the network interface.
+
+    Its last connection, that of the global process set, forgets the interface that it was told, and binds to
+    what the host's own name means: on Debian the host itself, out of the other hosts' reach.
 
     Raises:
         HorovodError: a file does not hold the line that the edit is about.
     """
-    for file in (sources / "CMakeLists.txt", sources / "horovod" / "torch" / "CMakeLists.txt"):
-        text = file.read_text()
-        edited = text.replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+    standard = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+    forgets = "auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;"
+    mended = f"device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n  {forgets}"
+    version = re.compile(r"__version__ = '([\d.]+)'")
+    for name, old, new in (
+        ("CMakeLists.txt", *standard),
+        ("horovod/torch/CMakeLists.txt", *standard),
+        ("horovod/common/gloo/gloo_context.cc", forgets, mended),
+        ("horovod/__init__.py", version, rf"__version__ = '\1{HOROVOD_LABEL}'"),
+    ):
+        text = (sources / name).read_text()
+        edited = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
         if edited == text:
-            raise HorovodError(f"{file.relative_to(sources)} does not set C++14")
-        file.write_text(edited)
+            raise HorovodError(f"{name} of its sources is not as expected")
+        (sources / name).write_text(edited)
 
 
 def build_horovod(version: str, folder: Path) -> None:

@@ -37,11 +37,14 @@ if words[0] == "download":
     (source / "horovod" / "torch").mkdir(parents=True)
     for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
         file.write_text((here / "cmakelists").read_text())
+    (source / "horovod" / "common" / "gloo").mkdir(parents=True)
+    (source / "horovod" / "common" / "gloo" / "gloo_context.cc").write_text((here / "gloo").read_text())
+    (source / "horovod" / "__init__.py").write_text("__version__ = '0.28.1'")
     with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as packed: packed.add(source, source.name)
 if words[0] == "wheel":
     sources = pathlib.Path(words[-1])
-    for file in (sources / "CMakeLists.txt", sources / "horovod" / "torch" / "CMakeLists.txt"):
-        (here / "edited").open("a").write(file.read_text())
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt", "horovod/__init__.py"):
+        (here / "edited").open("a").write((sources / name).read_text())
     (here / "env").write_text(str({{k: v for k, v in os.environ.items() if k[:7] in ("HOROVOD", "MAKEFLA")}}))
     if (here / "broken").exists(): print("no compiler likes this"); sys.exit(1)
     folder = pathlib.Path(words[words.index("--wheel-dir") + 1])
@@ -234,6 +237,9 @@ def with_stand_in(checkout: Checkout) -> Checkout:
     (checkout.bin / "python").write_text(FAKE_PYTHON.format(python=sys.executable))
     (checkout.bin / "python").chmod(0o755)
     (checkout.bin / "cmakelists").write_text("set(CMAKE_CXX_STANDARD 14)\n")
+    (checkout.bin / "gloo").write_text(
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;\n"
+    )
     return checkout
 
 
@@ -254,9 +260,10 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     assert calls[3] == f"install --no-deps --no-build-isolation --editable {checkout.root}"
     assert [call.split()[0] for call in calls[4:]] == ["download", "wheel", "install"]
     assert calls[6].endswith(
-        "/horovod-0.28.1-torch-2.13.0+cpu-cp311/horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+        "/horovod-0.28.1+iface-torch-2.13.0+cpu-cp311/horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
     )
-    assert (checkout.bin / "edited").read_text() == 2 * "set(CMAKE_CXX_STANDARD 17)\n"
+    edited = 2 * "set(CMAKE_CXX_STANDARD 17)\n" + "__version__ = '0.28.1+iface'"
+    assert (checkout.bin / "edited").read_text() == edited
     built_with = (checkout.bin / "env").read_text()
     for setting in ("WITH_PYTORCH", "WITH_GLOO", "WITHOUT_MPI", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET"):
         assert f"'HOROVOD_{setting}': '1'" in built_with
@@ -326,7 +333,7 @@ def test_cache_lies_in_home_without_xdg(checkout: Checkout, tmp_path: Path) -> N
     env = environment(HOME=str(tmp_path / "home"), XDG_CACHE_HOME="")
     assert run_script(checkout.root, env=env).returncode == 0
     folders = list((tmp_path / "home" / ".cache" / "ringspark" / "wheels").iterdir())
-    assert [folder.name for folder in folders] == ["horovod-0.28.1-torch-2.13.0+cpu-cp311"]
+    assert [folder.name for folder in folders] == ["horovod-0.28.1+iface-torch-2.13.0+cpu-cp311"]
 
 
 def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:

@@ -13,12 +13,15 @@ from ringspark.estimators.collectives.base import (
     num_bytes,
     peer_errors,
 )
-from ringspark.estimators.collectives.network import environment, interface_of
+from ringspark.estimators.collectives.network import environment, interface_of, name_problem
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
 from ringspark.estimators.collectives.traffic import Member
+
+# Label of a build that binds to the interface it is told, see scripts/setup_environment.py.
+_MENDED = "+iface"
 
 
 class HorovodCollective(ConnectedMember):
@@ -42,6 +45,7 @@ class HorovodCollective(ConnectedMember):
         try:
             import horovod.torch as hvd
 
+            _check_name(member)
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
             machines = machines_of(client, member, timeout_seconds)
             with HorovodDoor(client, machines) as door:
@@ -128,6 +132,23 @@ class HorovodCollective(ConnectedMember):
         self._hvd.shutdown()
 
     abort = close
+
+
+def _check_name(member: Member) -> None:
+    """Refuses to start a Horovod that would end this process, as other hosts could not connect to it.
+
+    Raises:
+        ValueError: The host's own name does not mean its address, and Horovod binds to what it means.
+    """
+    from horovod import __version__ as version
+
+    if member.local_size == member.size or _MENDED in version:
+        return
+    if problem := name_problem(member.host):
+        raise ValueError(
+            f"Horovod {version} binds to what a host's own name means, and {problem}; give the name that "
+            "address in /etc/hosts, build Horovod as ringspark's set-up does, or set collective='torch'"
+        )
 
 
 def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str]:

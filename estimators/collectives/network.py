@@ -42,6 +42,22 @@ def own_address(host: str, towards: str) -> str:
     return host
 
 
+def name_problem(address: str) -> str:
+    """Returns what is wrong with this host's own name for a library that binds to what it means.
+
+    Args:
+        address: This host's address, see `own_address`.
+
+    Returns:
+        The rest of a sentence after the name; empty if other hosts reach this one by it.
+    """
+    name = socket.gethostname()
+    found = _resolved(name)
+    if found == address:
+        return ""
+    return f"{name} {f'means {found}' if found else 'means nothing'} on that host, whose address is {address}"
+
+
 def _resolved(host: str) -> str:
     """Returns the address that a name means on this host; empty if it means none."""
     try:

@@ -33,6 +33,7 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.spark_paths import meaning_of
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
@@ -85,7 +86,7 @@ class StageWriter(MLWriter):
         """
         if not isinstance(path, str):
             raise TypeError(f"path must be a string, got {type(path).__name__}")
-        uri = storage.normalize(path)
+        uri = meaning_of(path)
         found = storage.list_names(uri) if storage.exists(uri) else []
         if found and not self.shouldOverwrite:
             raise ValueError(f"{path} exists already; use .write().overwrite().save(path) to replace it")
@@ -97,19 +98,20 @@ class StageWriter(MLWriter):
         if self._weights is not None:
             self._weights.check()
         # Written beside: the old stage, which may hold the weights to copy, stays until this one is complete.
-        beside = f"{path.rstrip('/')}.{uuid.uuid4().hex[:12]}"
-        target = beside if found else path
-        storage.check_writable(storage.normalize(target))
+        target = f"{uri}.{uuid.uuid4().hex[:12]}" if found else uri
+        storage.check_writable(target)
         try:
-            self.saveImpl(target)
+            self._write(target)
         except BaseException:
-            storage.remove(storage.normalize(target), recursive=True)
+            storage.remove(target, recursive=True)
             raise
         if found:
-            _swap(storage.normalize(beside), uri)
+            _swap(target, uri)
 
     def saveImpl(self, path: str) -> None:
-        uri = storage.normalize(path)
+        self._write(meaning_of(path))
+
+    def _write(self, uri: str) -> None:
         plain: dict[str, Any] = {}
         objects: dict[str, Any] = {}
         spec: str | None = None
@@ -147,7 +149,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
             ValueError: There is no stage; or it is damaged, has another class or a newer format, or holds
                 pickled code that the user has not allowed.
         """
-        uri = storage.normalize(path)
+        uri = meaning_of(path)
         description = self._describe(path, uri)
         if not storage.list_names(storage.join(uri, METADATA)):
             raise ValueError(f"{path} is incomplete ({METADATA}/ is missing); save the stage again")

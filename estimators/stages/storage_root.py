@@ -19,11 +19,19 @@ def active_session() -> SparkSession:
     Raises:
         ValueError: No session is active.
     """
-    # Only the thread that made the session has it as its active one.
-    session = SparkSession.getActiveSession() or getattr(SparkSession, "_instantiatedSession", None)
+    session = find_session()
     if session is None:
         raise ValueError("no Spark session is active; make one with SparkSession.builder.getOrCreate()")
     return session
+
+
+def find_session() -> SparkSession | None:
+    """Returns the session of this thread, or else of this process; None if there is none."""
+    # Only the thread that made the session has it as its active one.
+    found: SparkSession | None = SparkSession.getActiveSession() or getattr(
+        SparkSession, "_instantiatedSession", None
+    )
+    return found
 
 
 def storage_root(spark: SparkSession, storage_uri: str | None) -> str:
