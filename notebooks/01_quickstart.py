@@ -23,6 +23,8 @@ from ringspark.models import ModelSpec
 # A folder that the driver and all workers reach, and the share of the rows to use: 1.0 for all.
 FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="quickstart-")
 FRACTION = 0.1
+# As Spark has to be told: a path alone is one of DBFS there, not of its mount.
+FOR_SPARK = f"file:{FOLDER}"
 
 # COMMAND ----------
 
@@ -32,7 +34,7 @@ FRACTION = 0.1
 
 # COMMAND ----------
 
-tables = flights.read_tables(spark, str(flights.unpack_raw_tables(f"{FOLDER}/raw")))
+tables = flights.read_tables(spark, f"file:{flights.unpack_raw_tables(f'{FOLDER}/raw')}")
 rows = flights.label_rows(flights.join_tables(tables))
 rows = rows.where(F.pmod(F.xxhash64(*flights.KEYS), F.lit(1000)) < int(FRACTION * 1000)).cache()
 train = rows.where("split != 'test'").withColumn("is_validation", F.col("split") == "validation")
@@ -89,4 +91,4 @@ print(f"ROC AUC on the months after training: {auc:.3f}")
 
 # COMMAND ----------
 
-model.write().overwrite().save(f"{FOLDER}/model")
+model.write().overwrite().save(f"{FOR_SPARK}/model")

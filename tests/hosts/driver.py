@@ -38,7 +38,6 @@ def main() -> None:
     model = stage.fit(rows)
     seconds = monotonic() - begun
     told = {
-        "loss": model.summary.history[-1].train_loss if hasattr(model.summary, "history") else None,
         "rows": model.transform(rows).count(),
         "weights": [p.flatten().tolist() for p in model.module().parameters()],
         "restarts": model.summary.restarts,
