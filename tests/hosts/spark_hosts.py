@@ -61,8 +61,9 @@ class SparkHosts:
     def drive(self, **settings: Any) -> subprocess.Popen[str]:
         """Starts a driver on the first host."""
         words = [sys.executable, str(DRIVER), self.url, str(self.folder / "store"), json.dumps(settings)]
-        return self.network.hosts[0].start(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment()
+        first = self.network.hosts[0]
+        return first.start(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment(first)
         )
 
     def result(self, driver: subprocess.Popen[str]) -> dict[str, Any]:
@@ -72,8 +73,11 @@ class SparkHosts:
         told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
         return told
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, host: Host) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+        if self.network.own_names == "unknown":
+            # Without it Spark itself does not start on such a host.
+            kept["SPARK_LOCAL_IP"] = host.address
         return kept | {"PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
     def _start(self, host: Host, name: str, *arguments: str) -> None:
@@ -85,5 +89,5 @@ class SparkHosts:
         with (self.folder / f"{kind}-{host.name}.log").open("wb") as log:
             words = [str(spark_class), f"org.apache.spark.deploy.{name}", "--webui-port", "0", *arguments]
             self._started.append(
-                host.start(words, stdout=log, stderr=log, cwd=self.folder, env=self._environment() | work)
+                host.start(words, stdout=log, stderr=log, cwd=self.folder, env=self._environment(host) | work)
             )
