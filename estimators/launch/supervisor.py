@@ -165,7 +165,7 @@ class Supervisor:
         """
         wanted = self.config.num_workers
         least = self.config.min_workers or wanted
-        begun = time.monotonic()
+        begun, told = time.monotonic(), False
         while (room := self._stage.slots()) is not None and room < wanted:
             patience = self.config.timeout_seconds
             if room >= least:
@@ -173,6 +173,9 @@ class Supervisor:
                 patience = 0.0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS
             if time.monotonic() - begun >= patience:
                 break
+            if not told:
+                _logger.warning("%d of %d task slots are there; waiting for executors", room, wanted)
+                told = True
             time.sleep(0.25)
         if room is None or room >= wanted:
             return
