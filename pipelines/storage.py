@@ -17,7 +17,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 from urllib.parse import unquote
 
@@ -288,7 +288,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
             _move_into_gap(fs, temporary, path)
         else:
             fs.mv(temporary, path)
-    except _BrokenOffError:
+    except BrokenOffError:
         raise
     except BaseException as error:
         if fs.exists(temporary):
@@ -315,12 +315,13 @@ def _rename_once(temporary: str, path: str) -> None:
                 raise FileExistsError(errno.EEXIST, "exists", path) from None
             os.rename(temporary, path)
         finally:
-            os.remove(claim)
+            with suppress(OSError):
+                os.remove(claim)
     else:
         os.remove(temporary)
 
 
-class _BrokenOffError(OSError):
+class BrokenOffError(OSError):
     """The old file is gone, and the new one does not have its name."""
 
 
@@ -328,8 +329,8 @@ def _move_into_gap(fs: Any, temporary: str, path: str) -> None:
     """Gives the new file the name of the old one, which was removed: the new bytes must not get lost now."""
     try:
         fs.mv(temporary, path)
-    except BaseException as error:
-        raise _BrokenOffError(
+    except Exception as error:
+        raise BrokenOffError(
             f"{path!r} was being replaced, and its new content is in {temporary!r}; rename that file "
             f"({error})"
         ) from error

@@ -19,7 +19,7 @@ def interface_of(host: str) -> str | None:
     """
     address = _resolved(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(_without_zone(entry.address) == address for entry in addresses):
+        if any(entry.address == address for entry in addresses):
             return str(name)
     return "lo" if address.startswith("127.") and "lo" in psutil.net_if_addrs() else None
 
@@ -35,7 +35,7 @@ def own_address(host: str, towards: str) -> str:
         towards: The driver's host, which Spark on this host reaches.
     """
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
-    own = {_without_zone(entry.address) for entry in entries}
+    own = {entry.address for entry in entries}
     for address in (_resolved(host), _source_towards(towards)):
         if address in own and not ipaddress.ip_address(address).is_loopback:
             return address
@@ -53,17 +53,20 @@ def name_problem(address: str) -> str:
     """
     name = socket.gethostname()
     found = _resolved(name)
-    if found == address:
+    if found and found == _resolved(address):
         return ""
     return f"{name} {f'means {found}' if found else 'means nothing'} on that host, whose address is {address}"
 
 
 def _resolved(host: str) -> str:
-    """Returns the address that a name means on this host; empty if it means none."""
+    """Returns the address that a name means on this host, IPv4 first; empty if it means none."""
     try:
-        return _without_zone(str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]))
-    except OSError:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
         return ""
+    addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
+    # A link-local address means nothing without its interface.
+    return next((address for address in addresses if "%" not in address), "")
 
 
 def _source_towards(host: str) -> str:
@@ -72,14 +75,9 @@ def _source_towards(host: str) -> str:
         family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing
-            return _without_zone(str(probe.getsockname()[0]))
-    except OSError:
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
         return ""
-
-
-def _without_zone(address: str) -> str:
-    """Returns an IPv6 address without the name of its interface."""
-    return address.partition("%")[0]
 
 
 @contextmanager

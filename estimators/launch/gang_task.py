@@ -145,10 +145,10 @@ class GangTask:
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
         at = member
-        if member.local_size < member.size:
-            at = replace(member, host=own_address(member.host, self.driver))
         rendezvous, claim, problem = None, Claim(host=member.host), ""
         try:
+            if member.local_size < member.size:
+                at = replace(member, host=own_address(member.host, self.driver))
             claim = self._claim(context, member)
             if member.rank == 0:
                 rendezvous = kind.open_rendezvous(at, self.secret)

@@ -102,6 +102,8 @@ def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Be
         is_of_now = beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank)
         return beat if is_of_now else None
 
+    if storage.is_local(run_uri):
+        return [beat for beat in map(read, range(num_ranks)) if beat is not None]
     # One after another, the beats of many ranks in a remote store would be old before the last is read.
     with ThreadPoolExecutor(min(num_ranks, _READERS)) as pool:
         return [beat for beat in pool.map(read, range(num_ranks)) if beat is not None]

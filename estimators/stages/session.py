@@ -15,6 +15,7 @@ _KEYS = (
     "spark.dynamicAllocation.enabled",
     "spark.executor.cores",
     "spark.executor.instances",
+    "spark.executor.pyspark.memory",
     "spark.executor.resource.gpu.amount",
     "spark.master",
     "spark.sql.leafNodeDefaultParallelism",

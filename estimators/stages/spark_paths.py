@@ -26,6 +26,7 @@ def meaning_of(path: str) -> str:
         ValueError: It lies where this process cannot reach it; the message says what to give instead.
     """
     storage.refuse_secrets(path)
+    path = os.path.expanduser(path)
     session = find_session()
     # A whole URI means the same to fsspec. "hdfs:/x" is none: it leaves the host to Hadoop's conf.
     is_whole = "::" in path or path.startswith("file:") or ("://" in path and not path.startswith("viewfs:"))
@@ -45,6 +46,9 @@ def meaning_of(path: str) -> str:
             f"{path!r} is {found!r} to Spark, a mount that only Hadoop knows; give the URI of the store "
             "behind it"
         )
+    # Hadoop writes a path as it is; only in a URI that a user gives may a "%" stand for something else.
+    if found.startswith("file:"):
+        found = "/" + found.removeprefix("file:").lstrip("/")
     return storage.normalize(found)
 
 
@@ -65,11 +69,13 @@ def _by_hadoop(session: Any, path: str) -> str:
 
 
 def _by_server(session: SparkSession, path: str) -> str:
-    """Asks the Connect server, which qualifies a path in the error about a missing file."""
-    missing = f"ringspark-{uuid.uuid4().hex}"
+    """Asks the Connect server for its default file system, which stands in its error about a missing file."""
+    missing = f"/ringspark-{uuid.uuid4().hex}"
     try:
-        session.read.text(storage.join(path, missing)).schema  # noqa: B018  it asks the server
+        session.read.text(missing).schema  # noqa: B018  it asks the server
     except Exception as error:
-        if found := re.search(rf"(\S+)/{missing}", str(error)):
-            return found[1]
+        if found := re.search(rf"(\w+:\S*?){missing}", str(error)):
+            root = found[1]
+            is_local = root.startswith("file:") or re.match(r"[a-zA-Z][\w+.-]*:", path)
+            return path if is_local else f"{root}/{path.lstrip('/')}"
     raise ValueError(f"the Spark Connect server does not say where {path!r} is; give a URI with its store")

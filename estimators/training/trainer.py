@@ -27,6 +27,9 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import forward, forward_backward, global_weights
 from ringspark.pipelines.readers import ShardReader
 
+# The types of buffers that every collective can send.
+_SHARED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
+
 
 class Trainer:
     """Trains one network on one rank's shards of every global batch."""
@@ -240,12 +243,18 @@ class Trainer:
     def _share_buffers(self) -> None:
         """Gives every rank rank 0's buffers, which are saved: the loss is to be that of the saved network.
 
-        In training each rank keeps its own running statistics of batch normalisation.
+        In training each rank keeps its own running statistics of batch normalisation. Buffers that a network
+        gave other shapes on some rank stay as they are.
         """
-        buffers = list(self._sync.network.buffers())
-        if self._mesh.data_size > 1 and buffers:
+        if self._mesh.data_size == 1:
+            return
+        network = self._sync.network
+        saved = network.state_dict().keys()
+        shared = {n: b for n, b in network.named_buffers() if n in saved and b.dtype in _SHARED}
+        shapes = repr([(name, b.dtype, b.shape) for name, b in shared.items()]).encode()
+        if shared and len(set(gather_bytes(self._mesh.data, shapes))) == 1:
             with torch.no_grad():
-                self._mesh.data.broadcast(buffers)
+                self._mesh.data.broadcast(list(shared.values()))
 
     def _call(self, event: str) -> None:
         if len(self._running.callbacks):

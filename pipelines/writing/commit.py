@@ -60,6 +60,8 @@ def commit(manifest: ShardManifest, overwrite: bool) -> None:
         raise ValueError(
             f"another writer has put shards into {manifest.uri!r} meanwhile; choose another folder"
         ) from None
+    except storage.BrokenOffError:
+        raise  # the new manifest is there, under another name
     except OSError as error:
         raise RuntimeError(
             f"writing the manifest of {manifest.uri!r} failed ({type(error).__name__}: {error}); "

@@ -141,6 +141,8 @@ def write_shards(
             files = _even(df.sparkSession, plan, reports, num_files)
         manifest = _manifest(plan, reports, files)
         commit(manifest, overwrite)
+    except storage.BrokenOffError:
+        raise  # its files belong to the manifest that the message names
     except BaseException:
         discard(plan.uri, plan.folder, is_new)
         raise
