@@ -89,6 +89,8 @@ class Environment:
 MAIN = Environment(".venv", ("lock.txt", "petastorm.txt", "horovod.txt", "cmake.txt"))
 FLOOR = Environment(".venv-floor", ("floor.txt", *MAIN.files))
 LOCK, PETASTORM, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
+# In the version of a build that `edit_horovod_sources` has mended, by which the package knows it.
+HOROVOD_LABEL = "+iface"
 BUILD_LOG = MAIN.folder / "horovod-build.log"
 
 
@@ -294,10 +296,6 @@ def link_packages() -> None:
         if not (tree / package).exists():
             (tree / package).unlink(missing_ok=True)
             (tree / package).symlink_to(Path("..", "..", package))
-
-
-# Of the version, by which the package knows that `edit_horovod_sources` has mended this build.
-HOROVOD_LABEL = "+iface"
 
 
 def edit_horovod_sources(sources: Path) -> None:

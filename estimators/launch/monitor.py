@@ -77,9 +77,9 @@ class Monitor:
                 self.verdict = self._judge()
             if self.verdict is not None:
                 # Again and again, since a cancel may get lost on its way to Spark.
-                self._job.cancel()
-                while not self._done.wait(_CANCEL_AGAIN_SECONDS):
+                while not self._done.is_set():
                     self._job.cancel()
+                    self._done.wait(_CANCEL_AGAIN_SECONDS)
                 return
 
     def _look(self) -> None:

@@ -26,7 +26,11 @@ def meaning_of(path: str) -> str:
         ValueError: It lies where this process cannot reach it; the message says what to give instead.
     """
     storage.refuse_secrets(path)
-    path = os.path.expanduser(path)
+    if path.startswith("~"):
+        # Spark would write its part of a Pipeline there, and ours would lie in the home folder.
+        raise ValueError(
+            f"{path!r} is a folder named '~' to Spark; give the whole path, {os.path.expanduser(path)!r}"
+        )
     session = find_session()
     # A whole URI means the same to fsspec. "hdfs:/x" is none: it leaves the host to Hadoop's conf.
     is_whole = "::" in path or path.startswith("file:") or ("://" in path and not path.startswith("viewfs:"))

@@ -74,7 +74,10 @@ def test_on_a_local_default_a_path_means_the_local_disk(
     assert meaning_of(f"file://{tmp_path}/x") == meaning_of(f"file:{tmp_path}/x") == f"{tmp_path}/x"
     assert meaning_of("s3://bucket/x/") == "s3://bucket/x"
     assert meaning_of(str(tmp_path / "a%20b")) == str(tmp_path / "a%20b")
-    assert meaning_of("~/x") == os.path.expanduser("~/x")
+    with pytest.raises(
+        ValueError, match=r"'~/x' is a folder named '~' to Spark; give the whole path, '.+/x'"
+    ):
+        meaning_of("~/x")
 
 
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])

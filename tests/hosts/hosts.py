@@ -1,7 +1,7 @@
 """Hosts of their own on this machine: network namespaces on one switch, each with a host name and table.
 
-A process in one sees its own interfaces and host name, and reaches the others over a link that can be cut or
-slowed down. The file system is shared. Needs the right to make namespaces (root, or CAP_SYS_ADMIN and
+A process in one sees its own interfaces and host name, and reaches the others over the
+switch. The file system is shared. Needs the right to make namespaces (root, or CAP_SYS_ADMIN and
 CAP_NET_ADMIN): `refusal` says why not.
 """
 
@@ -11,20 +11,20 @@ import functools
 import os
 import shutil
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# What a process of a host writes down of itself: `ip netns exec` gives it the table /etc/netns/NAME/hosts.
+# `ip netns exec NAME` gives a process the table NAME/hosts in here.
 _TABLES = Path("/etc/netns")
 
 
 @functools.cache
 def refusal() -> str:
     """Returns why no namespaces can be made here; empty if they can."""
-    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} missing (apt-get install iproute2 util-linux)"
     name = f"rs{os.getpid()}probe"
@@ -89,38 +89,12 @@ class Network:
             _run("ip", "netns", "del", space, check=False)
             shutil.rmtree(_TABLES / space, ignore_errors=True)
 
-    def slow(self, host: Host, **rules: str) -> None:
-        """Shapes what the host sends, as `tc ... netem` takes it: `delay="200ms"`."""
-        words = [word for pair in rules.items() for word in pair]
-        _run(
-            "ip",
-            "netns",
-            "exec",
-            host.space,
-            "tc",
-            "qdisc",
-            "replace",
-            "dev",
-            "eth0",
-            "root",
-            "netem",
-            *words,
-        )
-
-    def cut(self, host: Host) -> None:
-        """Takes the host's link down; packets get lost, and nobody is told."""
-        _run("ip", "-n", self._switch, "link", "set", f"port-{host.name}", "down")
-
-    def join(self, host: Host) -> None:
-        """Takes the link up again."""
-        _run("ip", "-n", self._switch, "link", "set", f"port-{host.name}", "up")
-
     @property
     def _switch(self) -> str:
         return self._spaces[0]
 
     def _make(self) -> None:
-        stem = f"rs{os.getpid()}n{os.path.basename(tempfile.mktemp(prefix=''))[:4]}"
+        stem = f"rs{uuid.uuid4().hex[:8]}"
         names = [f"host-{chr(ord('a') + number)}" for number in range(self.num_hosts)]
         addresses = [f"10.77.0.{number + 1}" for number in range(self.num_hosts)]
         self._space(f"{stem}sw")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from ringspark.estimators.collectives import (
     collective_class,
 )
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
+from ringspark.estimators.collectives.horovod_collective import _check_name
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import environment, interface_of
 from ringspark.estimators.launch.local import run_spawned
@@ -345,6 +348,22 @@ def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
     monkeypatch.setattr("ringspark.estimators.collectives.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed; set collective='torch', or build it"):
         collective_class("horovod")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("localhost", "means 127.0.0.1"), ("no.such.host.invalid", "means nothing")]
+)
+def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
+    monkeypatch: Any, name: str, problem: str
+) -> None:
+    """Over several hosts only; the set-up's own build binds to the interface and is not refused."""
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    two = Member(rank=0, size=2, local_rank=0, local_size=1, host="10.77.0.9")
+    _check_name(two)
+    monkeypatch.setattr("horovod.__version__", "0.28.1")
+    with pytest.raises(ValueError, match=rf"{name} {problem} on that host, whose address is 10.77.0.9; give"):
+        _check_name(two)
+    _check_name(replace(two, local_size=2))
 
 
 def test_local_refuses_more_than_one_worker() -> None:
