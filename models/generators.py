@@ -5,6 +5,7 @@ The state is tensors and plain numbers, so that it can be saved without pickle.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,12 +56,17 @@ def set_random_state(tensors: Tensors, plain: dict[str, Any], device: torch.devi
         raise ValueError(f"the random state is damaged ({error}); take another checkpoint") from error
 
 
-def seed_anew(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators for a rank that continues at `step` from a checkpoint of other ranks."""
-    mixed = (seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63
-    torch.manual_seed(mixed)
-    np.random.seed(mixed % 2**32)
-    random.seed(mixed)
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Seeds all generators of a rank that starts at `step`, each with a stream of its own.
+
+    torch's seed at step 0 stays what it always was, so that old trainings can be repeated to the bit. With
+    seed 0, rank 0 therefore draws its dropout from the stream that the first weights came from.
+    """
+    torch.manual_seed((seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63)
+    # Hashed, because NumPy and torch make the same numbers of the same seed.
+    name = f"{seed} {step} {rank}"
+    np.random.seed(np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint32))
+    random.seed(name)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
-from ringspark.models.generators import shared_generators_kept
+from ringspark.models.generators import seed_rank, shared_generators_kept
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.readers import ShardReader
@@ -126,7 +126,7 @@ def _train(
         module, partial(own_optimizer, config, objects), mesh.data, config.gradient_accumulation
     )
     # Dropout differs between the ranks, like between the rows of one batch.
-    torch.manual_seed((config.seed * 1_000_003 + mesh.data_rank) % 2**63)
+    seed_rank(config.seed, 0, mesh.data_rank)
     best = None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh.writes, keeps_worse=recovery.due.is_asked)

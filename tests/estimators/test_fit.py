@@ -381,6 +381,14 @@ def test_none_clears_a_param_in_setters_as_in_constructors(common: dict[str, Any
     assert not estimator.isDefined(estimator.validationIndicatorCol)
 
 
+def test_an_empty_name_of_a_column_that_may_be_missing_is_none(table: Any, common: dict[str, Any]) -> None:
+    """Spark ML's own stages say of weightCol: if this is not set or empty, all rows weigh 1."""
+    estimator = TorchClassifier(**common, validationFraction=0.5, weightCol="").setEpochs(1)
+    # A parameter map passes by the setters.
+    model = estimator.fit(table, {estimator.validationIndicatorCol: ""})
+    assert model.summary.history["validation_loss"].notna().all()
+
+
 def test_columns_that_differ_in_case_only_are_ambiguous(table: Any, common: dict[str, Any]) -> None:
     frame = table.select("features", "label", F.lit(1.0).alias("Label"))
     with pytest.raises(

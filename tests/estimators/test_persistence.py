@@ -17,7 +17,7 @@ from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchRegressionModel
 from ringspark.estimators.stages.held_weights import HeldWeights
-from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
+from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION, METADATA
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
 from ringspark.models import ModelSpec
@@ -287,6 +287,21 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Pa
     apply(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         TorchRegressionModel.load(str(tmp_path / "model"))
+
+
+def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path) -> None:
+    """A stage saved where Horovod and Petastorm are installed is loaded where they are not."""
+    path = str(tmp_path / "stage")
+    TorchEstimator(model=LINE, reader="arrow").save(path)
+    (part,) = (tmp_path / "stage" / METADATA).glob("part-*")
+    metadata = json.loads(part.read_text())
+    assert not {"collective", "reader"} & set(metadata["defaultParamMap"])
+    # As earlier versions wrote it, on another machine.
+    metadata["defaultParamMap"] |= {"collective": "local", "reader": "local"}
+    part.write_text(json.dumps(metadata))
+    loaded = TorchEstimator.load(path)
+    assert loaded.getCollective() == TorchEstimator().getCollective()
+    assert (loaded.getReader(), loaded.isSet("collective"), loaded.isSet("reader")) == ("arrow", False, True)
 
 
 def test_another_class_is_named(saved: Path) -> None:

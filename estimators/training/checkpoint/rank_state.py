@@ -21,7 +21,7 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.objective.metric_set import section
 from ringspark.estimators.training.running import Running
-from ringspark.models.generators import Tensors, random_state, seed_anew, set_random_state
+from ringspark.models.generators import Tensors, random_state, seed_rank, set_random_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
             _restore_same(running, states[mesh.world.rank])
         else:
             _restore_other(running, states, mesh.data_rank)
-            seed_anew(seed, running.state.step, mesh.data_rank)
+            seed_rank(seed, running.state.step, mesh.data_rank)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"what the checkpoint has of the ranks is of another training ({type(error).__name__}: {error}); "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,10 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history, read_progress
+from ringspark.estimators.training.probe import PROBE_ROWS
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
@@ -244,6 +247,65 @@ def test_training_changes_neither_the_users_module_nor_the_random_state(
     assert (random.getstate(), str(np.random.get_state())) == others
     assert all(a.equal(b) for a, b in zip(before, module.parameters(), strict=True))
     assert not _weights(result).equal(torch.cat([p.flatten() for p in before]))
+
+
+class _Draws(Callback):
+    """Takes a number from each generator that users draw from, on every rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def on_train_start(self, state: TrainingState) -> None:
+        drawn = [torch.rand(1).item(), np.random.random(), random.random()]
+        Path(self.folder, str(state.rank)).write_text(json.dumps(drawn))
+
+
+@pytest.mark.distributed
+def test_every_rank_draws_from_streams_of_its_own_that_the_seed_decides(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = make_shards(_columns(65))
+    drawn = {}
+    for name, seed in (("first", 5), ("again", 5), ("other", 6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = _config(manifest, folder / "run", epochs=1, num_workers=2, collective="torch", seed=seed)
+        train_gang(config, UserObjects(callbacks=(_Draws(folder),)))
+        drawn[name] = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+    assert drawn["first"] == drawn["again"]
+    numbers = [number for name in ("first", "other") for rank in drawn[name] for number in rank]
+    assert len(set(numbers)) == 12
+
+
+class _BreaksInValidation(nn.Module):
+    """Takes no second batch of held-out rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(x) > PROBE_ROWS:
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("the held-out rows broke")
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_an_error_in_a_validation_ends_its_reader(
+    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many blocks, so that the reader is ahead and has not come to its end.
+    monkeypatch.setattr("ringspark.pipelines.readers.base._BLOCK_ROWS", 32)
+    manifest = make_shards(_columns(1000), validation=np.arange(1000) >= 40)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="the held-out rows broke") as raised:
+        train_here(
+            _config(manifest, tmp_path / "run", model=None), UserObjects(module=_BreaksInValidation())
+        )
+    # The error keeps the frames of the training, and all that they name.
+    assert raised.value is not None
+    assert set(threading.enumerate()) == before
 
 
 def test_a_users_optimizer_with_two_groups_and_schedule_is_used(
