@@ -20,7 +20,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators import user_code
-from ringspark.estimators.columns.schema import check_columns_exist, check_types, check_unambiguous
+from ringspark.estimators.columns.schema import check_types, field_named
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -30,7 +30,7 @@ from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.advice import settings_without_effect
-from ringspark.estimators.stages.declared import set_params
+from ringspark.estimators.stages.declared import set_params, value_of
 from ringspark.estimators.stages.fit_data import FitData, SharedShards
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
@@ -48,11 +48,12 @@ from ringspark.estimators.torch_model import TorchClassificationModel, TorchMode
 from ringspark.estimators.tracking.console import ProgressWatcher
 from ringspark.estimators.training.driver_check import check_columns, check_training
 from ringspark.estimators.training.settings.choices import Task
+from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.columns import check_frame
+from ringspark.pipelines.columns import check_frame, is_case_sensitive
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -167,7 +168,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         # Checked before the network is made: a host that cannot hold it would kill the driver.
         check_on_driver(config, objects, manifest, spark_conf(spark), is_remote(spark))
         config, shapes = check_training(config, objects, manifest)
-        self._check_outputs(shapes)
+        self._check_outputs(shapes, is_case_sensitive(spark))
         check_budget(config, objects, manifest, self.getMemoryBudget())
         run.begin(config, identity_of(config, objects, manifest), rows_key)
         finished = run.result()
@@ -233,34 +234,37 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         """Returns the columns that the model will add."""
         return self.predictionColumns(num_outputs)
 
-    def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def _check_outputs(self, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
         """Refuses output shapes that the model's `transform` would refuse, before the training."""
-        check_distinct(self._output_columns(len(shapes)))
+        check_distinct(self._output_columns(len(shapes)), exact)
 
     def _warn(self, on_shards: bool = False) -> None:
         for sentence in settings_without_effect(self, on_shards):
             warnings.warn(sentence, UserWarning, stacklevel=4)
 
-    def _check_schema(self, dataset: DataFrame, config: TrainConfig) -> None:
-        schema = dataset.schema
-        check_columns_exist(schema, dict.fromkeys(config.input_columns, "featuresCol or inputCols"))
-        check_types(schema, config.input_columns)
-        others = dict.fromkeys(config.label_columns, self._label_param())
-        if config.weight_column is not None:
-            others[config.weight_column] = "weightCol"
-        check_types(schema, [name for name in others if name in schema.names])
-        if self.isDefined(self.validationIndicatorCol):
-            indicator = self.getValidationIndicatorCol()
-            if indicator in (*config.input_columns, *others):
+    def _found(self, dataset: DataFrame, config: TrainConfig) -> tuple[TrainConfig, str | None]:
+        """Returns the config and the indicator with the columns' names as the DataFrame has them."""
+        schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
+
+        def named(name: str, param: str) -> str:
+            return field_named(name, param, schema, exact).name
+
+        inputs = tuple(named(name, "featuresCol or inputCols") for name in config.input_columns)
+        check_types(schema, inputs)
+        labels = tuple(named(name, self._label_param()) for name in config.label_columns)
+        weight = config.weight_column and named(config.weight_column, "weightCol")
+        config = replace(config, input_columns=inputs, label_columns=labels, weight_column=weight)
+        check_types(schema, config.columns)
+        indicator = value_of(self, VALIDATION_INDICATOR_COL)
+        if indicator is not None:
+            indicator = named(indicator, "validationIndicatorCol")
+            if indicator in config.columns:
                 raise ValueError(
                     f"validationIndicatorCol {indicator!r} must be a column of its own, not an input, label "
                     "or weight; copy it under another name"
                 )
-            others[indicator] = "validationIndicatorCol"
-        check_columns_exist(schema, others)
-        check_free(schema, self._output_columns(len(config.label_columns)), is_case_sensitive=True)
-        if dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") != "true":
-            check_unambiguous(schema, [*config.input_columns, *others])
+        check_free(schema, self._output_columns(len(labels)), exact)
+        return config, indicator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,18 +282,14 @@ class _Fit:
         run_uri = estimator.getRunUri()
         check_run_uri(run_uri, estimator.getResume())
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
-        estimator._check_schema(dataset, config)
+        config, indicator = estimator._found(dataset, config)
         estimator._warn()
         pickled = user_code.dumps(objects)
         check_slots(dataset.sparkSession, config.num_workers, config.use_gpu)
         fraction = estimator.getValidationFraction()
         data = FitData(
             columns=tuple(dict.fromkeys(config.columns)),
-            validation_col=(
-                estimator.getValidationIndicatorCol()
-                if estimator.isDefined(estimator.validationIndicatorCol)
-                else None
-            ),
+            validation_col=indicator,
             validation_fraction=fraction,
             seed=config.seed if fraction is not None else 0,
             drops_invalid=estimator.getHandleInvalid() != "error",
@@ -327,8 +327,8 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierPara
         names = [self.getRawPredictionCol(), self.getProbabilityCol(), *super()._output_columns(num_outputs)]
         return [name for name in names if name]
 
-    def _check_outputs(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        super()._check_outputs(shapes)
+    def _check_outputs(self, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
+        super()._check_outputs(shapes, exact)
         thresholds = self.getThresholds()
         if thresholds is not None:
             (shape,) = shapes

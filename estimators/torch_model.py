@@ -35,13 +35,14 @@ from ringspark.estimators.stages.model_params import (
     check_thresholds,
 )
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
+from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
-from ringspark.pipelines.columns import check_frame
+from ringspark.pipelines.columns import check_frame, is_case_sensitive
 
 M = TypeVar("M", bound="TorchModel")
 
@@ -128,18 +129,20 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def transformSchema(self, schema: StructType) -> StructType:
         """Returns the schema of `transform`'s result for a DataFrame with `schema`."""
-        self._bind(schema)
+        session = find_session()
+        exact = session is not None and is_case_sensitive(session)
+        self._bind(schema, exact)
         names, results = self._outputs()
         added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
-        check_free(schema, [field.name for field in added])
+        check_free(schema, [field.name for field in added], exact)
         return StructType([*schema.fields, *added])
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_frame(dataset, "transform")
-        is_case_sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
-        bound = self._bind(dataset.schema, is_case_sensitive)
+        exact = is_case_sensitive(dataset.sparkSession)
+        bound = self._bind(dataset.schema, exact)
         names, results = self._outputs()
-        check_free(dataset.schema, [name for name in names if name], is_case_sensitive)
+        check_free(dataset.schema, [name for name in names if name], exact)
         handling = self.getHandleInvalid()
         valid = reduce(operator.and_, [item.valid for item in bound])
         columns = [item.values for item in bound]
@@ -157,10 +160,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
         return result.select("*", *named).drop(_RESULT)
 
-    def _bind(self, schema: StructType, is_case_sensitive: bool = False) -> list[BoundInput]:
+    def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
         """Returns the model's inputs, matched with the columns of a schema."""
         self._trained()  # refuses a model that was never fitted
-        fields = source_columns(self._inputs, self.inputColumns(), schema, is_case_sensitive)
+        fields = source_columns(self._inputs, self.inputColumns(), schema, exact)
         return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 
     def _outputs(self) -> tuple[list[str], Results]:

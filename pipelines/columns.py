@@ -10,7 +10,8 @@ No number is ever cast: the int64 16,777,217 in the DataFrame is the int64
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ringspark.pipelines.kinds.vector import is_vector
 from ringspark.pipelines.typed_json import record
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
     from pyspark.sql.types import DataType, StructType
 
 _REMEDIES = {
@@ -106,13 +108,16 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
     return columns
 
 
-def check_names(names: list[str]) -> None:
-    """Refuses two columns that Parquet or a batch could not tell apart."""
-    seen: set[str] = set()
-    for name in names:
-        if name.lower() in seen:
+def check_names(names: Iterable[str]) -> None:
+    """Refuses two columns of one name, which a batch could not tell apart."""
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
-        seen.add(name.lower())
+
+
+def is_case_sensitive(spark: SparkSession) -> bool:
+    """Whether Spark tells names apart that differ in case alone; by default it does not."""
+    return str(spark.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
 
 
 def check_frame(value: Any, subject: str) -> None:

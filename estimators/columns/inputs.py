@@ -28,7 +28,7 @@ from ringspark.estimators.columns.expressions import (
     zero,
 )
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.estimators.columns.schema import check_columns_exist, check_types
+from ringspark.estimators.columns.schema import check_types, field_named
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import columns_from_spark, quote
@@ -97,39 +97,21 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
 
 
 def source_columns(
-    inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, is_case_sensitive: bool = False
+    inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, exact: bool
 ) -> list[StructField]:
     """Returns the columns of a DataFrame from which the inputs called `names` are made.
+
+    Args:
+        exact: See `fields_named`.
 
     Raises:
         ValueError: There are more or fewer names than inputs, or the DataFrame lacks a column.
     """
     if len(inputs) != len(names):
         raise ValueError(f"the model has {len(inputs)} inputs, inputCols names {len(names)} columns: {names}")
-    fields = []
-    for item, name in zip(inputs, names, strict=True):
-        # "tokens.length" is made from "tokens", unless the model was given another column of that kind.
-        owner = name.removesuffix(item.part)
-        found = find(owner, schema, is_case_sensitive)
-        if found is None:
-            check_columns_exist(schema, {owner: "featuresCol or inputCols"})
-        assert found is not None
-        fields.append(found)
-    return fields
-
-
-def find(name: str, schema: StructType, is_case_sensitive: bool = False) -> StructField | None:
-    """Returns the field of that name; like Spark, prefers an equal name to one that differs in case."""
-    if name in schema.names:
-        return schema[name]
-    if is_case_sensitive:
-        return None
-    same = [field for field in schema.fields if field.name.lower() == name.lower()]
-    if len(same) > 1:
-        raise ValueError(
-            f"column {name!r} is ambiguous, the DataFrame has {[f.name for f in same]}; rename one of them"
-        )
-    return same[0] if same else None
+    # "tokens.length" is made from "tokens", unless the model was given another column of that kind.
+    owners = [name.removesuffix(item.part) for item, name in zip(inputs, names, strict=True)]
+    return [field_named(owner, "featuresCol or inputCols", schema, exact) for owner in owners]
 
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:

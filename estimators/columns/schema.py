@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspark.sql.types import BinaryType, DataType, StringType, StructType
+from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 
 from ringspark.estimators.names import nearest
 from ringspark.pipelines.columns import columns_from_spark
@@ -16,31 +16,36 @@ _REMEDIES: dict[type[DataType], str] = {
 }
 
 
-def check_columns_exist(schema: StructType, columns: dict[str, str]) -> None:
-    """Refuses a Param that names a column which the DataFrame lacks.
+def fields_named(name: str, schema: StructType, exact: bool) -> list[StructField]:
+    """Returns the fields that Spark means by a name.
 
     Args:
-        columns: Column name -> name of the Param that holds it.
+        exact: Whether the session has `spark.sql.caseSensitive`; else names in another case are meant too.
+    """
+    if exact:
+        return [field for field in schema.fields if field.name == name]
+    return [field for field in schema.fields if field.name.lower() == name.lower()]
+
+
+def field_named(name: str, param: str, schema: StructType, exact: bool) -> StructField:
+    """Returns the one field that Spark means by a name.
+
+    Args:
+        param: Name of the Param that holds the name.
+        exact: See `fields_named`.
 
     Raises:
-        ValueError: A column is missing; the message names the Param, the column and the nearest known one.
+        ValueError: There is none, and the message names the nearest one; or there are several.
     """
-    for name, param in columns.items():
-        if name not in schema.names:
-            hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"
-            raise ValueError(f"{param} {name!r} is not a column of the DataFrame{hint}")
-
-
-def check_unambiguous(schema: StructType, columns: Sequence[str]) -> None:
-    """Refuses a column that Spark cannot tell from another, because their names differ only in case.
-
-    Raises:
-        ValueError: There are two such columns; the message names both.
-    """
-    for name in columns:
-        same = [other for other in schema.names if other.lower() == name.lower()]
-        if len(same) > 1:
-            raise ValueError(f"column {name!r} is ambiguous, the DataFrame has {same}; rename one of them")
+    found = fields_named(name, schema, exact)
+    if not found:
+        hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"
+        raise ValueError(f"{param} {name!r} is not a column of the DataFrame{hint}")
+    if len(found) > 1:
+        raise ValueError(
+            f"column {name!r} is ambiguous, the DataFrame has {[f.name for f in found]}; rename one of them"
+        )
+    return found[0]
 
 
 def check_types(schema: StructType, columns: Sequence[str]) -> None:

@@ -104,7 +104,7 @@ class GangTask:
     work: Work
     use_gpu: bool
     pulse: Pulse
-    driver: str = ""
+    driver: str
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

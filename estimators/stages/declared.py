@@ -95,6 +95,8 @@ def declared(setting: Setting[T]) -> tuple[Param[Any], Getter[T], Setter[T]]:
 def value_of(stage: Params, setting: Setting[T]) -> T:
     """Returns a stage's value of a setting: the one that was set, else the default."""
     value: Any = stage.getOrDefault(setting.name) if stage.isDefined(setting.name) else None
+    if setting.empty_is_unset and value == "":
+        return setting.default
     # A copy: a caller who changes the list does not change the stage.
     return cast(T, list(value) if isinstance(value, list) else value)
 

@@ -13,7 +13,7 @@ from pyspark.ml.param.shared import (
 )
 from pyspark.sql.types import StructType
 
-from ringspark.estimators.columns.inputs import find
+from ringspark.estimators.columns.schema import fields_named
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
 from ringspark.estimators.training.settings import columns
 from ringspark.estimators.training.settings.python_objects import MODEL
@@ -68,24 +68,24 @@ class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
     thresholds, getThresholds, setThresholds = declared(columns.THRESHOLDS)
 
 
-def check_distinct(names: Sequence[str]) -> None:
-    """Refuses two output columns of the same name; like Spark, ignores case.
+def check_distinct(names: Sequence[str], exact: bool = False) -> None:
+    """Refuses two output columns of the same name.
+
+    Args:
+        exact: See `fields_named`.
 
     Raises:
         ValueError: Two names are equal.
     """
-    seen: set[str] = set()
-    for name in names:
-        if name.lower() in seen:
-            raise ValueError(f"the output columns must differ from each other, got {list(names)}")
-        seen.add(name.lower())
+    if len({name if exact else name.lower() for name in names}) < len(names):
+        raise ValueError(f"the output columns must differ from each other, got {list(names)}")
 
 
-def check_free(schema: StructType, names: Sequence[str], is_case_sensitive: bool = False) -> None:
+def check_free(schema: StructType, names: Sequence[str], exact: bool) -> None:
     """Refuses an output column that exists, in the words of Spark's stages, and two of one name."""
-    check_distinct(names)
+    check_distinct(names, exact)
     for name in names:
-        if find(name, schema, is_case_sensitive) is not None:
+        if fields_named(name, schema, exact):
             raise ValueError(
                 f"Output column {name} already exists; drop it first, or give the model another name "
                 f"for its output"

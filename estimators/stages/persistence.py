@@ -34,6 +34,7 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.spark_paths import meaning_of
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
@@ -48,6 +49,9 @@ ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 
 # The fields that Spark's reader needs, and their types.
 _METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
+
+# Settings whose default depends on what is installed: each machine that loads a stage has its own.
+_OF_THE_MACHINE = [setting.name for setting in SETTINGS.values() if setting.default_words]
 
 Stage = TypeVar("Stage", bound=Any)
 
@@ -201,7 +205,11 @@ def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
         "sparkVersion": pyspark.__version__,
         "uid": stage.uid,
         "paramMap": params,
-        "defaultParamMap": {param.name: value for param, value in stage._defaultParamMap.items()},
+        "defaultParamMap": {
+            param.name: value
+            for param, value in stage._defaultParamMap.items()
+            if param.name not in _OF_THE_MACHINE
+        },
     }
     folder = storage.join(uri, METADATA)
     storage.make_dirs(folder)
@@ -221,6 +229,8 @@ def read_metadata(uri: str) -> dict[str, Any]:
     metadata = parse_object(storage.read_bytes(storage.join(folder, part)), allow_nan=True)
     for name, kind in _METADATA_TYPES.items():
         fit(kind, metadata.get(name), name)
+    for name in _OF_THE_MACHINE:
+        metadata["defaultParamMap"].pop(name, None)
     return metadata
 
 

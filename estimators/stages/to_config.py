@@ -29,8 +29,8 @@ def config_of(
         raise ValueError(
             f"{type(stage).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
         )
-    _check_validation(stage)
     given = values_of(stage)
+    _check_validation(given["validationFraction"], given["validationIndicatorCol"])
     model, losses = given["model"], _for_each_label(given["loss"], len(label_columns))
     values = {
         setting.field: _frozen(given[name])
@@ -70,12 +70,8 @@ def _for_each_label(loss: Any, num_labels: int) -> list[Any]:
     return losses * num_labels if len(losses) == 1 else losses
 
 
-def _check_validation(stage: _TrainingParams) -> None:
-    fraction = stage.getValidationFraction()
-    if fraction is None:
-        return
-    if stage.isDefined(stage.validationIndicatorCol):
+def _check_validation(fraction: float | None, indicator: str | None) -> None:
+    if fraction is not None and indicator is not None:
         raise ValueError(
-            f"set validationFraction or validationIndicatorCol, not both; got {fraction} and "
-            f"{stage.getValidationIndicatorCol()!r}"
+            f"set validationFraction or validationIndicatorCol, not both; got {fraction} and {indicator!r}"
         )

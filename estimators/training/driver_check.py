@@ -219,9 +219,10 @@ def _check_dense(name: str, manifest: ShardManifest) -> None:
         column = next((c for c in manifest.columns if c.name == name), None)
         if column is None:
             raise
+        dense = "Vector()" if column.kind.tag == "sparse" else "Padded()"
         raise ValueError(
             f"column {name!r} is {column.kind.tag} in the shards at {manifest.uri}, but training takes "
-            "one dense array a column; write it with Padded() or Vector(), or read it with open_reader"
+            f"one dense array a column; write it with {dense}, or read it with open_reader"
         ) from None
 
 

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
-from ringspark.pipelines.columns import Column, check_frame, check_names, columns_from_spark, quote
+from ringspark.pipelines.columns import (
+    Column,
+    check_frame,
+    check_names,
+    columns_from_spark,
+    is_case_sensitive,
+    quote,
+)
 from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
 from ringspark.pipelines.kinds.base import Shape
 from ringspark.pipelines.kinds.strings import learned
@@ -111,7 +118,8 @@ def write_shards(
     check_frame(df, "write_shards")
     if df.isStreaming:
         raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
-    check_names(df.columns)
+    exact = is_case_sensitive(df.sparkSession)
+    check_names(name if exact else name.lower() for name in df.columns)
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"columns must map names to kinds, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = split_expression(df, columns, validation_col, validation_fraction, seed)

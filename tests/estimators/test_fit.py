@@ -14,6 +14,7 @@ import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 from torch import nn
@@ -28,7 +29,7 @@ from ringspark.estimators import (
 )
 from ringspark.estimators.stages import fit_data
 from ringspark.models import ModelSpec
-from ringspark.pipelines import write_shards
+from ringspark.pipelines import Sparse, write_shards
 
 pytestmark = pytest.mark.spark
 
@@ -395,6 +396,50 @@ def test_columns_that_differ_in_case_only_are_ambiguous(table: Any, common: dict
         ValueError, match=r"column 'label' is ambiguous, the DataFrame has \['label', 'Label'\]"
     ):
         TorchClassifier(**common).fit(frame)
+
+
+def test_names_are_found_as_the_session_compares_them(table: Any, common: dict[str, Any]) -> None:
+    """Spark ML's own stages find featuresCol="Features", too."""
+    frame = table.selectExpr("features", "label", "1D as weight", "id < 40 as held")
+    model = TorchClassifier(
+        **common, featuresCol="Features", labelCol="LABEL", weightCol="WEIGHT", validationIndicatorCol="HELD"
+    ).fit(frame)
+    assert model.summary.rows == 2 * 200
+    assert model.transform(frame).where("prediction is null").count() == 0
+
+
+def test_columns_that_differ_in_case_only_are_two_where_the_session_says_so(
+    table: Any, common: dict[str, Any]
+) -> None:
+    frame = table.select("a", F.col("b").alias("A"), "label", F.lit(1.0).alias("Label"))
+    settings = common | {"model": Sum(), "epochs": 1}
+    table.sparkSession.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        model = TorchClassifier(**settings, inputCols=["a", "A"], rawPredictionCol="Prediction").fit(frame)
+        rows = model.transform(frame).select("a", "A", "Prediction", "prediction").collect()
+        with pytest.raises(ValueError, match="labelCol 'LABEL' is not a column of the DataFrame"):
+            TorchClassifier(**settings, inputCols=["a", "A"], labelCol="LABEL").fit(frame)
+    finally:
+        table.sparkSession.conf.unset("spark.sql.caseSensitive")
+    module = model.module()
+    inputs = [torch.tensor([row[i] for row in rows], dtype=torch.float32) for i in range(2)]
+    with torch.no_grad():
+        logits = module(*inputs).numpy()
+    np.testing.assert_allclose(logits, np.stack([row[2].toArray() for row in rows]), atol=1e-5)
+
+
+def test_vectors_that_no_training_takes_are_shown_a_road_that_is_open(
+    spark: Any, common: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [(Vectors.sparse(1 << 17, [row], [1.0]), float(row)) for row in range(4)]
+    frame = spark.createDataFrame(rows, ["features", "label"])
+    with pytest.raises(ValueError, match=r"sparse vectors of size 131072, .* make fewer features") as refused:
+        TorchRegressor(**common).fit(frame)
+    assert "fitOnShards" not in str(refused.value)
+    uri = str(tmp_path / "shards")
+    write_shards(frame, uri, columns={"features": Sparse()})
+    with pytest.raises(ValueError, match=r"is sparse in the shards .* write it with Vector\(\), or read it"):
+        TorchRegressor(**common).fitOnShards(uri)
 
 
 def test_labels_of_one_kind_or_the_other(table: Any, common: dict[str, Any]) -> None:

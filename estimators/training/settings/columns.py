@@ -41,13 +41,15 @@ LABEL_COLS = Setting[list[str] | None](
 WEIGHT_COL = Setting[str | None](
     name="weightCol",
     field="weight_column",
-    words="column of the rows' weights in the loss; unset: 1 each",
+    words="column of the rows' weights in the loss; unset or empty: 1 each",
     kind="str",
+    empty_is_unset=True,
 )
 VALIDATION_INDICATOR_COL = Setting[str | None](
     name="validationIndicatorCol",
-    words="column that is true in the rows to hold out",
+    words="column that is true in the rows to hold out; unset or empty: none",
     kind="str",
+    empty_is_unset=True,
     is_for_writing=True,
 )
 PREDICTION_COL = Setting(

@@ -61,6 +61,7 @@ class Setting(Generic[T]):
         without_effect: Predicate on all settings by name that tells when a set value is unused; and why.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
+        empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Setting(Generic[T]):
     without_effect: tuple[Callable[[Mapping[str, Any]], bool], str] | None = None
     is_for_writing: bool = False
     default_words: str = ""
+    empty_is_unset: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "object" and self.convert is None:

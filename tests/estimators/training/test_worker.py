@@ -300,9 +300,7 @@ def test_an_error_in_a_validation_ends_its_reader(
     manifest = make_shards(_columns(1000), validation=np.arange(1000) >= 40)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="the held-out rows broke") as raised:
-        train_here(
-            _config(manifest, tmp_path / "run", model=None), UserObjects(module=_BreaksInValidation())
-        )
+        train_here(_config(manifest, tmp_path / "run", model=None), UserObjects(module=_BreaksInValidation()))
     # The error keeps the frames of the training, and all that they name.
     assert raised.value is not None
     assert set(threading.enumerate()) == before
