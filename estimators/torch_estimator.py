@@ -47,6 +47,7 @@ from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.console import ProgressWatcher
 from ringspark.estimators.training.driver_check import check_columns, check_training
+from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -198,6 +199,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             summary,
             columns=manifest.columns,
             input_columns=config.input_columns,
+            ignored_label=make_heads(config, objects, manifest)[0].ignored,
         )
         # The model also gets the parent's uid, like every Spark ML model.
         model._resetUid(self.uid)

@@ -9,6 +9,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from pyspark.ml import Model
+from pyspark.ml.linalg import DenseVector
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -20,16 +21,21 @@ from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
     bind,
+    label_expression,
     model_inputs,
     source_columns,
 )
+from ringspark.estimators.columns.schema import field_named
+from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.export import ExportFormat, export_module
-from ringspark.estimators.inference.predict import Predictor, prediction_expression
+from ringspark.estimators.inference.one_row import num_features, one_row
+from ringspark.estimators.inference.predict import Predictor, cached_module, prediction_expression
 from ringspark.estimators.inference.results import Classes, Results, Values
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
+    _EvaluatedParams,
     _ModelParams,
     check_free,
     check_thresholds,
@@ -38,11 +44,14 @@ from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description,
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
+from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.objective.metrics import Task, check_metrics
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
+from ringspark.pipelines.typed_json import added
 
 M = TypeVar("M", bound="TorchModel")
 
@@ -50,6 +59,8 @@ Shape = tuple[int, ...]
 
 # Name of the temporary column for Python's result, whose parts then become columns.
 _RESULT = "__ringspark_result"
+# Names of the two columns that `evaluate` compares.
+_OUTPUT, _LABEL = "__ringspark_output", "__ringspark_label"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,7 @@ class ModelDescription(Description):
     inputs: tuple[ModelInput, ...]
     output_shapes: tuple[Shape, ...]
     summary: TrainingSummary | None
+    ignored_label: int | None = added(None)
 
 
 class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
@@ -77,6 +89,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._inputs: tuple[ModelInput, ...] = ()
         self._output_shapes: tuple[Shape, ...] = ()
         self._summary: TrainingSummary | None = None
+        self._ignored_label: int | None = None
         set_params(self, params)
 
     @property
@@ -89,6 +102,11 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         if self._summary is None:
             raise RuntimeError(f"No training summary available for this {type(self).__name__}")
         return self._summary
+
+    @property
+    def numFeatures(self) -> int:
+        """Number of features of the one vector that the network was trained on; -1 if it takes others."""
+        return num_features(self._inputs)
 
     def module(self) -> nn.Module:
         """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode."""
@@ -120,6 +138,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
                 "inputs": [item.to_json() for item in self._inputs],
                 "output_shapes": [list(shape) for shape in self._output_shapes],
                 "summary": self._summary.to_json() if self._summary else None,
+                "ignored_label": self._ignored_label,
             },
         )
 
@@ -143,6 +162,12 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         bound = self._bind(dataset.schema, exact)
         names, results = self._outputs()
         check_free(dataset.schema, [name for name in names if name], exact)
+        return self._applied(dataset, bound, names, results)
+
+    def _applied(
+        self, dataset: DataFrame, bound: Sequence[BoundInput], names: Sequence[str], results: Results
+    ) -> DataFrame:
+        """Returns the DataFrame with the results in columns of these names, "" for one left out."""
         handling = self.getHandleInvalid()
         valid = reduce(operator.and_, [item.valid for item in bound])
         columns = [item.values for item in bound]
@@ -150,7 +175,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             dataset = dataset.where(valid)
         elif handling == "keep":
             columns = [*(_where_valid(item, valid) for item in bound), valid]
-        predictor = self._predictor([item.feed for item in bound])
+        predictor = self._predictor([item.feed for item in bound], results)
         # The struct gets one name before its parts, so that Spark computes the function once. It is exploded,
         # because Spark would copy a plain expression into a filter on a part, and run the network twice.
         result = dataset.select(
@@ -200,6 +225,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         *,
         columns: Sequence[ShardColumn] = (),
         input_columns: Sequence[str] = (),
+        ignored_label: int | None = None,
     ) -> M:
         """Makes this the model of a training.
 
@@ -209,6 +235,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             summary: Summary of the training.
             columns: All columns of the shards; without them, inputs take any numbers.
             input_columns: Names of the model's inputs in the shards; if empty, the model's own.
+            ignored_label: Label of rows that do not count; see `Head.ignored`.
         """
         self._weights = HeldWeights(weights_uri)
         # Held from here on, because a save over one of the folder's parents may remove it.
@@ -216,6 +243,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._inputs = model_inputs(columns, input_columns or self.inputColumns())
         self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
         self._summary = summary
+        self._ignored_label = ignored_label
         return self
 
     def _restore(self, uri: str, description: ModelDescription) -> None:
@@ -228,17 +256,83 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._inputs = description.inputs
         self._output_shapes = description.output_shapes
         self._summary = description.summary
+        self._ignored_label = description.ignored_label
+
+    def _outputs_of(self, features: Any) -> Array:
+        """Returns the raw outputs for the features of one row, (1, values) float64."""
+        predictor = self._predictor()
+        row = one_row(self._inputs, self.inputColumns(), features)
+        return predictor.predict(cached_module(predictor), [row])
 
 
-class TorchRegressionModel(TorchModel):
+class _EvaluatedModel(TorchModel, _EvaluatedParams):
+    """A model of one output, whose task says what its labels are."""
+
+    _task: Task
+
+    def evaluate(self, dataset: DataFrame) -> dict[str, float]:
+        """Returns the `metrics` of the training over the rows of a DataFrame, by name. Runs one Spark job.
+
+        Rows that `handleInvalid` leaves without a prediction do not count.
+
+        Raises:
+            ValueError: There are no `metrics`, or the labels do not fit the predictions.
+        """
+        check_frame(dataset, "evaluate")
+        exact = is_case_sensitive(dataset.sparkSession)
+        bound = self._bind(dataset.schema, exact)
+        names = tuple(self.getMetrics())
+        if not names:
+            raise ValueError("evaluate needs metrics; fit with metrics=[...], or set them by setMetrics")
+        check_metrics(names, self._task)
+        label = field_named(self.getLabelCol(), "labelCol", dataset.schema, exact)
+        outputs = Values(shapes=self._output_shapes)
+        (width,) = outputs.widths
+        evaluation = Evaluation(
+            names=names,
+            width=width,
+            label=label.name,
+            num_classes=max(2, width) if self._task == "classification" else None,
+            ignored=self._ignored_label,
+        )
+        labelled = dataset.withColumn(_LABEL, label_expression(label))
+        return evaluation.over(self._applied(labelled, bound, [_OUTPUT], outputs).select(_OUTPUT, _LABEL))
+
+
+class TorchRegressionModel(_EvaluatedModel):
     """Made by `TorchRegressor`; the prediction is a double, or an array of doubles for array labels."""
 
+    _task = "regression"
 
-class TorchClassificationModel(TorchModel, _ClassifierParams):
+    def predict(self, features: Any) -> float | list[float]:
+        """Returns the prediction for one vector, as `transform` gives it; starts no Spark job.
+
+        Raises:
+            ValueError: The network takes something else than one vector, or the numbers do not fit it.
+        """
+        values: list[float] = self._outputs_of(features)[0].tolist()
+        return values[0] if len(values) == 1 else values
+
+
+class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
     """Made by `TorchClassifier`; adds `rawPredictionCol`, `probabilityCol` and `predictionCol`.
 
     The first two are vectors, as Spark's evaluators take them; an empty name leaves a column out.
     """
+
+    _task = "classification"
+
+    def predict(self, features: Any) -> float:
+        """Returns the class of one vector; starts no Spark job. See `TorchRegressionModel.predict`."""
+        return float(self._classes().decide(self._outputs_of(features))[0])
+
+    def predictRaw(self, features: Any) -> DenseVector:
+        """Returns the raw predictions for one vector."""
+        return DenseVector(self._classes().raw(self._outputs_of(features))[0])
+
+    def predictProbability(self, features: Any) -> DenseVector:
+        """Returns the classes' probabilities for one vector."""
+        return DenseVector(self._classes().probabilities(self._outputs_of(features))[0])
 
     @property
     def numClasses(self) -> int:

@@ -150,6 +150,15 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     )
 
 
+def label_expression(field: StructField) -> Column:
+    """Returns the numbers of a label as doubles, or as arrays of doubles as deep as its own."""
+    check_types(StructType([field]), [field.name])
+    numbers = input_expression(F.col(quote(field.name)), field.dataType, wants_floats=True)
+    (column,) = columns_from_spark(StructType([field]))
+    depth = _rank(column, field.dataType)
+    return numbers.cast("array<" * depth + "double" + ">" * depth)
+
+
 def _bind_mask(source: Column, field: StructField) -> BoundInput:
     """Binds a null mask: 1 for a row that is null or holds a null, otherwise 0."""
     return BoundInput(

@@ -151,17 +151,28 @@ class Classes:
 
     def decide(self, outputs: Array) -> Array:
         """Returns the predicted class of each row, (rows,) float64."""
-        if self.width == 1:
-            # The softmax of (0, z) is the sigmoid of z.
-            outputs = np.concatenate([np.zeros_like(outputs), outputs], axis=1)
         if self.thresholds is None:
-            best: Array = outputs.argmax(axis=1)
+            best: Array = self._logits(outputs).argmax(axis=1)
             return best.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            scaled = np.exp(outputs - log_sum_exp(outputs)[:, None]) / np.asarray(self.thresholds)
+            scaled = self.probabilities(outputs) / np.asarray(self.thresholds)
         # As in Spark, 0 / 0 never wins, anything else / 0 always wins, and the first of equals wins.
         best = np.where(np.isnan(scaled), -np.inf, scaled).argmax(axis=1)
         return best.astype(np.float64)
+
+    def raw(self, outputs: Array) -> Array:
+        """Returns the raw predictions, (rows, classes)."""
+        return np.concatenate([-outputs, outputs], axis=1) if self.width == 1 else outputs
+
+    def probabilities(self, outputs: Array) -> Array:
+        """Returns the probabilities, (rows, classes)."""
+        logits = self._logits(outputs)
+        probabilities: Array = np.exp(logits - log_sum_exp(logits)[:, None])
+        return probabilities
+
+    def _logits(self, outputs: Array) -> Array:
+        # The softmax of (0, z) is the sigmoid of z.
+        return np.concatenate([np.zeros_like(outputs), outputs], axis=1) if self.width == 1 else outputs
 
     def columns(self, result: str, *, nullable: bool) -> list[Column]:
         if self.width > FLAT_WIDTH:

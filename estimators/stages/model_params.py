@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasInputCols,
+    HasLabelCol,
     HasPredictionCol,
     HasProbabilityCol,
     HasRawPredictionCol,
@@ -15,7 +16,7 @@ from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.schema import fields_named
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
-from ringspark.estimators.training.settings import columns
+from ringspark.estimators.training.settings import columns, optimization
 from ringspark.estimators.training.settings.python_objects import MODEL
 
 
@@ -57,6 +58,13 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
                 f"predictionCols=[...] with {num_outputs} names"
             )
         return [self.getPredictionCol()]
+
+
+class _EvaluatedParams(DeclaredParams, HasLabelCol):
+    """What a model is evaluated by: the label and the metrics of its training, unless others are set."""
+
+    labelCol, setLabelCol = param_of(columns.LABEL_COL), setter(columns.LABEL_COL)
+    metrics, getMetrics, setMetrics = declared(optimization.METRICS)
 
 
 class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):

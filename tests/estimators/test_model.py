@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel, TorchRegressionModel, user_code
@@ -111,6 +113,56 @@ def pairs(spark: Any) -> Any:
 
 
 # --- what comes out
+
+
+@pytest.mark.parametrize("thresholds", [None, [0.9, 0.05, 0.05]])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_one_vector_is_predicted_as_transform_predicts_it(
+    pairs: Any, tmp_path: Path, width: int, thresholds: list[float] | None
+) -> None:
+    """The names and types are those of Spark's own LogisticRegressionModel."""
+    vectors = pairs.select(array_to_vector("features").alias("features"))
+    manifest = write_shards(vectors, str(tmp_path / "s"))
+    given = None if thresholds is None else thresholds[: max(2, width)]
+    shape = () if width == 1 else (width,)
+    model = make(TorchClassificationModel, linear(width), tmp_path, [shape], manifest, thresholds=given)
+    assert (model.numFeatures, model.numClasses) == (2, max(2, width))
+    for row in model.transform(vectors).collect():
+        sparse = Vectors.sparse(2, list(enumerate(row.features)))
+        for features in (row.features, row.features.toArray().tolist(), sparse):
+            assert model.predict(features) == row.prediction
+        np.testing.assert_allclose(model.predictRaw(row.features), row.rawPrediction, rtol=1e-6)
+        np.testing.assert_allclose(model.predictProbability(row.features), row.probability, rtol=1e-6)
+
+
+def test_one_vector_of_a_regression_is_a_number_or_several(pairs: Any, tmp_path: Path) -> None:
+    manifest = write_shards(pairs.select("features"), str(tmp_path / "s"))
+    expected = [row.features for row in pairs.collect()]
+    one = make(TorchRegressionModel, linear(1), tmp_path / "1", [(1,)], manifest)
+    two = make(TorchRegressionModel, Echo(), tmp_path / "2", [(2,)], manifest)
+    assert [one.predict(row) for row in expected] == values_of(one.transform(pairs), "prediction")
+    assert two.predict(expected[3]) == pytest.approx([2 * value for value in expected[3]])
+
+
+def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw: Any, pairs: Any, tmp_path: Path) -> None:
+    frame = raw.select("tokens", "number", "id")
+    manifest = write_shards(frame, str(tmp_path / "s"), columns={"tokens": Padded()})
+    several = make(TorchRegressionModel, Echo(), tmp_path / "a", [(1,)], manifest, inputCols=["number", "id"])
+    padded = make(TorchRegressionModel, Echo(), tmp_path / "b", [(1,)], manifest, featuresCol="tokens")
+    ids = make(TorchRegressionModel, Echo(), tmp_path / "c", [(1,)], manifest, featuresCol="id")
+    for model in (several, padded):
+        assert model.numFeatures == -1
+        with pytest.raises(ValueError, match="predict takes one vector, and this model was trained on"):
+            model.predict([1.0, 2.0])
+    assert (ids.numFeatures, ids.predict([3.0])) == (1, 6.0)
+    for features, message in (
+        ([0.5], "held whole numbers in the training"),
+        ([1.0, 2.0], r"needs the 1 numbers of a row of 'id', got shape \(2,\)"),
+        ([float("nan")], "a vector of numbers without null and NaN"),
+        ([None], "a vector of numbers without null and NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ids.predict(features)
 
 
 @pytest.mark.modes
