@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table: Any, tmp_pat
     with pytest.raises(ValueError, match="evaluate needs metrics; fit with metrics"):
         model.evaluate(table)
     model.setMetrics(["accuracy"])
+    assert math.isnan(model.evaluate(table.where("id < 0"))["accuracy"])
     with pytest.raises(ValueError, match="labelCol 'nope' is not a column of the DataFrame"):
         model.copy({model.labelCol: "nope"}).evaluate(table)
     with pytest.raises(ValueError, match=r"labelCol 'kind' must hold whole class numbers in 0\.\.1, got -1"):

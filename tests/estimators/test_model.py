@@ -566,6 +566,9 @@ def test_names_with_dots_and_in_another_case_are_found(pairs: Any, tmp_path: Pat
     assert values_of(other, "prediction") == expected
     with pytest.raises(ValueError, match=r"'my\.features' is not a column"):
         model.transform(pairs)
+    both = pairs.selectExpr("features as `my.features`", "features as `My.Features`")
+    with pytest.raises(ValueError, match=r"column 'my\.features' is ambiguous"):
+        model.transform(both)
 
 
 def test_columns_that_share_a_name_pass_through(pairs: Any, tmp_path: Path) -> None:

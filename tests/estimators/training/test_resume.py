@@ -76,8 +76,6 @@ class Stops(Callback):
 
     def on_train_start(self, state: TrainingState) -> None:
         self.sizes.append(state.size)
-        np.random.seed(state.rank)
-        random.seed(state.rank)
 
     def on_step_end(self, state: TrainingState) -> None:
         self.seen.append(state.step * 10 + state.rank)
