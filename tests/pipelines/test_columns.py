@@ -48,8 +48,8 @@ def test_other_types_are_refused_by_name_with_the_remedy(
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
-    schema = T.StructType([T.StructField("x", T.LongType()), T.StructField("X", T.LongType())])
-    with pytest.raises(ValueError, match="two columns are named 'X'"):
+    schema = T.StructType([T.StructField("x", T.LongType()), T.StructField("x", T.LongType())])
+    with pytest.raises(ValueError, match="two columns are named 'x'"):
         columns_from_spark(schema)
 
 

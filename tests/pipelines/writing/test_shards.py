@@ -394,6 +394,9 @@ def test_columns_whose_arrays_would_share_a_name_are_refused(spark: Any, tmp_pat
         write_shards(
             spark.range(3).selectExpr("id", "id as `id.isnull`"), str(tmp_path / "s"), handle_invalid="keep"
         )
+    # Spark itself could not tell these apart.
+    with pytest.raises(ValueError, match="two columns are named 'id'"):
+        write_shards(spark.range(3).selectExpr("id", "id as ID"), str(tmp_path / "s"))
 
 
 def test_whole_numbers_that_float32_would_merge_are_warned_about(
