@@ -265,7 +265,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                     f"validationIndicatorCol {indicator!r} must be a column of its own, not an input, label "
                     "or weight; copy it under another name"
                 )
-        check_free(schema, self._output_columns(len(labels)), exact)
+        outputs = self._output_columns(len(labels))
+        check_distinct(outputs, exact)
+        # As in Spark's own fit, a column whose name differs in case is for transform to refuse.
+        check_free(schema, outputs, exact=True)
         return config, indicator
 
 
