@@ -55,6 +55,7 @@ class HorovodCollective(ConnectedMember):
                     hvd.init()
             collective = cls(member)
             try:
+                collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret)
             except BaseException:
                 collective.abort()
