@@ -104,7 +104,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
         pickled = user_code.dumps(objects)
-        check_slots(spark, config.num_workers, config.use_gpu)
+        check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
         run = self._run_folder(storage_root(spark, self.getStorageUri()) if self.getRunUri() is None else "")
@@ -281,7 +281,7 @@ class _Fit:
         estimator._check_schema(dataset, config)
         estimator._warn()
         pickled = user_code.dumps(objects)
-        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu)
+        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
         fraction = estimator.getValidationFraction()
         data = FitData(
             columns=tuple(dict.fromkeys(config.columns)),
