@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -360,31 +358,6 @@ def test_weights_are_loaded_once_per_python_worker(table: Any, storage_uri: str)
         assert predict.cached_module(predictor) is first
     finally:
         predict._modules.clear()
-
-
-def _num_on_meta() -> int:
-    return sum(issubclass(type(thing), torch.Tensor) and thing.is_meta for thing in gc.get_objects())
-
-
-def test_a_task_of_transform_leaves_nothing_on_its_gpu(
-    table: Any, storage_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The meta device stands for the GPU: all is gone from it when CUDA's cache is emptied."""
-    from ringspark.estimators.inference import predict
-
-    model = TorchClassifier(model=MLP, epochs=1, storageUri=storage_uri, showProgress=False).fit(table)
-    before, held, after = _num_on_meta(), [], []
-    monkeypatch.setattr(predict, "task_device", lambda use_gpu: "meta")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: after.append(_num_on_meta()))
-
-    def batches() -> Iterator[Any]:
-        held.append(_num_on_meta())
-        yield from ()
-
-    assert list(predict.run(model._predictor(), batches())) == []
-    assert held > [before]
-    assert after == [before]
 
 
 def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) -> None:
