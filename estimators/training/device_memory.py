@@ -12,6 +12,6 @@ def release_gpu() -> None:
 
     Without CUDA in this process it does nothing.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
