@@ -31,7 +31,6 @@ _WITNESS = "ringspark.estimators.launch.witness"
 _SPARE_BYTES = 1 << 20
 # FALLOC_FL_PUNCH_HOLE with FALLOC_FL_KEEP_SIZE, which Python does not have.
 _PUNCH_HOLE = 3
-_LIBC = ctypes.CDLL(None)
 _PASS_ON_SECONDS = 0.25
 _LINES = 10
 # The witness imports the store's client before it can write; a host that is gone has none.
@@ -105,7 +104,8 @@ class LastWords:
             if passed > freed + _SPARE_BYTES:
                 # A hole: the file's length stays, so that a line that comes just now is not lost.
                 freed = passed - KEPT_BYTES
-                _LIBC.fallocate(self._file, _PUNCH_HOLE, ctypes.c_long(HEAD_BYTES), ctypes.c_long(freed))
+                libc = ctypes.CDLL(None)
+                libc.fallocate(self._file, _PUNCH_HOLE, ctypes.c_long(HEAD_BYTES), ctypes.c_long(freed))
 
 
 def with_last_words(failures: list[Failure], pulse: Pulse) -> list[Failure]:
@@ -127,15 +127,15 @@ def with_last_words(failures: list[Failure], pulse: Pulse) -> list[Failure]:
     return heard
 
 
-def _place(pulse: Pulse, rank: int) -> tuple[str, str, str]:
-    """Returns the run's folder, the file in it for the rank's lines, and the first of them."""
+def _place(pulse: Pulse, rank: int) -> tuple[str, str]:
+    """Returns the file for the rank's lines, and the first of them, which tells it from other launches'."""
     uri = storage.join(pulse.run_uri, run_layout.HEARTBEAT, f"rank-{rank}.stderr")
-    return pulse.run_uri, uri, f"{pulse.token} {pulse.launch}"
+    return uri, f"{pulse.token} {pulse.launch}"
 
 
 def _read(pulse: Pulse, rank: int) -> list[str] | None:
     """Returns the lines that a witness has stored in this launch; None if none has."""
-    _, uri, launch = _place(pulse, rank)
+    uri, launch = _place(pulse, rank)
     try:
         first, _, text = storage.read_bytes(uri).decode(errors="replace").partition("\n")
     except OSError:

@@ -15,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
@@ -73,6 +74,7 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
     pickled = cloudpickle.dumps(work)
     folder = tempfile.TemporaryDirectory(prefix="ringspark-ranks-")
     pulse = Pulse(run_uri=folder.name, token="local")
+    os.mkdir(storage.join(folder.name, run_layout.HEARTBEAT))
     processes = [
         context.Process(
             target=_spawned,

@@ -1,6 +1,6 @@
 """Waits for the end of a rank's process, and stores what it said last: see `last_words`.
 
-    python -m ringspark.estimators.launch.witness <descriptor of the rank's file> <run> <uri> <launch>
+    python -m ringspark.estimators.launch.witness <descriptor of the rank's file> <uri> <launch>
 
 It runs in a process of its own as long as the rank does, so it imports next to nothing before that.
 """
@@ -18,7 +18,7 @@ KEPT_BYTES = 1 << 16
 
 def main() -> None:
     """Returns after the rank's process has ended, or is killed before."""
-    file, (run_uri, uri, launch) = int(sys.argv[1]), sys.argv[2:]
+    file, (uri, launch) = int(sys.argv[1]), sys.argv[2:]
     # Nothing is ever written to this pipe, whose other end only the rank holds.
     sys.stdin.buffer.read()
     size = os.fstat(file).st_size
@@ -29,8 +29,8 @@ def main() -> None:
     # Not before, because this import takes more memory than all the rest.
     from ringspark.pipelines import storage
 
-    # A driver that no longer asks has removed the folder.
-    if storage.exists(run_uri):
+    # A driver that no longer asks has removed the folder of the signs of life.
+    if storage.exists(uri.rpartition("/")[0]):
         storage.write_atomic(uri, launch.encode() + b"\n" + kept)
 
 

@@ -93,6 +93,7 @@ def test_a_training_that_a_library_ends_says_what_the_library_said(spark: Any, t
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
 def test_every_line_reaches_the_log_and_the_last_ones_the_run(tmp_path: Path, end: str) -> None:
+    (tmp_path / "heartbeat").mkdir()
     done = subprocess.run([sys.executable, "-c", RANK, str(tmp_path), end], capture_output=True)
     lines = ["before", *(f"line {number}" for number in range(400_000)), "after"]
     stored = tmp_path / "heartbeat" / "rank-3.stderr"
