@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, field
 from ringspark.pipelines.readers import retry
 from ringspark.pipelines.typed_json import parse_object, record
 
+# Type of the failure of a rank that could not report it itself.
+LOST = "WorkerLost"
+
 
 class WorkerStoppedError(RuntimeError):
     """Another driver took over the run and ended this rank's work."""
@@ -54,7 +57,7 @@ class Failure:
         )
 
     @classmethod
-    def lost(cls, rank: int, host: str, phase: str, message: str, type: str = "WorkerLost") -> Failure:
+    def lost(cls, rank: int, host: str, phase: str, message: str, type: str = LOST) -> Failure:
         """Makes the failure of a rank that could not report it itself."""
         return cls(
             rank=rank,

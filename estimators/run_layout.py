@@ -6,7 +6,7 @@ run/
   config.json     the settings of the last start
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
-  heartbeat/      rank-<k>.json: each rank's last sign of life
+  heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.stderr: what one wrote that has died
   history.json    the epochs so far
   progress.json   the present step
   checkpoints/    step-<n>: positions to resume from, until the training has ended

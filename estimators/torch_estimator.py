@@ -106,7 +106,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
         pickled = user_code.dumps(objects)
-        check_slots(spark, config.num_workers, config.use_gpu)
+        check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         manifest = ShardManifest.load(uri)
         manifest.verify_files()
         run = self._run_folder(storage_root(spark, self.getStorageUri()) if self.getRunUri() is None else "")
@@ -290,7 +290,7 @@ class _Fit:
         config, indicator = estimator._found(dataset, config)
         estimator._warn()
         pickled = user_code.dumps(objects)
-        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu)
+        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
         fraction = estimator.getValidationFraction()
         data = FitData(
             columns=tuple(dict.fromkeys(config.columns)),

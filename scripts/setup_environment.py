@@ -5,8 +5,8 @@ Petastorm that ringspark supports, and nothing else: it sees the packages of `.v
 
 Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
 machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
-Horovod, whose wheel is built from two edited source files once per (horovod, torch, python) and
-kept in the user's cache, for all checkouts.
+Horovod, whose wheel is built from edited source files once per (horovod, torch, python), with NCCL
+where CUDA is, and kept in the user's cache, for all checkouts.
 
 Invariant: the stamp is written last, so it exists only after every phase has passed with the inputs
 whose hash it holds; an interrupted run has no current stamp and is simply run again.
@@ -224,17 +224,38 @@ def write_stamp(environment: Environment, stamp: dict[str, str]) -> None:
     fresh.replace(environment.stamp)
 
 
-def wheel_folder(horovod: str, torch: str) -> Path:
+def wheel_folder(horovod: str, torch: str, operations: str) -> Path:
     """Returns the cache folder of the Horovod wheel for these versions and this Python.
 
     Args:
         horovod: Version of Horovod.
         torch: Installed version of torch; its local part (`+cpu`) counts, as the binary differs.
+        operations: What its operations on GPUs are built with, see `gpu_settings`.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = f"horovod-{horovod}{HOROVOD_LABEL}-torch-{torch}-cp{PYTHON[0]}{PYTHON[1]}"
-    operations = os.environ.get("HOROVOD_GPU_OPERATIONS")  # another binary: NCCL instead of Gloo alone
     return cache / "ringspark" / "wheels" / (f"{key}-{operations.lower()}" if operations else key)
+
+
+def gpu_settings() -> dict[str, str]:
+    """Returns the settings that build Horovod with NCCL, where CUDA, NCCL and a torch with CUDA are.
+
+    Otherwise gradients on GPUs would travel through the hosts' memory. `HOROVOD_GPU_OPERATIONS`, also an
+    empty one, decides if it is set.
+    """
+    nvcc = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '')}/bin") or shutil.which("nvcc")
+    if nvcc is None or "HOROVOD_GPU_OPERATIONS" in os.environ:
+        return {}
+    if not (
+        output_of([str(MAIN.python), "-c", "import torch; print(torch.version.cuda or '')"]) or ""
+    ).strip():
+        return {}
+    home = Path(nvcc).resolve().parent.parent
+    places = [home, Path(os.environ.get("HOROVOD_NCCL_HOME", "/usr")), Path("/usr")]
+    if not any(Path(place, "include", "nccl.h").exists() for place in places):
+        say("NCCL's headers are missing (apt-get install libnccl-dev): Horovod is built without NCCL")
+        return {}
+    return {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(home)}
 
 
 # ------------------------------------------------------------------------------ phases
@@ -324,8 +345,11 @@ def edit_horovod_sources(sources: Path) -> None:
         (sources / name).write_text(edited)
 
 
-def build_horovod(version: str, folder: Path) -> None:
+def build_horovod(version: str, folder: Path, settings: dict[str, str]) -> None:
     """Builds the wheel of Horovod into its cache folder, which appears only when it is whole.
+
+    Args:
+        settings: Of `gpu_settings`.
 
     Raises:
         HorovodError: a step of the build failed; the log holds what it printed.
@@ -344,7 +368,7 @@ def build_horovod(version: str, folder: Path) -> None:
 
         # make hands its own flags on to what it starts; Horovod's are to be one job a core.
         env = {key: value for key, value in os.environ.items() if key not in ("MFLAGS", "MAKELEVEL")}
-        env.update(HOROVOD_BUILD, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
+        env.update(HOROVOD_BUILD | settings, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
         env["PATH"] = f"{MAIN.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
         if cmake_on_path() is None:
             step(pip("install", "--target", f"{name}/cmake", "-r", CMAKE_PIN))
@@ -390,11 +414,13 @@ def install_horovod(installed: str | None) -> str:
     python = str(MAIN.python)
     torch = output_of([python, "-c", "import importlib.metadata as m; print(m.version('torch'), end='')"])
     version = pin("horovod")
-    folder = wheel_folder(version, torch or pin("torch"))
+    settings = gpu_settings()
+    operations = (os.environ | settings).get("HOROVOD_GPU_OPERATIONS", "")
+    folder = wheel_folder(version, torch or pin("torch"), operations)
     if not list(folder.glob("*.whl")):
         say("building Horovod once for this torch, a few minutes ...")
         with phase("Horovod wheel built"):
-            build_horovod(version, folder)
+            build_horovod(version, folder, settings)
     wheels = [str(wheel) for wheel in folder.glob("*.whl")]
     if not wheels:
         raise HorovodError(f"the build left no wheel in {folder}")

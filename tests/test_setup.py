@@ -25,6 +25,7 @@ args = sys.argv[1:]
 if args[0] == "-c":
     if "version_info" in args[1]: print(*sys.version_info[:2])
     if "importlib.metadata" in args[1]: print("2.13.0+cpu", end="")
+    if "torch.version.cuda" in args[1]: print("12.6" if (here / "torch_has_cuda").exists() else "")
     if "horovod.torch" in args[1]: sys.exit((here / "unimportable").exists())
     sys.exit()
 quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
@@ -72,7 +73,8 @@ def fake_tool(folder: Path, name: str, script: str) -> None:
 
 def environment(**changes: str) -> dict[str, str]:
     """Returns the environment without what would steer the script, with `changes` on top."""
-    steering = {"CXX", "JAVA_HOME", "HOROVOD_CMAKE", "HOROVOD_GPU_OPERATIONS", "RINGSPARK_REQUIRE_HOROVOD"}
+    steering = {"CXX", "JAVA_HOME", "HOROVOD_CMAKE", "RINGSPARK_REQUIRE_HOROVOD", "CUDA_HOME"}
+    steering |= {"HOROVOD_GPU_OPERATIONS", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME"}
     return {key: value for key, value in os.environ.items() if key not in steering} | changes
 
 
@@ -342,6 +344,40 @@ def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:
     checkout.calls()
     assert checkout.set_up(HOROVOD_GPU_OPERATIONS="NCCL").returncode == 0
     assert "wheel" in [call.split()[0] for call in checkout.calls()]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "env", "nccl"),
+    [
+        ("", {}, True),
+        ("CUDA_HOME", {}, False),
+        ("torch_has_cuda", {}, False),
+        ("nccl.h", {}, False),
+        ("", {"HOROVOD_GPU_OPERATIONS": ""}, False),
+    ],
+)
+def test_horovod_is_built_with_nccl_where_cuda_is(
+    checkout: Checkout, tmp_path: Path, lacks: str, env: dict[str, str], nccl: bool
+) -> None:
+    """And its wheel is not that of the machines without."""
+    home = tmp_path / "cuda"
+    for part in ("bin", "include"):
+        (home / part).mkdir(parents=True)
+    fake_tool(home / "bin", "nvcc", "exit 0")
+    if lacks != "nccl.h":
+        (home / "include" / "nccl.h").touch()
+    if lacks != "torch_has_cuda":
+        (checkout.bin / "torch_has_cuda").touch()
+    path = f"{checkout.root / 'tools'}{os.pathsep}{tools_without(tmp_path / 'bin', 'nvcc')}"
+    home_set = {} if lacks == "CUDA_HOME" else {"CUDA_HOME": str(home)}
+    done = checkout.set_up(**{"PATH": path} | home_set | env)
+    assert done.returncode == 0, done.stderr
+    built_with = (checkout.bin / "env").read_text()
+    assert ("'HOROVOD_GPU_OPERATIONS': 'NCCL'" in built_with) == nccl
+    assert (f"'HOROVOD_CUDA_HOME': '{home}'" in built_with) == nccl
+    wheels = [path.name for path in (checkout.cache / "ringspark" / "wheels").iterdir()]
+    assert [name.endswith("-cp311-nccl") for name in wheels] == [nccl]
+    assert ("libnccl-dev" in done.stdout) == (lacks == "nccl.h")
 
 
 @pytest.mark.parametrize("reason", ["build", "sources", "import"])

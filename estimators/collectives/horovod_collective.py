@@ -45,6 +45,8 @@ class HorovodCollective(ConnectedMember):
         try:
             import horovod.torch as hvd
 
+            if use_gpu:
+                check_nccl()
             _check_name(member)
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
             machines = machines_of(client, member, timeout_seconds)
@@ -55,6 +57,7 @@ class HorovodCollective(ConnectedMember):
                     hvd.init()
             collective = cls(member)
             try:
+                collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret)
             except BaseException:
                 collective.abort()
@@ -132,6 +135,22 @@ class HorovodCollective(ConnectedMember):
         self._hvd.shutdown()
 
     abort = close
+
+
+def check_nccl() -> None:
+    """Refuses GPUs to a Horovod that would sum their gradients in the hosts' memory.
+
+    Raises:
+        ValueError: This process's Horovod is built without NCCL.
+    """
+    import horovod.torch as hvd
+
+    if not hvd.nccl_built():
+        raise ValueError(
+            "useGpu=True with collective 'horovod' needs a Horovod that is built with NCCL, and this one "
+            "would send gradients through the hosts' memory; set collective='torch', or build Horovod where "
+            "CUDA is, with HOROVOD_GPU_OPERATIONS=NCCL"
+        )
 
 
 def _check_name(member: Member) -> None:

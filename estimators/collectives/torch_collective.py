@@ -54,6 +54,7 @@ class TorchCollective(ConnectedMember):
             guard.shut()
             collective = cls(member, use_gpu, client)
             try:
+                collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret, timeout_seconds)
             except BaseException:
                 collective.abort()
@@ -168,7 +169,7 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
     # If pairs connected lazily, Gloo's port would have to stay open during the training.
     values = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
-        values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        values["GLOO_SOCKET_IFNAME"] = interface
     # DistributedDataParallel imports this module. If that happens while a group exists, the module holds the
     # group, and the port that Gloo listens on, as long as the process lives.
     import torch._dynamo  # noqa: F401

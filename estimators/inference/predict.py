@@ -3,7 +3,8 @@
 Only the model's input columns go to Python; every other column stays in the JVM, untouched. The
 expression is lazy and has a declared type and no state, so it serves batch and streaming alike. Little
 travels, because the weights stay on the store. A Python worker maps them once for all tasks that it runs
-later, and the workers of a host share the pages (see `training.checkpoint`).
+later, and the workers of a host share the pages (see `training.checkpoint`). On a GPU, whose memory other
+tasks need, they stay for one task.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference.device import task_device
 from ringspark.estimators.inference.results import Results
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
+from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
 from ringspark.models.outputs import as_outputs
@@ -88,21 +90,21 @@ class Predictor:
         return outputs
 
 
-# Modules that this Python worker has loaded, by (folder, checkpoint id, network, device); the least recently
-# used comes first. Two networks may use the same weights, as a copy of a model with another activation does.
-_modules: dict[tuple[str, str, str | bytes, str], nn.Module] = {}
+# Modules that this Python worker has on the CPU, by (folder, checkpoint id, network); the least recently used
+# comes first. Two networks may use the same weights, as a copy of a model with another activation does.
+_modules: dict[tuple[str, str, str | bytes], nn.Module] = {}
 # A pipeline has a few models, but a worker of a CrossValidator switches between many.
 MAX_MODULES = 4
 
 
-def cached_module(predictor: Predictor, device: str = "cpu") -> nn.Module:
-    """Returns the predictor's module, from this process's cache if it is there."""
-    key = (predictor.weights_uri, predictor.weights_id, predictor.model, device)
+def cached_module(predictor: Predictor) -> nn.Module:
+    """Returns the predictor's module on the CPU, from this process's cache if it is there."""
+    key = (predictor.weights_uri, predictor.weights_id, predictor.model)
     module = _modules.pop(key, None)
     if module is None:
         while len(_modules) >= MAX_MODULES:
             _modules.pop(next(iter(_modules)))
-        module = predictor.load(device, _cache_folder())
+        module = predictor.load(cache=_cache_folder())
     _modules[key] = module
     return module
 
@@ -136,12 +138,15 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
     from pyspark import TaskContext
 
     context = TaskContext.get()
+    device = task_device(predictor.use_gpu)
+    module: nn.Module | None = None
     threads = torch.get_num_threads()
     # Tasks share the host; a task that took all cores would slow the others down.
     torch.set_num_threads(context.cpus() if context is not None else threads)
     try:
-        device = task_device(predictor.use_gpu)
-        module = cached_module(predictor, device)
+        module = (
+            cached_module(predictor) if device == "cpu" else predictor.load(device, cache=_cache_folder())
+        )
         for batch in batches:
             # If there is only one column, Spark passes a bare Series.
             series = [batch] if isinstance(batch, pd.Series) else list(batch)
@@ -162,6 +167,8 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
             yield predictor.results.to_pandas(outputs, valid)
     finally:
         torch.set_num_threads(threads)
+        module = None
+        release_gpu()
 
 
 def _cache_folder() -> str | None:

@@ -22,6 +22,8 @@ from ringspark.estimators.collectives.network import own_address
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
+from ringspark.estimators.launch.last_words import LastWords
+from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines.typed_json import record
 
@@ -65,13 +67,21 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
     return members
 
 
-def work_and_leave(collective: Collective, work: Work, device: str, status: Status) -> str:
-    """Works, then leaves the gang with the other ranks; aborts after a failure. Runs on every rank."""
+def work_and_leave(
+    collective: Collective,
+    work: Work,
+    device: str,
+    status: Status,
+    tell: Callable[[BaseException], object] = lambda _: None,
+) -> str:
+    """Works, then leaves the gang with the other ranks; tells of a failure and aborts. Runs on every rank."""
     try:
         result = work(collective, device, status)
         status.phase = "leaving the gang"
         collective.barrier()
-    except BaseException:
+    except BaseException as error:
+        # Before the abort, which may wait for operations of a GPU that never end.
+        tell(error)
         collective.abort()
         raise
     collective.close()
@@ -115,7 +125,10 @@ class GangTask:
         context = BarrierTaskContext.get()
         members = assign_ranks([_host_of(info.address) for info in context.getTaskInfos()])
         member = members[context.partitionId()]
-        result, failure = self._run(context, member)
+        with LastWords(self.pulse, member.rank):
+            result, failure = self._run(context, member)
+        # Not before: until then the frames of the work, and of its error, hold tensors.
+        release_gpu()
         row = {"rank": member.rank, "result": result, "failure": failure.to_json() if failure else None}
         yield pa.RecordBatch.from_pylist([row], _ARROW_SCHEMA)
 
@@ -128,19 +141,23 @@ class GangTask:
         torch.set_num_threads(max(1, context.cpus()))
         task: int = context.partitionId()
         heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task)
+
+        def tell(error: BaseException) -> Failure:
+            from_peer = isinstance(error, CollectiveError)
+            return heartbeat.fail(Failure.of(error, member.rank, status.phase, from_peer=from_peer))
+
         with heartbeat:
             try:
-                return self._connected(context, member, status), None
+                return self._connected(context, member, status, tell), None
             # SystemExit too, because sys.exit() in user code would end the Python worker silently.
             except (Exception, SystemExit) as error:
-                from_peer = isinstance(error, CollectiveError)
-                failure = Failure.of(error, member.rank, status.phase, from_peer=from_peer)
-                heartbeat.fail(failure)
-                return None, failure
+                return None, tell(error)
             finally:
                 torch.set_num_threads(threads)
 
-    def _connected(self, context: Any, member: Member, status: Status) -> str:
+    def _connected(
+        self, context: Any, member: Member, status: Status, tell: Callable[[BaseException], object]
+    ) -> str:
         """Agrees with the other ranks on a meeting point and devices, connects, works, leaves or aborts."""
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
@@ -171,7 +188,7 @@ class GangTask:
             address = next(entry["address"] for entry in told if entry["address"])
             status.phase = f"connecting by {self.collective}"
             collective = kind.connect(at, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
-            return work_and_leave(collective, self.work, device, status)
+            return work_and_leave(collective, self.work, device, status, tell)
         finally:
             if rendezvous is not None:
                 rendezvous.close()

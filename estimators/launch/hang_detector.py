@@ -3,8 +3,10 @@
 A rank is silent if its beats stand still (its process is stopped, its host lost), and stalled if its beats
 go on but its ticks stand still (a loader never gives the next batch, user code never returns). A rank that
 waits for a silent one stalls as well, so a silent rank is blamed first. Before a stalled rank is blamed,
-the ranks that only wait for it get the time to end by their own timeout. While a rank has yet to start,
-importing its libraries on a busy machine, nobody makes progress and nobody hangs.
+the ranks that only wait for it get the time to end by their own timeout. Once a rank has failed, the others
+have only the time of a few beats: with Gloo they learn of it and end, but with NCCL they may wait for a
+device that never answers, and beat on. While a rank has yet to start, importing its libraries on a busy
+machine, nobody makes progress and nobody hangs.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class HangDetector:
         self._began: float | None = None
         self._seen: dict[int, _Seen] = {}
         self._stalled_since: float | None = None
+        # When the first failure of a rank was seen.
+        self._gave_up: float | None = None
         self._last_look: float | None = None
         # Seconds between the last looks.
         self._gaps: deque[float] = deque(maxlen=5)
@@ -74,6 +78,8 @@ class HangDetector:
         for beat in beats:
             if self._began is None:
                 self._began = now
+            if beat.failure is not None and self._gave_up is None:
+                self._gave_up = now
             seen = self._seen.get(beat.rank)
             if seen is None:
                 self._seen[beat.rank] = _Seen(beat=beat, beat_changed=now, tick_changed=now)
@@ -92,9 +98,8 @@ class HangDetector:
         if self._began is None:
             return None
         running = {rank: seen for rank, seen in self._seen.items() if not seen.beat.ended}
-        # A peer that has given up no longer waits for anybody, and a rank that is silent now will not return.
-        given_up = any(seen.beat.failure is not None for seen in self._seen.values())
-        patience = min(self._grace, self._timeout) if given_up else self._timeout
+        # After a failure the gang is lost: a rank that is silent or stalled now has nothing to wait for.
+        patience = self._timeout if self._gave_up is None else min(self._grace, self._timeout)
         late = [rank for rank in range(self._num_ranks) if rank not in self._seen]
         if late and now - self._began >= max(self._timeout, START_SECONDS):
             return Hung(rank=late[0], beat=None, reason="has not started")
@@ -107,20 +112,23 @@ class HangDetector:
                 beat=seen.beat,
                 reason=f"has given no sign of life for {quiet:.0f} s",
             )
-        stalled = [seen for seen in running.values() if now - seen.tick_changed >= self._timeout]
+        # A rank that computes, and so has long not ticked, gets this time to see the failure by itself.
+        since = self._gave_up or 0.0
+        stalled = [seen for seen in running.values() if now - max(seen.tick_changed, since) >= patience]
         if not stalled:
             self._stalled_since = None
             return None
         if self._stalled_since is None:
             self._stalled_since = now
-        if now - self._stalled_since < self._grace:
+        if self._gave_up is None and now - self._stalled_since < self._grace:
             return None
         # The waiting ranks are all at the same step; the rank that they wait for has done the least.
         seen = min(stalled, key=lambda s: (s.beat.ticks, s.beat.rank))
         return Hung(
             rank=seen.beat.rank,
             beat=seen.beat,
-            reason=f"has made no progress for {now - seen.tick_changed:.0f} s",
+            reason=f"has made no progress for {now - seen.tick_changed:.0f} s"
+            + ("" if self._gave_up is None else " and another has failed"),
         )
 
     def excuse(self, now: float) -> None:

@@ -151,9 +151,14 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def fail(self, failure: Failure) -> None:
-        """Puts the failure into the last beat, because the rank's row may never reach the driver."""
-        self._failure = failure
+    def fail(self, failure: Failure) -> Failure:
+        """Puts the failure into the next beats, because the rank's row may never reach the driver.
+
+        Returns:
+            The first failure, which counts.
+        """
+        self._failure = self._failure or failure
+        return self._failure
 
     def __exit__(self, *_: Any) -> None:
         self._done.set()

@@ -8,15 +8,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import socket
+import tempfile
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_task import Work, work_and_leave
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.last_words import LastWords, with_last_words
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
 from ringspark.estimators.training.driver_check import check_training
@@ -67,18 +72,21 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
     queue: Any = context.Queue()
     # cloudpickle, as in Spark, also ships closures and functions of the main script.
     pickled = cloudpickle.dumps(work)
+    folder = tempfile.TemporaryDirectory(prefix="ringspark-ranks-")
+    pulse = Pulse(run_uri=folder.name, token="local")
+    os.mkdir(storage.join(folder.name, run_layout.HEARTBEAT))
     processes = [
         context.Process(
             target=_spawned,
             args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds),
-            kwargs={"secret": secret, "environment": dict(os.environ)},
+            kwargs={"secret": secret, "environment": dict(os.environ), "pulse": pulse},
         )
         for member in members
     ]
     try:
         for process in processes:
             process.start()
-        rows = _receive(queue, processes)
+        rows = _receive(queue, processes, pulse)
         for process in processes:
             process.join()
     finally:
@@ -86,13 +94,14 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
             if process.is_alive():
                 process.kill()
         rendezvous.close()
+        folder.cleanup()
     failures = [failure for _, _, failure in rows if failure is not None]
     if failures:
         raise WorkerError([Failure.from_json(text) for text in failures])
     return [result for _, result, _ in sorted(rows)]
 
 
-def _receive(queue: Any, processes: list[Any]) -> list[tuple[int, str, str | None]]:
+def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, str, str | None]]:
     """Returns one row per rank; for a process that died without a row, the row names its exit code."""
     from queue import Empty
 
@@ -104,9 +113,9 @@ def _receive(queue: Any, processes: list[Any]) -> list[tuple[int, str, str | Non
             heard = {rank for rank, _, _ in rows}
             for rank, process in enumerate(processes):
                 if rank not in heard and process.exitcode is not None and queue.empty():
-                    error = RuntimeError(f"the process ended with exit code {process.exitcode}")
-                    failure = Failure.of(error, rank, "running", from_peer=False)
-                    raise WorkerError([failure]) from None
+                    message = f"the process ended with exit code {process.exitcode}"
+                    failure = Failure.lost(rank, socket.gethostname(), "running", message)
+                    raise WorkerError(with_last_words([failure], pulse)) from None
     return rows
 
 
@@ -120,6 +129,7 @@ def _spawned(
     *,
     secret: bytes,
     environment: dict[str, str],
+    pulse: Pulse,
 ) -> None:
     import numpy as np
     import torch
@@ -131,8 +141,9 @@ def _spawned(
     torch.set_num_threads(1)
     status = Status("connecting")
     try:
-        connected = collective_class(collective).connect(member, address, timeout_seconds, False, secret)
-        result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
+        with LastWords(pulse, member.rank):
+            connected = collective_class(collective).connect(member, address, timeout_seconds, False, secret)
+            result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))
     except Exception as error:
         failure = Failure.of(error, member.rank, status.phase, isinstance(error, CollectiveError))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.collectives.horovod_collective import check_nccl
 from ringspark.estimators.launch.devices import check_enough
 from ringspark.estimators.launch.resources import (
     is_local,
@@ -37,12 +38,15 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
     return _count(spark, conf, plan_stage(conf, str(spark.version), use_gpu).task_cpus)
 
 
-def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) -> None:
+def check_slots(
+    spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
+) -> None:
     """Refuses a gang that Spark would never start.
 
     Raises:
         ValueError: The gang is larger than the cluster (the message has both numbers), or a local master
-            lacks the GPUs, or the cluster changes its size by itself, so no barrier stage runs on it.
+            lacks the GPUs or a Horovod for them, or the cluster changes its size by itself, so no barrier
+            stage runs on it.
     """
     conf = spark_conf(spark)
     check_fixed_size(conf)
@@ -51,7 +55,9 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
     task_cpus = plan_stage(conf, str(spark.version), use_gpu).task_cpus
     expected = slots_of_conf(conf, task_cpus)
     if use_gpu and is_local(conf.get("spark.master", "")) and not is_remote(spark):
-        # The workers will see the same GPUs as this process, so the gang need not start to find out.
+        # The workers have what this process has, so the gang need not start to find out.
+        if collective == "horovod":
+            check_nccl()
         check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
     deadline = time.monotonic() + REGISTRATION_SECONDS
     slots = _count(spark, conf, task_cpus)

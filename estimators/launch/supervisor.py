@@ -20,11 +20,12 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.failures import Failure, TrainingCancelledError, WorkerError
+from ringspark.estimators.failures import LOST, Failure, TrainingCancelledError, WorkerError
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
+from ringspark.estimators.launch.last_words import with_last_words
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
@@ -59,6 +60,7 @@ class Supervisor:
     check_data: Callable[[], None] | None = None
     restarts: list[str] = field(default_factory=list)
     _stage: Any = None
+    _pulse: Pulse = field(init=False)
 
     def run(self) -> list[str]:
         """Blocks until the gang has ended well or has failed for good; returns one text per rank, in order.
@@ -95,7 +97,7 @@ class Supervisor:
                 f"the run's folder {config.run_uri!r} takes no files ({error}); make room there, or give "
                 "access to it, and fit again"
             ) from error
-        pulse = Pulse(
+        self._pulse = pulse = Pulse(
             run_uri=config.run_uri, token=self.token, launch=launch, timeout_seconds=config.timeout_seconds
         )
         task = GangTask(
@@ -140,10 +142,13 @@ class Supervisor:
         return WorkerError([*lost, *_told(monitor.beats)])
 
     def _final(self, error: WorkerError) -> WorkerError:
+        failures = error.failures
+        if error.first.type == LOST:
+            failures = with_last_words(failures, self._pulse)
         if not error.may_pass or not self.restarts:
-            return error
+            return WorkerError(failures)
         times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
-        return WorkerError(error.failures, f"; the workers had been started again {times} (maxRestarts)")
+        return WorkerError(failures, f"; the workers had been started again {times} (maxRestarts)")
 
     def _note(self, reason: str) -> None:
         self.restarts.append(reason)

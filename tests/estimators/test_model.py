@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel, TorchRegressionModel, user_code
+from ringspark.estimators.inference import predict
 from ringspark.estimators.inference.device import choose_inference_device
 from ringspark.estimators.inference.results import Classes
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
@@ -821,3 +824,28 @@ def test_an_unknown_format_is_refused(make_shards: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"format must be one of \['torch.export', 'onnx'\], got 'tflite'"):
         exported(make_shards, tmp_path).export(str(tmp_path / "x"), format="tflite")
     assert not os.path.exists(tmp_path / "x")
+
+
+def _num_on_meta() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) and thing.is_meta for thing in gc.get_objects())
+
+
+def test_a_task_of_transform_leaves_nothing_on_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands for the GPU: all is gone from it when CUDA's cache is emptied."""
+    predictor = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])._predictor()
+    load, before, held, after = predict.Predictor.load, _num_on_meta(), [], []
+    # The library that reads the weights knows no such device.
+    monkeypatch.setattr(predict.Predictor, "load", lambda self, device, *_, **__: load(self).to(device))
+    monkeypatch.setattr(predict, "task_device", lambda use_gpu: "meta")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: after.append(_num_on_meta()))
+
+    def batches() -> Iterator[Any]:
+        held.append(_num_on_meta())
+        yield from ()
+
+    assert list(predict.run(predictor, batches())) == []
+    assert held == [before + 2], "weight and bias"
+    assert after == [before]

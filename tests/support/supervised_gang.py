@@ -10,7 +10,7 @@ from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.training.settings.config import TrainConfig
 
 
-def run_gang(spark: Any, num_workers: int, collective: str, work: Work, use_gpu: bool = False) -> list[str]:
+def run_gang(spark: Any, num_workers: int, collective: str, work: Work, **settings: Any) -> list[str]:
     """Runs `work` once on `num_workers` ranks at the same time; returns their texts in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
@@ -20,7 +20,7 @@ def run_gang(spark: Any, num_workers: int, collective: str, work: Work, use_gpu:
             label_columns=("y",),
             num_workers=num_workers,
             collective=collective,
-            use_gpu=use_gpu,
+            **settings,
         )
         supervisor = Supervisor(spark=spark, config=config, make_work=lambda config: work, token="test")
         return supervisor.run()

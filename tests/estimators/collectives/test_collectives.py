@@ -236,6 +236,24 @@ def test_connecting_leaves_no_environment_variable(name: str) -> None:
         assert json.loads(text) == []
 
 
+def _interface_told(collective: Collective, device: str, status: Status) -> str:
+    """NCCL's interface while the gang works, and after its release."""
+    told = os.environ.get("NCCL_SOCKET_IFNAME")
+    collective._release()  # type: ignore[attr-defined]
+    return json.dumps([told, os.environ.get("NCCL_SOCKET_IFNAME")])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", GANGS)
+@pytest.mark.parametrize("own", [None, "ib0"])
+def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch: Any, name: str, own: str | None) -> None:
+    """NCCL connects at its first operation, long after the gang; what the user has chosen stays."""
+    if own is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", own)
+    for text in run_spawned(2, name, _interface_told):
+        assert json.loads(text) == [own or f"={interface_of('127.0.0.1')}", own]
+
+
 def _tie(
     by: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, rounds: int
 ) -> GradientSync:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,8 @@ from hypothesis import strategies as st
 from supervised_gang import run_gang
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives import COLLECTIVES, Collective, Member
+from ringspark.estimators.collectives.horovod_collective import HorovodCollective, check_nccl
 from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.launch.slots import check_slots, count_slots
 from ringspark.estimators.training.phase import Status
@@ -68,6 +74,63 @@ def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> 
     assert first_line.endswith("failed in phase 'step 3': ZeroDivisionError: on purpose")
     assert "py4j" not in str(caught.value)
     assert len(run_gang(spark, 2, "horovod", _sum_of_ranks)) == 2
+
+
+def _fails_and_hangs(collective: Collective, device: str, status: Status) -> str:
+    """As under NCCL: rank 1's abort waits for the device, and rank 0 for an answer; both beat on."""
+    if collective.rank == 1:
+        collective.abort = lambda: time.sleep(3600)  # type: ignore[method-assign]
+        raise ZeroDivisionError("on purpose")
+    while True:
+        time.sleep(0.05)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_users_error_ends_a_gang_whose_ranks_all_hang(spark: Any) -> None:
+    with pytest.raises(WorkerError, match=r"^rank 1 .* ZeroDivisionError: on purpose"):
+        run_gang(spark, 2, "torch", _fails_and_hangs, timeout_seconds=8.0)
+
+
+def _leaves_a_cycle(path: str, fails: bool, collective: Collective, device: str, status: Status) -> str:
+    """Makes a tensor that only a cycle holds; what stands for CUDA writes down whether it is still there."""
+    holder: dict[str, Any] = {"tensor": torch.zeros(10)}
+    holder["self"] = holder
+    seen, kept = weakref.ref(holder["tensor"]), (torch.cuda.is_initialized, torch.cuda.empty_cache)
+
+    def empty_cache() -> None:
+        torch.cuda.is_initialized, torch.cuda.empty_cache = kept
+        Path(path).write_text(f"held: {seen() is not None}")
+
+    torch.cuda.is_initialized, torch.cuda.empty_cache = lambda: True, empty_cache
+    if fails:
+        raise ZeroDivisionError("on purpose")
+    return "done"
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_gives_its_gpu_memory_back(spark: Any, tmp_path: Path, fails: bool) -> None:
+    """Spark keeps its Python worker, and torch would keep the memory with it."""
+    path = tmp_path / "memory"
+    with pytest.raises(WorkerError, match="on purpose") if fails else nullcontext():
+        run_gang(spark, 1, "local", partial(_leaves_a_cycle, str(path), fails))
+    assert path.read_text() == "held: False"
+
+
+@pytest.mark.spark
+def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
+    spark: Any, monkeypatch: Any
+) -> None:
+    """And on a cluster, whose workers may have another Horovod than the driver, by each of them."""
+    sentence = "collective 'horovod' needs a Horovod that is built with NCCL, .* set collective='torch'"
+    with pytest.raises(ValueError, match=sentence):
+        check_slots(spark, 1, use_gpu=True, collective="horovod")
+    opened = HorovodCollective.open_rendezvous(Member(), b"secret")
+    with closing(opened), pytest.raises(ValueError, match=sentence):
+        HorovodCollective.connect(Member(), opened.address, 60.0, use_gpu=True, secret=b"secret")
+    monkeypatch.setattr("horovod.torch.nccl_built", lambda: 22703)
+    check_nccl()
 
 
 @pytest.mark.spark

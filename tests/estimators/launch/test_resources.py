@@ -7,7 +7,12 @@ import re
 import pytest
 
 from ringspark.estimators.launch.resources import plan_stage, slots_of_conf
-from ringspark.estimators.launch.slots import check_address_space, check_fixed_size, may_grow
+from ringspark.estimators.launch.slots import (
+    check_address_space,
+    check_fixed_size,
+    check_slots,
+    may_grow,
+)
 
 EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 
@@ -154,12 +159,14 @@ def test_a_local_master_ignores_dynamic_allocation_and_so_do_we() -> None:
     check_fixed_size(_conf(STANDALONE))
 
 
-def test_a_bound_on_the_address_space_of_gpu_workers_is_refused() -> None:
+def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_address_space(_conf(STANDALONE))
+    bounded = _conf(STANDALONE, executor_pyspark_memory="4g")
+    monkeypatch.setattr("ringspark.estimators.launch.slots.spark_conf", lambda spark: bounded)
     with pytest.raises(
         ValueError, match=r"spark\.executor\.pyspark\.memory \(4g\), .* raise spark\.executor\.mem"
     ):
-        check_address_space(_conf(STANDALONE, executor_pyspark_memory="4g"))
+        check_slots(None, 1, use_gpu=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

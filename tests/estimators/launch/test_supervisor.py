@@ -20,7 +20,14 @@ from waiting import wait_for
 from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.hang_detector import START_SECONDS, HangDetector
-from ringspark.estimators.launch.heartbeat import Beat, Heartbeat, Pulse, beat_uri, read_beats
+from ringspark.estimators.launch.heartbeat import (
+    Beat,
+    Heartbeat,
+    Pulse,
+    beat_uri,
+    interval_seconds,
+    read_beats,
+)
 from ringspark.estimators.launch.monitor import Monitor
 from ringspark.estimators.launch.spark_job import lost_workers, was_cancelled
 from ringspark.estimators.launch.supervisor import Supervisor
@@ -84,6 +91,35 @@ def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner() -> None:
     when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
     assert hung.rank == 1
     assert when < 30 + TIMEOUT
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: bool) -> None:
+    """As under NCCL: it spins for an answer and beats on; the one that failed may hang in its abort."""
+    patience = 600.0
+
+    def script(second: int) -> list[Beat]:
+        waits = _beat(1, beats=second // 5, ticks=min(second, 30))
+        if second < 30:
+            return [_beat(0, beats=second // 5, ticks=second), waits]
+        failure = Failure.of(ZeroDivisionError("user"), 0, "step 30", from_peer=False).to_json()
+        return [_beat(0, beats=second // 5, ticks=30, ended=ended, failure=failure), waits]
+
+    when, hung = _play(HangDetector(2, patience), 2000, script)  # type: ignore[misc]
+    # Two beats and a second after the failure was seen.
+    assert when == 30 + 2 * interval_seconds(patience) + 1
+    assert "no progress" in hung.reason
+    assert "another has failed" in hung.reason
+
+
+def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed() -> None:
+    def script(second: int) -> list[Beat]:
+        failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
+        # It computed for long before, and sees the failure at its next exchange.
+        slow = _beat(1, beats=second // 5, ticks=1 if second < 38 else second, ended=second > 40)
+        return [_beat(0, beats=second // 5, ticks=second) if second < 30 else failed, slow]
+
+    assert _play(HangDetector(2, 600.0), 200, script) is None
 
 
 def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> None:
