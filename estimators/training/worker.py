@@ -183,6 +183,18 @@ def _make_gradients_dense(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             layer.sparse = False
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_refuse_sparse, name))  # type: ignore[no-untyped-call]
+
+
+def _refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    # No hook can make it dense: autograd refuses to change the type.
+    if gradient.is_sparse:
+        raise ValueError(
+            f"parameter {name!r} got a sparse gradient, and ranks would wait for one without rows; leave "
+            "sparse=True out where the model's forward looks it up, or set numWorkers=1"
+        )
 
 
 def _final_weights(
