@@ -149,9 +149,10 @@ def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
         assert monitor.verdict is not None
 
 
+@pytest.mark.spark
 @pytest.mark.parametrize(("min_workers", "go_on"), [(None, 2), (1, 1)])
 def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
-    monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
+    spark: Any, monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
 ) -> None:
     """But not where fewer workers may go on: those do after a start's patience."""
     monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
@@ -159,7 +160,7 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
         shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2,
         min_workers=min_workers, timeout_seconds=60.0,
     )  # fmt: skip
-    supervisor = Supervisor(spark=Any, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
     counted = iter([1] * 8)
     supervisor._stage = SimpleNamespace(slots=lambda: next(counted, 2))
     supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
