@@ -70,8 +70,8 @@ def check_slots(spark: SparkSession, num_workers: int, use_gpu: bool = False) ->
         )
     if slots is not None and slots >= 2 * num_workers:
         _logger.info(
-            "the training uses %d of %d task slots, with %s threads in each (spark.task.cpus); more of the "
-            "cluster by more numWorkers, or by a session with a larger spark.task.cpus",
+            "the training uses %d of %d task slots, each with spark.task.cpus=%s threads; raise numWorkers "
+            "or, in a new session, spark.task.cpus to use the others",
             num_workers,
             slots,
             task_cpus or conf.get("spark.task.cpus", "1"),
