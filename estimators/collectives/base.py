@@ -75,6 +75,13 @@ class Collective(Protocol):
             counts: Length of each rank's tensor, if all ranks know it; this saves an exchange.
         """
 
+    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Like `all_gather`, but only rank 0 gets the tensors; the others get an empty list.
+
+        Args:
+            tensor: On the CPU.
+        """
+
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Begins to sum `tensor` over all ranks; each rank gets only its own part of the sum.
 
@@ -144,11 +151,16 @@ class ConnectedMember:
             self._on_leave.pop()()
 
 
-def gather_bytes(collective: Collective, data: bytes) -> list[bytes]:
-    """Returns every rank's bytes, in rank order; a rank may give none. Runs on every rank."""
+def gather_bytes(collective: Collective, data: bytes, *, to_all: bool = True) -> list[bytes]:
+    """Returns every rank's bytes, in rank order; a rank may give none. Runs on every rank.
+
+    Args:
+        to_all: Whether all ranks get them; if not, only rank 0 does.
+    """
     # torch makes no tensor of an empty buffer.
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
-    return [piece.numpy().tobytes() for piece in collective.all_gather(mine)]
+    gather = collective.all_gather if to_all else collective.gather
+    return [piece.numpy().tobytes() for piece in gather(mine)]
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -92,6 +92,14 @@ class HorovodCollective(ConnectedMember):
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
         return list(torch.split(pieces, list(counts)))
 
+    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        # Horovod has no gather: each rank sends all of its tensor to rank 0, and nothing to the others.
+        splits = torch.tensor([len(tensor)] + [0] * (self.size - 1), dtype=torch.int32)
+        with peer_errors("gather"):
+            joined, lengths = self._hvd.alltoall(tensor.detach(), splits, name=self._name("gather"))
+        self.traffic.gather(num_bytes([tensor]))
+        return [] if self.rank else list(torch.split(joined, lengths.tolist()))
+
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
         is_even = len(set(counts)) == 1

@@ -48,6 +48,8 @@ class LocalCollective(ConnectedMember):
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         return [tensor.detach().clone()]
 
+    gather = all_gather
+
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         return tensor.clone
 

@@ -115,6 +115,12 @@ class TorchCollective(ConnectedMember):
         self.traffic.all_gather([n * tensor.element_size() for n in counts])
         return pieces
 
+    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        if counts is None:
+            counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
+        self.traffic.gather(num_bytes([tensor]))
+        return gather_on_root(tensor.detach(), counts)
+
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
         with peer_errors("reduce-scatter"):
@@ -183,6 +189,20 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
             world_size=member.size,
             timeout=timedelta(seconds=timeout_seconds),
         )
+
+
+@peer_errors("gather")
+def gather_on_root(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Returns every rank's 1-D tensor on rank 0, none on the others; Gloo's own gather wants equal ones."""
+    if dist.get_rank():
+        if len(tensor):
+            dist.send(tensor, dst=0)
+        return []
+    pieces = [tensor, *(tensor.new_empty(count) for count in counts[1:])]
+    works: list[Any] = [dist.irecv(piece, src=r) for r, piece in enumerate(pieces) if r and len(piece)]
+    for work in works:
+        work.wait()
+    return pieces
 
 
 def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:

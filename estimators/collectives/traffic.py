@@ -28,6 +28,7 @@ class Traffic:
     - all_reduce of n bytes: 2 (N - 1) / N * n (Patarasuk and Yuan 2009), for the gradients of a step
       as for any tensor;
     - all_gather: its own piece and those it passes on, each of the N - 1 times a piece moves;
+    - gather: its own piece, but nothing by rank 0, which gets them;
     - reduce_scatter: a partial sum of every part but its own;
     - broadcast of n bytes: n, but nothing by the last rank of the ring, the one before the root.
     """
@@ -44,6 +45,11 @@ class Traffic:
         """Counts an all-gather; `pieces` holds the bytes of each rank's piece."""
         # A rank sends all pieces but its successor's, which arrives here after the whole way around the ring.
         self.bytes_sent += sum(pieces) - pieces[(self._member.rank + 1) % self._member.size]
+
+    def gather(self, num_bytes: int) -> None:
+        """Counts a gather on rank 0; `num_bytes` are those of this rank's own piece."""
+        if self._member.rank:
+            self.bytes_sent += num_bytes
 
     def reduce_scatter(self, parts: list[int]) -> None:
         """Counts a reduce-scatter; `parts` holds the bytes of each rank's part."""

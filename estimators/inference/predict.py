@@ -31,6 +31,10 @@ from ringspark.models import ModelSpec
 from ringspark.models.outputs import as_outputs
 from ringspark.models.skeleton import build_skeleton
 
+# Bytes of inputs and outputs of the rows that are predicted at a time, at least one forward pass. Spark 3.5
+# bounds its batches by rows alone, and outputs may be wider than inputs.
+PIECE_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
@@ -134,7 +138,7 @@ def _batch_function(predictor: Predictor) -> Callable[..., Any]:
 
 
 def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields the results of each batch of pandas columns. Runs in a Spark task."""
+    """Yields the results of batches of pandas columns, in pieces of bounded size. Runs in a Spark task."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -147,28 +151,48 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
         module = (
             cached_module(predictor) if device == "cpu" else predictor.load(device, cache=_cache_folder())
         )
+        # The first rows tell how many bytes a row has.
+        num_rows = predictor.batch_size
         for batch in batches:
             # If there is only one column, Spark passes a bare Series.
             series = [batch] if isinstance(batch, pd.Series) else list(batch)
-            valid = None
-            if predictor.keeps_rows:
-                valid = series.pop().to_numpy(dtype=bool)
-                if valid.all():
-                    valid = None
-                else:
-                    series = [column[valid] for column in series]
-            columns = [feed(column) for feed, column in zip(predictor.feeds, series, strict=True)]
-            outputs = predictor.predict(module, columns, device)
-            if valid is not None:
-                # The values in the other rows do not matter: these rows become null.
-                every = np.zeros((len(valid), outputs.shape[1]))
-                every[valid] = outputs
-                outputs = every
-            yield predictor.results.to_pandas(outputs, valid)
+            start, stop = 0, len(series[0])
+            while True:
+                piece = [column.iloc[start : start + num_rows] for column in series]
+                start += num_rows
+                result, row_bytes = _run_piece(predictor, module, piece, device)
+                yield result
+                if row_bytes:
+                    passes = PIECE_BYTES // (row_bytes * predictor.batch_size)
+                    num_rows = predictor.batch_size * max(1, passes)
+                if start >= stop:
+                    break
     finally:
         torch.set_num_threads(threads)
         module = None
         release_gpu()
+
+
+def _run_piece(
+    predictor: Predictor, module: nn.Module, series: list[Any], device: str
+) -> tuple[pd.Series[Any] | pd.DataFrame, int]:
+    """Returns the results of some rows, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
+    valid = None
+    if predictor.keeps_rows:
+        valid = series.pop().to_numpy(dtype=bool)
+        if valid.all():
+            valid = None
+        else:
+            series = [column[valid] for column in series]
+    columns = [feed(column) for feed, column in zip(predictor.feeds, series, strict=True)]
+    outputs = predictor.predict(module, columns, device)
+    row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
+    if valid is not None:
+        # The values in the other rows do not matter: these rows become null.
+        every = np.zeros((len(valid), outputs.shape[1]))
+        every[valid] = outputs
+        outputs = every
+    return predictor.results.to_pandas(outputs, valid), row_bytes
 
 
 def _cache_folder() -> str | None:

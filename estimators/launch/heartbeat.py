@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,8 +31,6 @@ from ringspark.pipelines.typed_json import parse_object, record
 LONGEST_INTERVAL_SECONDS = 5.0
 # Often enough to leave quickly when the parent dies or the work is done.
 _TICK_SECONDS = 0.25
-# Beats that the driver reads at the same time.
-_READERS = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -87,8 +85,13 @@ def beat_uri(run_uri: str, rank: int) -> str:
     return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.json")
 
 
-def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Beat]:
+def read_beats(
+    run_uri: str, num_ranks: int, token: str, launch: int, readers: Executor | None = None
+) -> list[Beat]:
     """Returns the last beat of each rank that has written one in this launch. Runs on the driver.
+
+    Args:
+        readers: Threads that read at the same time; None reads one beat after another.
 
     Raises:
         OSError: The store does not answer now.
@@ -102,11 +105,8 @@ def read_beats(run_uri: str, num_ranks: int, token: str, launch: int) -> list[Be
         is_of_now = beat is not None and (beat.token, beat.launch, beat.rank) == (token, launch, rank)
         return beat if is_of_now else None
 
-    if storage.is_local(run_uri):
-        return [beat for beat in map(read, range(num_ranks)) if beat is not None]
-    # One after another, the beats of many ranks in a remote store would be old before the last is read.
-    with ThreadPoolExecutor(min(num_ranks, _READERS)) as pool:
-        return [beat for beat in pool.map(read, range(num_ranks)) if beat is not None]
+    each = map if readers is None else readers.map
+    return [beat for beat in each(read, range(num_ranks)) if beat is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

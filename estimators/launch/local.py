@@ -62,6 +62,8 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
         Member(rank=r, size=num_workers, local_rank=r, local_size=num_workers, host="127.0.0.1")
         for r in range(num_workers)
     ]
+    # cloudpickle, as in Spark, also ships closures and functions of the main script.
+    pickled = cloudpickle.dumps(work)
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
     rendezvous = kind.open_rendezvous(members[0], secret)
@@ -70,8 +72,6 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     queue: Any = context.Queue()
-    # cloudpickle, as in Spark, also ships closures and functions of the main script.
-    pickled = cloudpickle.dumps(work)
     folder = tempfile.TemporaryDirectory(prefix="ringspark-ranks-")
     pulse = Pulse(run_uri=folder.name, token="local")
     os.mkdir(storage.join(folder.name, run_layout.HEARTBEAT))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,8 @@ from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
 _CANCEL_AGAIN_SECONDS = 2.0
+# Beats that are read at the same time from a remote store.
+_READERS = 16
 
 # Type of the failure of a gang for which Spark has no slots.
 NO_ROOM = "NoRoom"
@@ -47,6 +50,9 @@ class Monitor:
         self._count_slots = count_slots
         self._hang_detector = HangDetector(num_workers, pulse.timeout_seconds)
         self._full_at = time.monotonic()
+        # One after another, the beats of many ranks in a remote store would be old before the last is read.
+        is_local = storage.is_local(pulse.run_uri)
+        self._readers = None if is_local else ThreadPoolExecutor(min(num_workers, _READERS))
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringspark-monitor", daemon=True)
         self.verdict: Failure | None = None
@@ -63,9 +69,11 @@ class Monitor:
     def __exit__(self, *_: Any) -> None:
         self._done.set()
         self._thread.join()
-        # Takes in what the ranks wrote last.
-        with suppress(OSError):
+        # Takes in what the ranks wrote last. Whatever a store's client raises, the job has ended as it did.
+        with suppress(Exception):
             self._look()
+        if self._readers is not None:
+            self._readers.shutdown()
 
     def _run(self) -> None:
         # A remote store is asked only as often as there may be news.
@@ -83,7 +91,8 @@ class Monitor:
                 return
 
     def _look(self) -> None:
-        beats = read_beats(self._pulse.run_uri, self._num_workers, self._pulse.token, self._pulse.launch)
+        pulse = self._pulse
+        beats = read_beats(pulse.run_uri, self._num_workers, pulse.token, pulse.launch, self._readers)
         self._hang_detector.look(beats, time.monotonic())
 
     def _store_takes_files(self) -> bool:

@@ -6,6 +6,7 @@ the driver asks first.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import time
@@ -24,6 +25,8 @@ from ringspark.estimators.launch.resources import (
     slots_of_conf,
 )
 from ringspark.estimators.stages.session import is_remote, spark_conf
+
+_logger = logging.getLogger(__name__)
 
 # The time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
@@ -70,6 +73,14 @@ def check_slots(
             f"numWorkers ({num_workers}) must not exceed the {slots} task slots of the cluster "
             f"({conf.get('spark.master', 'unknown master')}{worker}), since all workers run at the same "
             "time; lower numWorkers or add executor cores" + (" and GPUs" if task_cpus else "")
+        )
+    if slots is not None and slots >= 2 * num_workers:
+        _logger.info(
+            "the training uses %d of %d task slots, each with spark.task.cpus=%s threads; raise numWorkers "
+            "or, in a new session, spark.task.cpus to use the others",
+            num_workers,
+            slots,
+            task_cpus or conf.get("spark.task.cpus", "1"),
         )
 
 

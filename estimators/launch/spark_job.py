@@ -12,10 +12,11 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 
 from ringspark.estimators.stages.session import is_remote
@@ -72,8 +73,6 @@ class SparkJob:
         PySpark's handler of Ctrl-C cancels jobs over the connection of the main thread. If the main thread
         waits for a job over that connection, the handler fails and nobody is interrupted.
         """
-        from pyspark import InheritableThread
-
         rows: list[Any] = []
         errors: list[BaseException] = []
 
@@ -123,6 +122,38 @@ class SparkJob:
                 self._spark.sparkContext.cancelJobsWithTag(self.tag)
         except Exception as error:
             _logger.warning("the job %s could not be cancelled: %s", self.tag, error)
+
+
+@contextmanager
+def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
+    """Yields an event that is set when somebody cancels the jobs of this thread, or of all.
+
+    Spark tells only a running job of that. So one runs inside the block, whose task sleeps.
+    """
+    owner: Any = spark
+    job, event = SparkJob(spark), threading.Event()
+    sleeps = spark.range(0, 1, 1, 1).selectExpr("java_method('java.lang.Thread', 'sleep', 86400000L)")
+
+    def run() -> None:
+        if not is_remote(spark):
+            owner.sparkContext.setInterruptOnCancel(True)  # ends the sleep at once
+        try:
+            job.run(sleeps.collect)
+        except Exception as error:
+            if was_cancelled(error):
+                event.set()
+
+    # Inherits the job group, by which a notebook cancels.
+    kind = threading.Thread if is_remote(spark) else InheritableThread
+    thread = kind(target=run, name="ringspark-cancellable", daemon=True)
+    thread.start()
+    try:
+        yield event
+    finally:
+        # Again and again, since a cancel does not reach a job that has yet to be submitted.
+        while thread.is_alive():
+            job.cancel()
+            thread.join(0.2)
 
 
 def was_cancelled(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.last_words import with_last_words
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
-from ringspark.estimators.launch.spark_job import SparkJob, lost_workers, was_cancelled
+from ringspark.estimators.launch.spark_job import SparkJob, cancellable, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -167,21 +167,25 @@ class Supervisor:
 
         Raises:
             RuntimeError: Not even `min_workers` fit.
+            TrainingCancelledError: The Spark jobs of this thread were cancelled meanwhile.
         """
         wanted = self.config.num_workers
         least = self.config.min_workers or wanted
-        begun, told = time.monotonic(), False
-        while (room := self._stage.slots()) is not None and room < wanted:
-            patience = self.config.timeout_seconds
-            if room >= least:
-                # Before it gave up for want of room, the gang has waited as long already.
-                patience = 0.0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS
-            if time.monotonic() - begun >= patience:
-                break
-            if not told:
-                _logger.warning("%d of %d task slots are there; waiting for executors", room, wanted)
-                told = True
-            time.sleep(0.25)
+        begun = time.monotonic()
+        with ExitStack() as stack:
+            cancelled = None
+            while (room := self._stage.slots()) is not None and room < wanted:
+                patience = self.config.timeout_seconds
+                if room >= least:
+                    # Before it gave up for want of room, the gang has waited as long already.
+                    patience = 0.0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS
+                if time.monotonic() - begun >= patience:
+                    break
+                if cancelled is None:
+                    _logger.warning("%d of %d task slots are there; waiting for executors", room, wanted)
+                    cancelled = stack.enter_context(cancellable(self.spark))
+                if cancelled.wait(0.25):
+                    raise TrainingCancelledError("the training was cancelled while it waited for executors")
         if room is None or room >= wanted:
             return
         if room < least:

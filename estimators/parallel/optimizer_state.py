@@ -25,7 +25,7 @@ def names_of(module: nn.Module) -> dict[torch.Tensor, str]:
 def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Returns the state of an optimizer that holds the module's parameters themselves. Runs on every rank.
 
-    It joins the parts of tensors that lie on several ranks (`DTensor`), one tensor at a time, on the CPU.
+    On rank 0 it joins the parts of tensors that lie on several ranks (`DTensor`), one at a time, on the CPU.
     """
     names = names_of(module)
     result: OptimizerState = {}
@@ -66,11 +66,24 @@ def placed(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any])
 
 
 def whole(value: StateValue) -> StateValue:
-    """Returns the whole of a tensor of which this rank may have only a part. Runs on every rank."""
-    if isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
-        full: torch.Tensor = value.full_tensor()
-        return full.detach().cpu()
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    """Returns on rank 0 the whole of a tensor of which this rank may have only a part. Runs on every rank.
+
+    The others get their own part: `full_tensor` would give each of them a whole that none of them needs.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "full_tensor"):
+        return value.detach()
+    from ringspark.estimators.collectives.torch_collective import gather_on_root
+
+    sharded: Any = value
+    part: torch.Tensor = sharded.to_local().detach().cpu()
+    # FSDP2 cuts the first dimension as `chunk` does: equal parts, then a smaller one, then empty ones.
+    rows, size = len(value), sharded.device_mesh.size()
+    most = -(-rows // size)
+    counts = [max(0, min(most, rows - rank * most)) * value.shape[1:].numel() for rank in range(size)]
+    pieces = gather_on_root(part.contiguous().reshape(-1), counts)
+    return torch.cat(pieces).reshape(value.shape) if pieces else part
 
 
 def part_of(value: torch.Tensor, like: Any) -> torch.Tensor:

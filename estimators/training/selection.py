@@ -11,10 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.objective.metrics import metric_info
+from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
@@ -89,11 +91,11 @@ class BestCheckpoint(Best):
         uri: Folder of the best checkpoint, None before the first.
     """
 
-    def __init__(self, config: TrainConfig, writes: bool, keeps_worse: bool = False) -> None:
-        """Args: writes: Whether this rank writes the weights; the others send it their parts."""
+    def __init__(self, config: TrainConfig, mesh: Mesh, status: Status, keeps_worse: bool = False) -> None:
         super().__init__(config)
         self._root = storage.join(config.run_uri, run_layout.BEST)
-        self._writes = writes
+        self._mesh = mesh
+        self._status = status
         self._keeps_worse = keeps_worse
         self.uri: str | None = None
 
@@ -109,13 +111,12 @@ class BestCheckpoint(Best):
         if not self.improves(state.history[-1]):
             return
         last, self.uri = self.uri, self._folder()
-        if self._writes:
-            save_checkpoint(self.uri, state.module, epoch=state.epoch, step=state.step)
-            if last is not None and not self._keeps_worse:
-                with suppress(OSError):
-                    storage.remove(last, recursive=True)
-        else:
-            assist_checkpoint(state.module)
+        save_together(
+            self.uri, state.module, self._mesh, self._status.tick, epoch=state.epoch, step=state.step
+        )
+        if self._mesh.writes and last is not None and not self._keeps_worse:
+            with suppress(OSError):
+                storage.remove(last, recursive=True)
 
     def remove_others(self) -> None:
         """Removes the folders of all worse epochs, also those of an earlier attempt. Runs on rank 0."""

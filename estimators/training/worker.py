@@ -20,7 +20,7 @@ from ringspark.estimators.parallel import STRATEGIES, strategy_key
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
-from ringspark.estimators.training.checkpoint.weights import assist_checkpoint, save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.driver_check import build_module, own_optimizer
 from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.non_finite import NonFiniteStep
@@ -129,7 +129,7 @@ def _train(
     seed_rank(config.seed, 0, mesh.data_rank)
     best = None
     if config.keep == "best":
-        best = BestCheckpoint(config, mesh.writes, keeps_worse=recovery.due.is_asked)
+        best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.due.is_asked)
     heads = make_heads(config, objects, manifest)
     callbacks = _callbacks(config, objects, best)
     num_steps = config.epochs * train.num_steps
@@ -183,6 +183,18 @@ def _make_gradients_dense(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             layer.sparse = False
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_refuse_sparse, name))  # type: ignore[no-untyped-call]
+
+
+def _refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    # No hook can make it dense: autograd refuses to change the type.
+    if gradient.is_sparse:
+        raise ValueError(
+            f"parameter {name!r} got a sparse gradient, and ranks would wait for one without rows; leave "
+            "sparse=True out where the model's forward looks it up, or set numWorkers=1"
+        )
 
 
 def _final_weights(
@@ -195,10 +207,7 @@ def _final_weights(
         return best.uri, best.epoch
     status.phase = "writing the checkpoint"
     uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
-    if mesh.writes:
-        save_checkpoint(uri, state.module, epoch=state.epoch, step=state.step)
-    else:
-        assist_checkpoint(state.module)
+    save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)
     return uri, state.epoch
 
 

@@ -29,6 +29,9 @@ from ringspark.pipelines.writing.stats import StatsCollector
 
 HandleInvalid = Literal["error", "skip", "keep"]
 
+PIECE_BYTES = 16 << 20
+"""Rows that are encoded at a time: several copies of them are made, and Spark's batch may have gigabytes."""
+
 REPORT_SCHEMA = "report string"
 
 
@@ -81,13 +84,20 @@ def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
     writer = _PartitionWriter(plan)
     try:
         for batch in batches:
-            if batch.num_rows:
-                writer.add(batch)
+            for piece in _pieces(batch):
+                writer.add(piece)
         report = writer.finish()
     except BaseException:
         writer.discard()
         raise
     yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
+
+
+def _pieces(batch: Any) -> Iterator[Any]:
+    """Yields the rows of a batch from Spark in pieces of `PIECE_BYTES`; one row may be larger."""
+    rows = max(1, batch.num_rows * PIECE_BYTES // max(1, batch.nbytes))
+    for start in range(0, batch.num_rows, rows):
+        yield batch.slice(start, rows)
 
 
 class _PartitionWriter:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from processes import has_ended
 from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
+from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.heartbeat import read_beats
+from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.owner import read_owner
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
@@ -104,3 +108,38 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
     model = estimator.copy({estimator.resume: True}).fit(table)
     assert model.summary.steps == 60
     assert model.summary.resumed_steps
+
+
+@pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_a_cancel_ends_the_wait_for_executors(spark: Any, cancel: Callable[[Any], None]) -> None:
+    """No job of the training runs then that a cancel could end."""
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        input_columns=("x",),
+        label_columns=("y",),
+        num_workers=2,
+        timeout_seconds=30.0,
+    )
+    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    supervisor._stage = SimpleNamespace(slots=lambda: 1)
+    is_over = threading.Event()
+
+    def act() -> None:
+        while not is_over.wait(0.2):
+            cancel(spark)
+
+    if not IS_CONNECT:
+        spark.sparkContext.setJobGroup("my group", "what a notebook sets for a cell", interruptOnCancel=False)
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        with pytest.raises(TrainingCancelledError, match="cancelled while it waited for executors"):
+            supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
+    finally:
+        is_over.set()
+        thread.join()
+        if not IS_CONNECT:
+            spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+            spark.sparkContext.setLocalProperty("spark.job.description", None)
+    assert spark.range(8).count() == 8, "all slots are free again"

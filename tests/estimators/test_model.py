@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from pyspark.ml.functions import array_to_vector
@@ -19,9 +20,11 @@ from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel, TorchRegressionModel, user_code
+from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import predict
 from ringspark.estimators.inference.device import choose_inference_device
-from ringspark.estimators.inference.results import Classes
+from ringspark.estimators.inference.predict import Predictor, run
+from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
 from ringspark.pipelines import (
@@ -185,6 +188,34 @@ def test_probabilities_are_the_softmax_and_the_largest_wins(pairs: Any, tmp_path
     np.testing.assert_allclose([p.toArray() for _, p, _ in rows], probabilities, rtol=1e-5)
     assert [prediction for _, _, prediction in rows] == logits.argmax(dim=1).tolist()
     assert model.numClasses == max(2, width)
+
+
+def test_rows_are_predicted_in_pieces_of_bounded_size(spark: Any, tmp_path: Path) -> None:
+    """16,384 results a row are 128 KiB: 512 rows are 64 MiB. Spark joins the pieces of its batches."""
+    spec, width = linear(1 << 14, 1), 1 << 14
+    info = save_checkpoint(str(tmp_path / "wide"), spec.build())
+    predictor = Predictor(
+        model=spec.to_json(),
+        weights_uri=str(tmp_path / "wide"),
+        weights_id=info.checkpoint_id,
+        feeds=(Feed(name="features", shape=(1,)),),
+        results=Values(shapes=((width,),)),
+        output_widths=(width,),
+        batch_size=100,
+    )
+    batches = [pd.Series([np.array([i / 7]) for i in ids]) for ids in (range(650), range(0), range(1))]
+    pieces = list(run(predictor, iter(batches)))
+    assert [len(piece) for piece in pieces] == [100, 500, 50, 0, 1]
+    with torch.no_grad():
+        expected = predictor.load()(torch.arange(650)[:, None] / 7)[:, 5]
+    found = [row[5] for piece in pieces[:3] for row in piece.iloc[:, 0]]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    narrow = make(TorchModel, linear(1, 1), tmp_path, [(1,)], inferenceBatchSize=100)
+    frame = spark.range(0, 650, 1, 1).selectExpr("id", "array(id / 7) as features")
+    with torch.no_grad():
+        expected = narrow.module()(torch.arange(650)[:, None] / 7)[:, 0]
+    found = values_of(narrow.transform(frame), "prediction")
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def sparks_rule(probability: np.ndarray, thresholds: list[float]) -> float:

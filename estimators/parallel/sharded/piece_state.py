@@ -1,7 +1,7 @@
 """Gathers and loads the whole optimizer state of a sharded training, by parameter name.
 
-One tensor at a time travels, as bytes. In the end rank 0 holds the whole state on the CPU; the other ranks
-hold their own part and at most one tensor more.
+One tensor at a time travels, as bytes and only to rank 0. In the end rank 0 holds the whole state on the CPU;
+the other ranks never hold more than their own part.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _gather_tensor(
     data = torch.zeros(0, dtype=torch.uint8)
     if own is not None and sends:
         data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    parts = collective.all_gather(data, [n * dtype.itemsize for n in elements])
+    parts = collective.gather(data, [n * dtype.itemsize for n in elements])
     if collective.rank:
         return None
     joined = torch.cat(parts).view(dtype)

@@ -104,11 +104,6 @@ class Shard:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
-            if gradient.layout != torch.strided:
-                raise ValueError(
-                    f"parameter {self.names[slot.index]!r} got a sparse gradient, which sharding cannot cut; "
-                    "make its layer with sparse=False, or set sharding='none'"
-                )
             present.append(slot.index)
             place(buffer, slot.start, parameter).copy_(gradient)
         return buffer, present

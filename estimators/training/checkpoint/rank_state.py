@@ -51,11 +51,12 @@ class RankState:
 
 
 def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
-    """Returns every rank's state in rank order. Runs on every rank."""
+    """Returns every rank's state in rank order on rank 0, none on the others. Runs on every rank."""
     if world.size == 1:
         return [mine]
-    texts = gather_bytes(world, json.dumps(mine.values).encode())
-    files = gather_bytes(world, save({key: tensor.contiguous() for key, tensor in mine.tensors.items()}))
+    texts = gather_bytes(world, json.dumps(mine.values).encode(), to_all=False)
+    tensors = save({key: tensor.contiguous() for key, tensor in mine.tensors.items()})
+    files = gather_bytes(world, tensors, to_all=False)
     return [
         RankState(tensors=load(file), values=json.loads(text))
         for text, file in zip(texts, files, strict=True)

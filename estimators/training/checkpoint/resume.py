@@ -17,6 +17,7 @@ from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, ne
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks, restore_rank
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import load_training_state, read_record, take_snapshot
+from ringspark.estimators.training.checkpoint.solo import Solo
 from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep, raise_first_bad
@@ -190,20 +191,25 @@ class Recovery:
 
     def finish(self) -> None:
         """Waits for the last write. Runs on every rank, before the final weights are written."""
-        if self._writer is not None:
-            self._status.phase = "waiting for the last checkpoint"
-            if not self._writer.wait(self._config.timeout_seconds, self._status.tick):
-                # The final weights matter more than one more checkpoint before them.
-                self._note(self.due.last_step, "it was still being written when the training ended")
-                self._writer.abandon()
+        if not self.due.is_asked:
+            return
+        self._status.phase = "waiting for the last checkpoint"
+        solo = Solo(self._mesh, self._status.tick)
+        if self._writer is not None and not self._writer.wait(self._config.timeout_seconds, solo.progress):
+            # The final weights matter more than one more checkpoint before them.
+            self._note(self.due.last_step, "it was still being written when the training ended")
+            self._writer.abandon()
+        solo.end()
 
     def _newest(self) -> int | None:
         """Returns the step of the checkpoint that rank 0 finds good."""
         answer = torch.full((1,), -1, dtype=torch.int64)
+        solo = Solo(self._mesh, self._status.tick)
         if self._mesh.writes:
-            found = newest_good(self._root, self._status.tick)
+            found = newest_good(self._root, solo.progress)
             if found is not None:
                 answer[0] = found[0]
+        solo.end()
         self._mesh.world.broadcast([answer])
         return int(answer) if int(answer) >= 0 else None
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ringspark.estimators.parallel.optimizer_state import whole
+from ringspark.estimators.training.checkpoint.solo import Solo
 
 BLOCK_BYTES = 16 << 20
 
@@ -68,8 +69,11 @@ def check_state(state: Mapping[str, object]) -> None:
             )
 
 
-def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
+def write(state: Mapping[str, torch.Tensor], file: IO[bytes], solo: Solo | None = None) -> int:
     """Writes the tensors, each under its own name, even if two share memory.
+
+    Args:
+        solo: Lets the ranks wait that run `assist`.
 
     Returns:
         The number of bytes written.
@@ -94,10 +98,14 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> int:
     for name in names:
         for block in _blocks(state[name]):
             file.write(block)
+            if solo is not None:
+                solo.progress()
+        if solo is not None and _is_part(state[name]):
+            solo.end()
     return 8 + len(text) + end
 
 
-def assist(state: Mapping[str, torch.Tensor]) -> None:
+def assist(state: Mapping[str, torch.Tensor], solo: Solo | None = None) -> None:
     """Sends this rank's parts of tensors to the rank that calls `write`; all other ranks call this.
 
     Only parts of tensors (`DTensor`) travel, one tensor at a time.
@@ -108,6 +116,12 @@ def assist(state: Mapping[str, torch.Tensor]) -> None:
     check_state(state)
     for name in ordered(state):
         whole(state[name])
+        if solo is not None and _is_part(state[name]):
+            solo.end()
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
 
 
 def ordered(state: Mapping[str, torch.Tensor]) -> list[str]:

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,8 +24,10 @@ from typing import IO
 import torch
 from torch import nn
 
+from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.solo import Solo
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import NewerFormatError, added, record, versioned
@@ -52,17 +54,33 @@ class CheckpointInfo:
     training_sha256: str | None = added(None)
 
 
-def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0) -> CheckpointInfo:
-    """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
+def save_together(
+    uri: str, module: nn.Module, mesh: Mesh, tick: Callable[[], None], *, epoch: int, step: int
+) -> None:
+    """Runs on every rank: rank 0 writes as `save_checkpoint` does, the others send it their parts.
 
-    Runs on rank 0 while the other ranks run `assist_checkpoint`, which sends their parts of sharded weights.
+    Args:
+        tick: Notes progress, with each block that the store has taken and on all ranks.
+    """
+    solo = Solo(mesh, tick)
+    if mesh.writes:
+        save_checkpoint(uri, module, epoch=epoch, step=step, solo=solo)
+    else:
+        tensor_file.assist(module.state_dict(), solo)
+    solo.end()
+
+
+def save_checkpoint(
+    uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0, solo: Solo | None = None
+) -> CheckpointInfo:
+    """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
     Raises:
         ValueError: The state dict holds something other than dense tensors of numbers.
     """
     state = module.state_dict()
     with replacing(uri, WEIGHTS) as target:
-        num_bytes = tensor_file.write(state, target)
+        num_bytes = tensor_file.write(state, target, solo)
     info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes, num_tensors=len(state))
     commit_checkpoint(uri, info)
     return info
@@ -71,11 +89,6 @@ def save_checkpoint(uri: str, module: nn.Module, *, epoch: int = 0, step: int = 
 def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
     """Makes the files in folder `uri` a checkpoint, atomically."""
     storage.write_atomic(storage.join(uri, COMMIT), json.dumps(asdict(info)).encode())
-
-
-def assist_checkpoint(module: nn.Module) -> None:
-    """Sends this rank's parts of the module; runs on the other ranks while rank 0 runs `save_checkpoint`."""
-    tensor_file.assist(module.state_dict())
 
 
 @contextmanager

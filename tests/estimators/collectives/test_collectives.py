@@ -83,14 +83,30 @@ def _gathers(collective: Collective, device: str, status: Status) -> str:
     result["bytes"] = [data.hex() for data in gather_bytes(collective, bytes([0, 255]) * rank)]
     parameter = torch.ones(2, requires_grad=True)
     result["detached"] = [not piece.requires_grad for piece in collective.all_gather(parameter)]
+    before = collective.bytes_sent
+    known = [3 * r for r in range(size)]
+    result["on root"] = [piece.tolist() for piece in collective.gather(torch.arange(3 * rank), known)]
+    result["sent"] = collective.bytes_sent - before
+    result["nothing on root"] = [len(piece) for piece in collective.gather(torch.zeros(0), [0] * size)]
+    files = gather_bytes(collective, bytes([0, 255]) * rank, to_all=False)
+    result["bytes on root"] = [data.hex() for data in files]
     return json.dumps(result)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
 def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> None:
-    for text in run_spawned(size, name, _gathers):
+    for rank, text in enumerate(run_spawned(size, name, _gathers)):
         result = json.loads(text)
+        on_root = {
+            "on root": [list(range(3 * r)) for r in range(size)],
+            "nothing on root": [0] * size,
+            "bytes on root": ["00ff" * r for r in range(size)],
+        }
+        for key, wanted_on_root in on_root.items():
+            assert result[key] == ([] if rank else wanted_on_root), key
+        # What all send together is what rank 0 gets, so nobody else gets any of it.
+        assert result["sent"] == 3 * 8 * rank
         for dtype in DTYPES:
             wanted = [(torch.arange(r) + 10 * r).to(dtype).double().tolist() for r in range(size)]
             assert result[str(dtype)] == wanted, dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -135,10 +136,17 @@ def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
 
 @pytest.mark.spark
 @pytest.mark.modes
-def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark: Any) -> None:
+def test_more_workers_than_slots_is_refused_before_spark_starts_anything(
+    spark: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And where slots stay idle, the log says how many threads a worker has."""
     slots = count_slots(spark)
     assert slots is not None
-    check_slots(spark, slots)
+    with caplog.at_level(logging.INFO):
+        check_slots(spark, slots)
+        assert not caplog.text
+        check_slots(spark, 1)
+    assert f"1 of {slots} task slots, each with spark.task.cpus=1 threads; raise numWorkers" in caplog.text
     with pytest.raises(
         ValueError, match=rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"
     ):

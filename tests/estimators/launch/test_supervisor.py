@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from waiting import wait_for
 
 from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
+from ringspark.estimators.launch import monitor as monitor_module
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.hang_detector import START_SECONDS, HangDetector
 from ringspark.estimators.launch.heartbeat import (
@@ -185,9 +188,36 @@ def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
         assert monitor.verdict is not None
 
 
+class _Client(LocalFileSystem):
+    """Some clients' errors are no OSErrors: aiohttp's of a closed session is a RuntimeError."""
+
+    protocol = "client"
+    readers: ClassVar[list[threading.Thread]] = []
+    is_broken = False
+
+    def cat_file(self, path: str, *_: Any, **__: Any) -> bytes:
+        self.readers.append(threading.current_thread())
+        if self.is_broken:
+            raise RuntimeError("Session is closed")
+        return super().cat_file(path)  # type: ignore[no-any-return]
+
+
+def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fsspec.register_implementation("client", _Client, clobber=True)
+    monkeypatch.setattr(monitor_module, "POLL_SECONDS", 0.05)
+    pulse = Pulse(run_uri=f"client://{tmp_path}", token="t", timeout_seconds=0.4)
+    with Monitor(pulse, 2, Any, lambda: 2):  # type: ignore[arg-type]
+        wait_for("four looks at two beats", lambda: len(_Client.readers) >= 8)
+        monkeypatch.setattr(_Client, "is_broken", True)
+    assert len(set(_Client.readers)) <= 2
+
+
+@pytest.mark.spark
 @pytest.mark.parametrize(("min_workers", "go_on"), [(None, 2), (1, 1)])
 def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
-    monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
+    spark: Any, monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
 ) -> None:
     """But not where fewer workers may go on: those do after a start's patience."""
     monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
@@ -195,7 +225,7 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
         shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2,
         min_workers=min_workers, timeout_seconds=60.0,
     )  # fmt: skip
-    supervisor = Supervisor(spark=Any, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
     counted = iter([1] * 8)
     supervisor._stage = SimpleNamespace(slots=lambda: next(counted, 2))
     supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))

@@ -77,11 +77,3 @@ def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
     for name, p in conv.named_parameters():
         assert p.equal(before[name] - gradients[name])
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_sparse_gradients_are_refused_by_the_parameters_name() -> None:
-    table = nn.Embedding(5, 2, sparse=True)
-    shard = Shard(table, torch.optim.SGD(table.parameters(), lr=0.1), LocalCollective())
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"parameter 'weight' got a sparse gradient.* sharding='none'"):
-        shard.flat_gradients(0)

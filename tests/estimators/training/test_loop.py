@@ -16,7 +16,7 @@ from small_training import config_of, train_ranks
 from torch import nn
 from torch.nn import functional
 
-from ringspark.estimators import Callback, TrainingState
+from ringspark.estimators import Callback, TrainingState, WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
@@ -408,6 +408,36 @@ def test_sparse_embeddings_train_where_a_rank_has_no_rows(
     )
     for name, weights in expected.items():
         assert torch.allclose(found[name], weights, atol=1e-6), name
+
+
+class OwnLookup(nn.Embedding):
+    """Asks for sparse gradients in its forward pass, where no layer says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(x, self.weight, sparse=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+    config = _config(manifest, tmp_path / "run", model=None, collective=collective, optimizer="sgd")
+    objects = UserObjects(module=nn.Sequential(OwnLookup(9, 4), nn.Linear(4, 2)))
+    with pytest.raises(WorkerError, match=r"parameter '0\.weight' got a sparse gradient, .*; leave sparse="):
+        _gang(config, objects)
+
+
+def test_an_optimizer_that_takes_only_sparse_gradients_is_refused_in_a_gang(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+    config = _config(manifest, tmp_path / "run", model=None, epochs=1)
+    objects = UserObjects(module=nn.Embedding(9, 2, sparse=True), optimizer=torch.optim.SparseAdam)
+    assert train_here(config, objects).steps == 2
+    with pytest.raises(ValueError, match=r"optimizer SparseAdam takes .*; take 'adam', or set numWorkers=1"):
+        _gang(config, objects)
 
 
 def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(

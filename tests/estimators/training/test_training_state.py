@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peak_memory import memory_use
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -133,6 +134,37 @@ def test_ten_steps_at_two_workers_and_ten_at_one_are_twenty_at_one_and_back(
     assert json.loads(_resume("none", optimizer, two, at_one, local, "cpu", here)) == [1, 10]
     assert (_weights(at_one) - expected).abs().max() < 1e-5
     assert (_weights(at_two) - expected).abs().max() < 1e-5
+
+
+def _gather(sharding: str, collective: Collective, device: str, status: Status) -> str:
+    """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
+    module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+    make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
+    sync = STRATEGIES[strategy_key(sharding)]().prepare(module, make, collective, 1)
+    with sync.micro_batch(last=True):
+        sync.module(torch.ones(1, 256)).sum().backward()
+    sync.reduce()
+    sync.step(LossScaler("fp32", torch.device("cpu")))
+    position, writes, before = Position(epoch=1, step=1), collective.rank == 0, collective.bytes_sent
+    use = memory_use(lambda: take_snapshot(sync, position, writes=writes))
+    return json.dumps([use.peak, use.kept, collective.bytes_sent - before])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sharding", "collective"),
+    [("gradients", "horovod"), ("gradients", "torch"), ("parameters", "torch")],
+)
+def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str, collective: str) -> None:
+    """Weights, and Adam's two moments of each, of 512 KiB; each of three ranks has a third of all."""
+    whole = 512 * 256 * 4
+    ranks = [json.loads(text) for text in run_spawned(3, collective, partial(_gather, sharding))]
+    assert ranks[0][1] >= 6 * whole
+    described = 4096
+    for peak, _, sent in ranks[1:]:
+        assert peak < 0.7 * whole  # its own piece, and a copy of that
+        assert sent <= 4 * whole / 3 + described
+    assert ranks[0][2] <= described
 
 
 def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,31 @@ def test_wide_rows_get_smaller_row_groups(tmp_path: Path) -> None:
     assert narrow["files"][0]["row_groups"] == [20_000]
     two = _write(_plan(tmp_path, row_group_rows=None), [_batch(np.arange(20_000))] * 4)
     assert two["files"][0]["row_groups"] == [32_768, 32_768, 14_464]
+
+
+def test_a_batch_of_wide_rows_is_encoded_in_pieces(tmp_path: Path) -> None:
+    """Spark 3.5 cuts its batches by rows alone, and an image has megabytes."""
+    wide = Column(name="x", kind=Array("float32"))
+    values = np.arange(1 << 24, dtype=np.float32)
+    offsets = np.arange(0, len(values) + 1, 1 << 16, dtype=np.int32)
+    batch = _batch(pa.ListArray.from_arrays(offsets, values), np.arange(256) % 2 == 0)
+    pool, last = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        report = _write(_plan(tmp_path, (wide,), splits=True, row_group_rows=None), [batch])
+        peak = pool.max_memory() + tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(last)
+    assert peak < 0.75 * batch.nbytes, peak
+    stored = {
+        file["split"]: pq.read_table(tmp_path.parent / file["path"])["x"].combine_chunks()
+        for file in report["files"]
+    }
+    for split, first in (("validation", 0), ("train", 1)):
+        expected = values.reshape(256, -1)[first::2]
+        assert np.array_equal(stored[split].flatten().to_numpy(), expected.reshape(-1)), split
 
 
 @pytest.mark.parametrize("bad", [pa.array([[1.0], None]), pa.array([[1.0], [None]])], ids=str)

@@ -1,0 +1,69 @@
+"""While rank 0 writes to a slow store, every rank is seen to make progress, so that none is judged hung."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from slow_disk import SlowDisk
+from small_training import config_of
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.checkpoint import solo, writer
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, storage
+
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1})
+MakeShards = Callable[..., ShardManifest]
+
+
+def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: str, status: Status) -> str:
+    fsspec.register_implementation("slow", SlowDisk, clobber=True)
+    SlowDisk.pulse = pulse
+    solo.TELL_SECONDS = 0.0
+    writer._LOOK_SECONDS = 0.05
+    with Heartbeat(pulse, status, collective.rank, "host", collective.rank):
+        result = train_worker(config, collective, UserObjects(), device, status)
+        assert result.checkpoint_errors == ()
+        # One wait for each of the 6 tensors behind the header, each time that weights were written.
+        least = 6 * (2 if config.checkpoint_every_epochs else 1)
+        assert collective.rank or SlowDisk.waits >= least
+        return result.to_json()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("collective", "changes"),
+    [
+        ("horovod", {"checkpoint_every_epochs": 1}),
+        ("torch", {"checkpoint_every_epochs": 1, "keep": "best"}),
+        ("torch", {"sharding": "parameters"}),
+    ],
+)
+def test_no_rank_stands_still_while_the_weights_are_written(
+    make_shards: MakeShards, tmp_path: Path, collective: str, changes: dict[str, Any]
+) -> None:
+    """The last ones, those of the best epoch, and at the end a checkpoint that is still being written."""
+    features = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    manifest = make_shards({"x": features, "y": features.sum(1)})
+    config = config_of(
+        manifest, tmp_path, model=SPEC.to_json(), num_workers=2, collective=collective, **changes
+    )
+    config, _ = check_training(config, UserObjects(), manifest)
+    config = TrainConfig(**{**vars(config), "run_uri": f"slow://{tmp_path}/run"})
+    pulse = Pulse(run_uri=str(tmp_path / "beats"), token="t", timeout_seconds=0.4)
+    (tmp_path / "beats" / "heartbeat").mkdir(parents=True)
+    texts = run_spawned(2, collective, partial(_train, config, pulse), timeout_seconds=60)
+    written = TrainResult.from_json(texts[0]).checkpoint_uri
+    assert storage.size(f"{written.replace('slow://', '')}/model.safetensors") > 0
