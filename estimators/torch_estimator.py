@@ -176,7 +176,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             states.note()
             finished = self._supervised(spark, run, config, pickled, states)
             run.finish(finished)
-        summary, result = TrainingSummary.of_run(finished)
+        summary, result = TrainingSummary.of_run(finished, run.uri)
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
                 f"keep='best' found no best: {config.monitor} was not a number in any epoch; "
