@@ -63,7 +63,8 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
 
     Local paths and `file://` URIs become absolute paths; `dbfs:/` becomes the
-    `/dbfs` mount where there is one. Other URIs keep their scheme.
+    `/dbfs` mount where there is one. Other URIs keep their scheme. A path without a scheme is taken for
+    this machine's disk: what a Spark session means by it says `spark_paths.resolve`.
 
     Raises:
         ValueError: `uri` is empty, or holds a password or token (see `refuse_secrets`).
@@ -75,7 +76,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
             "a storage URI must not be empty; pass a folder such as '/data/shards' or 's3://bucket/shards'"
         )
     if text.startswith("dbfs:/") and os.path.isdir("/dbfs"):
-        text = "/dbfs/" + text[len("dbfs:/") :].lstrip("/")
+        text = mount_of(text)
     if text.startswith("file:"):
         path = text[len("file:") :]
         if path.startswith("//"):
@@ -90,6 +91,12 @@ def normalize(uri: str | os.PathLike[str]) -> str:
             )
         return os.path.abspath(os.path.expanduser(text))
     return text.rstrip("/")
+
+
+def mount_of(uri: str) -> str:
+    """Returns the path at which Databricks mounts a `dbfs:/` URI."""
+    inside = "/" + uri.removeprefix("dbfs:").lstrip("/")
+    return inside if inside.startswith("/Volumes/") else f"/dbfs{inside}"
 
 
 def is_local(uri: str) -> bool:

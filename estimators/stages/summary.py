@@ -111,7 +111,7 @@ class TrainingSummary:
                 f"the run has finished, and its {run_layout.RESULT} is damaged ({error}); train again in "
                 "another folder"
             ) from None
-        weights = storage.join(run_uri, found.result.checkpoint_uri.rpartition("/")[2])
+        weights = storage.join(storage.normalize(run_uri), found.result.checkpoint_uri.rpartition("/")[2])
         result = replace(found.result, run_uri=run_uri, checkpoint_uri=weights)
         return cls.of(result, found.restarts), result
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringspark.estimators.stages.spark_paths import meaning_of
 from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import resolve
 
 # A session whose default file system is a table of mounts: /data is a folder of the disk, and / is nothing.
-SCRIPT = """
-import json, sys
+SESSION = """
+import json, os, sys
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import SparkSession
 from ringspark.estimators import TorchRegressor
 from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, cached_shards, write_shards
 
 mounted, step = sys.argv[1:]
 spark = (
@@ -28,31 +32,59 @@ spark = (
     .config("spark.hadoop.fs.defaultFS", "viewfs://table/")
     .config("spark.hadoop.fs.viewfs.mounttable.table.link./data", f"file://{mounted}")
     .config("spark.hadoop.fs.viewfs.mounttable.table.link./tmp", "file:///tmp")
+    .config("spark.hadoop.fs.viewfs.mounttable.table.link./usr", f"file://{mounted}")
     .getOrCreate()
 )
 rows = spark.range(64).selectExpr("id / 64 as x", "id / 32 as y")
+spec = ModelSpec("linear", {"in_features": 1, "out_features": 1})
+estimator = TorchRegressor(model=spec, labelCol="y", collective="local", epochs=1)
+"""
+SAVE_AND_LOAD = """
 if step == "save":
-    stage = TorchRegressor(model=ModelSpec("linear", {"in_features": 1, "out_features": 1}), labelCol="y",
-                           collective="local", epochs=1)
-    model = Pipeline(stages=[VectorAssembler(inputCols=["x"], outputCol="features"), stage]).fit(rows)
+    model = Pipeline(stages=[VectorAssembler(inputCols=["x"], outputCol="features"), estimator]).fit(rows)
     model.save("/data/pipe/line")
     model.write().overwrite().save("/data/pipe/line")
 else:
     model = PipelineModel.load("/data/pipe/line")
 print(json.dumps([row.prediction for row in model.transform(rows).collect()]))
 """
+TRAIN = """
+made = estimator.setParams(inputCols=["x"])
+at_mount = write_shards(rows, "/data/shards")
+cached = cached_shards(rows, "/data/cache")
+on_disk = write_shards(rows, f"file:{mounted}/disk")
+# What is returned means the same when it is given again, to us and to Spark.
+again = [made.copy({made.runUri: f"/data/run-{n}"}).fitOnShards(m.uri) for n, m in enumerate((at_mount, on_disk))]
+resumed = made.copy({made.runUri: again[0].summary.run_uri, made.resume: True}).fitOnShards("/data/shards")
+fitted = made.copy({made.storageUri: "/data/storage"}).fit(rows)
+told = []
+for give in (lambda: write_shards(rows, "/nowhere/x"), lambda: made.copy({made.runUri: "dbfs:/x"}).fit(rows),
+             lambda: made.copy({made.storageUri: "~/x"}).fit(rows)):
+    try:
+        give()
+    except ValueError as error:
+        told.append(str(error))
+write_shards(rows, "/usr/share")
+print(json.dumps({
+    "uris": [at_mount.uri, on_disk.uri, cached.uri, resumed.summary.run_uri, fitted.summary.run_uri],
+    "rows": [spark.read.parquet(*m.paths).count() for m in (at_mount, on_disk, cached)],
+    "read": [ShardManifest.load(m.uri).num_rows for m in (at_mount, on_disk, cached)],
+    "told": told,
+}))
+"""
+
+
+def run(script: str, *arguments: str) -> tuple[Any, str]:
+    """Returns what the script prints last and what it says on stderr; the default file system is the JVM's."""
+    command = [sys.executable, "-c", SESSION + script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 @pytest.mark.spark
 def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path: Path) -> None:
-    """In new sessions: the default file system is a setting of the JVM."""
-    told = []
-    for step in ("save", "load"):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(tmp_path), step], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        told.append(json.loads(done.stdout.splitlines()[-1]))
+    told = [run(SAVE_AND_LOAD, str(tmp_path), step)[0] for step in ("save", "load")]
     assert told[0] == told[1]
     assert not os.path.exists("/data/pipe")
     stages = tmp_path / "pipe" / "line" / "stages"
@@ -61,6 +93,38 @@ def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path: Pat
         "0_VectorAssembler",
         "1_TorchRegressor",
     }
+
+
+@pytest.mark.spark
+def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path: Path) -> None:
+    found, stderr = run(TRAIN, str(tmp_path), "train")
+    mount = f"file://{tmp_path}"
+    assert found["uris"][:2] == [f"{mount}/shards", f"{mount}/disk"]
+    assert found["uris"][2].startswith(f"{mount}/cache/")
+    assert found["uris"][3] == f"{mount}/run-0"
+    assert found["uris"][4].startswith(f"{mount}/storage/run-")
+    assert found["rows"] == found["read"] == [64, 64, 64]
+    assert sorted(os.listdir(tmp_path)) == ["cache", "disk", "run-0", "run-1", "share", "shards", "storage"]
+    assert not any(os.path.exists(path) for path in ("/data/shards", "/nowhere"))
+    nowhere, unknown, home = found["told"]
+    assert "'/nowhere/x' is 'viewfs://table/nowhere/x' to Spark, a mount that only Hadoop knows" in nowhere
+    assert re.search(r"Spark cannot say where 'dbfs:/x' is \(.*dbfs.*\); give a URI with its store", unknown)
+    assert "is a folder named '~' in viewfs://table/ to Spark; give the whole path, or 'file:/" in home
+    # This machine has that folder, the mount has not.
+    (warning,) = [line for line in stderr.splitlines() if "this machine has a folder of that name" in line]
+    assert f"'/usr/share' is '{tmp_path}/share' to Spark" in warning
+    assert "give 'file:/usr/share' to mean that one" in warning
+
+
+@pytest.mark.spark
+@pytest.mark.usefixtures("spark")
+def test_on_databricks_a_mount_is_a_mount(monkeypatch: pytest.MonkeyPatch, spark: Any) -> None:
+    """As far as it can be told elsewhere: here the default file system is the local disk."""
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
+    assert resolve(spark, "/Volumes/main/default/x/") == "/Volumes/main/default/x"
+    assert resolve(spark, "/dbfs/tmp/x") == "/dbfs/tmp/x"
+    assert storage.mount_of("dbfs:/tmp/x") == "/dbfs/tmp/x"
+    assert storage.mount_of("dbfs:///Volumes/main/x") == "/Volumes/main/x"
 
 
 @pytest.mark.spark
