@@ -58,8 +58,7 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
     found = _reachable(text, _by_hadoop(spark, text) if not is_remote(spark) else _below(default, text))
     if text.startswith("/") and os.path.isdir(text) and not _may_be_there(found):
         _logger.warning(
-            "%r is %r to Spark, which does not exist; this machine has a folder of that name: give %r to mean "
-            "that one",
+            "%r is %r to Spark, which does not exist; this machine has such a folder: give %r to mean it",
             text, found, f"file:{text}",
         )  # fmt: skip
     return alike(spark, found)
@@ -112,8 +111,7 @@ def _default_file_system(spark: Any) -> str:
         if found := re.search(rf"(\w+:\S*?){missing}", str(error)):
             return found[1]
     raise ValueError(
-        "the Spark Connect server does not say where a path without a scheme is; give a URI with its store, or "
-        "'file:/folder' for a disk that all machines share"
+        "the Spark Connect server does not say where a path without a scheme is; give a URI with its store"
     )
 
 

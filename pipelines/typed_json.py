@@ -65,8 +65,8 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
         raise OtherFormatError(f"its format is {version}, this ringspark reads {known}; upgrade ringspark")
     if version < known:
         raise OtherFormatError(
-            f"its format is {version}, of before the first release, this ringspark reads {known}; write it anew, "
-            "or read it with the ringspark that wrote it"
+            f"its format is {version}, of before the first release, this ringspark reads {known}; write it "
+            "anew, or read it with the ringspark that wrote it"
         )
     return values
 

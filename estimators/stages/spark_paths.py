@@ -26,7 +26,7 @@ def meaning_of(path: str) -> str:
     found = resolve(session, path)
     if path.startswith("/dbfs/") and found.startswith("file://"):
         raise ValueError(
-            f"{path!r} is {'dbfs:' + path!r} to Spark, and to Python the mount of {'dbfs:' + path[5:]!r}; give "
-            "one of these two"
+            f"{path!r} is {'dbfs:' + path!r} to Spark, and to Python the mount of {'dbfs:' + path[5:]!r}; "
+            "give one of these two"
         )
     return storage.normalize(found)

@@ -49,12 +49,14 @@ else:
 print(json.dumps([row.prediction for row in model.transform(rows).collect()]))
 """
 TRAIN = """
-made = estimator.setParams(inputCols=["x"])
+rows = rows.selectExpr("array(x) as v", "y")
+made = estimator.setParams(inputCols=["v"])
 at_mount = write_shards(rows, "/data/shards")
 cached = cached_shards(rows, "/data/cache")
 on_disk = write_shards(rows, f"file:{mounted}/disk")
 # What is returned means the same when it is given again, to us and to Spark.
-again = [made.copy({made.runUri: f"/data/run-{n}"}).fitOnShards(m.uri) for n, m in enumerate((at_mount, on_disk))]
+again = [made.copy({made.runUri: run}).fitOnShards(shards.uri)
+         for run, shards in (("/data/run-0", at_mount), ("/data/run-1", on_disk))]
 resumed = made.copy({made.runUri: again[0].summary.run_uri, made.resume: True}).fitOnShards("/data/shards")
 fitted = made.copy({made.storageUri: "/data/storage"}).fit(rows)
 told = []
@@ -75,7 +77,7 @@ print(json.dumps({
 
 
 def run(script: str, *arguments: str) -> tuple[Any, str]:
-    """Returns what the script prints last and what it says on stderr; the default file system is the JVM's."""
+    """Returns what a new session prints last and says on stderr: the default file system is its JVM's."""
     command = [sys.executable, "-c", SESSION + script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -111,9 +113,9 @@ def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path: Path) -> None:
     assert re.search(r"Spark cannot say where 'dbfs:/x' is \(.*dbfs.*\); give a URI with its store", unknown)
     assert "is a folder named '~' in viewfs://table/ to Spark; give the whole path, or 'file:/" in home
     # This machine has that folder, the mount has not.
-    (warning,) = [line for line in stderr.splitlines() if "this machine has a folder of that name" in line]
+    (warning,) = [line for line in stderr.splitlines() if "this machine has such a folder" in line]
     assert f"'/usr/share' is '{tmp_path}/share' to Spark" in warning
-    assert "give 'file:/usr/share' to mean that one" in warning
+    assert "give 'file:/usr/share' to mean it" in warning
 
 
 @pytest.mark.spark
