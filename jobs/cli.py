@@ -22,7 +22,8 @@ DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
 # Where one of these is set, a path without a scheme may not be one of this machine's disk.
 _CONFIGURED_BY = (
-    "HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_GATEWAY_PORT", "SPARK_REMOTE",
+    "HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_GATEWAY_PORT",
+    "SPARK_REMOTE",
 )  # fmt: skip
 # Names of the options' values in the help.
 _SHOWN = {"int": "N", "float": "X"}
@@ -128,7 +129,7 @@ def fraction(text: str) -> float:
 
 
 def is_known(uri: str) -> bool:
-    """Whether `uri` means the same before Spark has started: it has a scheme, or nothing configures Hadoop."""
+    """Whether `uri` is known before Spark has started: it has a scheme, or nothing configures Hadoop."""
     return "://" in uri or not any(name in os.environ for name in _CONFIGURED_BY)
 
 
