@@ -1,4 +1,4 @@
-"""What fits without `runUri` have left in their storageUri: runs that finished, run now, or lost their driver.
+"""What fits without `runUri` leave in their storageUri: runs that finished, train, or lost their driver.
 
 Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A finished run
 holds the weights of its model until that is saved elsewhere. Both stay if the driver dies.
