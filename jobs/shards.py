@@ -6,7 +6,7 @@
     python -m ringspark.jobs.shards remove /data/cache 3f2a
     python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
 
-A cache is a folder that `cached_shards` writes to; runs are what fits leave in their storageUri. The job
+A cache is a folder that `cached_shards` writes to; runs are what fits leave in the folder for their runs. The job
 starts no Spark: a path without a scheme is this machine's disk.
 """
 
@@ -34,7 +34,11 @@ def build_parser() -> cli.JobParser:
         ("list", "root", "the entries of a cache"),
         ("describe", "uri", "splits, columns and ranges of shards"),
         ("verify", "uri", "whether every file is there, with the rows that the manifest says"),
-        ("runs", "root", "runs in a storageUri: hours since the last change, size, state"),
+        (
+            "runs",
+            "root",
+            "what fits left in the folder of their runs: hours since the last change, size, state",
+        ),
         ("remove", "root", "an entry of a cache, or all"),
     ):
         added = commands.add_parser(command, help=what, description=what, allow_abbrev=False)
