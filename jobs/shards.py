@@ -6,8 +6,8 @@
     python -m ringspark.jobs.shards remove /data/cache 3f2a
     python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
 
-A cache is a folder that `cached_shards` writes to; runs are what fits leave in the folder for their runs. The job
-starts no Spark: a path without a scheme is this machine's disk.
+A cache is a folder that `cached_shards` writes to; runs are what fits leave in the folder of their runs. The
+job starts no Spark: a path without a scheme is this machine's disk.
 """
 
 from __future__ import annotations
