@@ -50,6 +50,10 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
     default = _default_file_system(spark)
     if default.startswith("file:") and text.startswith(("/", "~")):
         return storage.normalize(text)
+    if not default:
+        raise ValueError(
+            f"the Spark Connect server does not say where {text!r} is; give a URI with its store"
+        )
     if text.startswith("~"):
         raise ValueError(
             f"{text!r} is a folder named '~' in {default} to Spark; give the whole path, or "
@@ -101,6 +105,7 @@ def _may_be_there(uri: str) -> bool:
 
 
 def _default_file_system(spark: Any) -> str:
+    """Returns the URI of the root of Hadoop's default file system; "" if a Connect server does not tell it."""
     if not is_remote(spark):
         conf = spark._jsc.hadoopConfiguration()
         return str(spark._jvm.org.apache.hadoop.fs.FileSystem.getDefaultUri(conf).toString())
@@ -110,9 +115,7 @@ def _default_file_system(spark: Any) -> str:
     except Exception as error:
         if found := re.search(rf"(\w+:\S*?){missing}", str(error)):
             return found[1]
-    raise ValueError(
-        "the Spark Connect server does not say where a path without a scheme is; give a URI with its store"
-    )
+    return ""
 
 
 def _below(default: str, path: str) -> str:
