@@ -105,7 +105,7 @@ def _may_be_there(uri: str) -> bool:
 
 
 def _default_file_system(spark: Any) -> str:
-    """Returns the URI of the root of Hadoop's default file system; "" if a Connect server does not tell it."""
+    """Returns the URI of the root of Hadoop's default file system; "" if a server does not tell it."""
     if not is_remote(spark):
         conf = spark._jsc.hadoopConfiguration()
         return str(spark._jvm.org.apache.hadoop.fs.FileSystem.getDefaultUri(conf).toString())
