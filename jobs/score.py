@@ -97,8 +97,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _places(args: argparse.Namespace, meaning: Callable[[str], str]) -> dict[str, str]:
     """Returns the URI of each thing that the job reads or writes."""
+    root = meaning(args.data)
     return {
-        name: meaning(given) if given else storage.join(meaning(args.data), default)
+        name: meaning(given) if given else storage.join(root, default)
         for name, given, default in (
             ("shards", None, "shards"),
             ("model", args.model, "model"),

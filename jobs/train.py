@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
     with cli.spark("ringspark train", args.master) as spark:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
+        ShardManifest.load(storage.join(data, "shards"))  # before anything is removed
         make_way(run_uri, args.resume)
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
