@@ -55,6 +55,7 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
+from ringspark.pipelines.spark_paths import alike, resolve
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -82,13 +83,13 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             A thread-safe iterator over (index of the map, model); each `next` is one fit.
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
-        runs = [storage.normalize(uri) for uri in (e.getRunUri() for e in estimators) if uri is not None]
+        fits = [_Fit.of(estimator, dataset) for estimator in estimators]
+        runs = [f.data.root for f, e in zip(fits, estimators, strict=True) if e.getRunUri() is not None]
         if len(set(runs)) < len(runs):
             raise ValueError(
                 f"runUri {runs[0]!r} is the folder of one training, and {len(estimators)} parameter maps are "
                 "to be fitted; leave runUri unset, or give each map its own"
             )
-        fits = [_Fit.of(estimator, dataset) for estimator in estimators]
         shards = SharedShards(dataset, [fit.data for fit in fits])
         return _FitMultipleIterator(
             lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits)
@@ -102,14 +103,14 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             WorkerError: A worker failed.
         """
         spark = active_session()
-        check_run_uri(self.getRunUri(), self.getResume())
+        run_uri = self._run_uri(spark)
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
         pickled = user_code.dumps(objects)
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)
-        manifest = ShardManifest.load(uri)
+        manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
-        run = self._run_folder(storage_root(spark, self.getStorageUri()) if self.getRunUri() is None else "")
+        run = self._run_folder(run_uri or storage_root(spark, self.getStorageUri()))
         with run.guarded():
             return self._train_on(spark, run, config, objects, pickled, manifest)
 
@@ -138,9 +139,16 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             self._check_held_out(fit, manifest)
             return self._train_on(spark, run, fit.config, fit.objects, fit.pickled, manifest, key)
 
+    def _run_uri(self, spark: SparkSession) -> str | None:
+        """Returns the folder that the user named for the run, if a fit may use it."""
+        given = self.getRunUri()
+        run_uri = None if given is None else storage.normalize(resolve(spark, given))
+        check_run_uri(run_uri, self.getResume())
+        return run_uri
+
     def _run_folder(self, root: str) -> RunFolder:
-        run_uri = self.getRunUri()
-        return RunFolder.new(root) if run_uri is None else RunFolder.given(run_uri, self.getResume())
+        """Returns the folder of the run: `root`, if the user named it, or a new one in there."""
+        return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
 
     def _check_held_out(self, fit: _Fit, manifest: ShardManifest) -> None:
         """Warns if rows were to be held out but there are none."""
@@ -178,7 +186,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             states.note()
             finished = self._supervised(spark, run, config, pickled, states)
             run.finish(finished)
-        summary, result = TrainingSummary.of_run(finished)
+        summary, result = TrainingSummary.of_run(finished, alike(spark, run.uri))
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
                 f"keep='best' found no best: {config.monitor} was not a number in any epoch; "
@@ -284,8 +292,7 @@ class _Fit:
     @classmethod
     def of(cls, estimator: _TorchEstimator[Any], dataset: DataFrame) -> _Fit:
         check_frame(dataset, f"{type(estimator).__name__}.fit")
-        run_uri = estimator.getRunUri()
-        check_run_uri(run_uri, estimator.getResume())
+        run_uri = estimator._run_uri(dataset.sparkSession)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         config, indicator = estimator._found(dataset, config)
         estimator._warn()

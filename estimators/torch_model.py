@@ -120,7 +120,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Writes the trained network, for any number of rows, to the file `path` on any store.
 
         Args:
-            path: Path or URI of the file to write.
+            path: Path or URI of the file to write; without a scheme, one on this machine's disk.
             format: Format of the file. `torch.export.load` reads "torch.export", ONNX runtimes read "onnx";
                 "onnx" needs `pip install 'ringspark[onnx]'`.
 

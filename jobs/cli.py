@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ringspark.pipelines import storage
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -22,6 +20,11 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
+# Where one of these is set, a path without a scheme may not be one of this machine's disk.
+_CONFIGURED_BY = (
+    "HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_GATEWAY_PORT",
+    "SPARK_REMOTE",
+)  # fmt: skip
 # Names of the options' values in the help.
 _SHOWN = {"int": "N", "float": "X"}
 
@@ -125,9 +128,9 @@ def fraction(text: str) -> float:
     return value
 
 
-def under(root: str, name: str) -> str:
-    """Returns the path of `name` below the job's root folder; relative roots become absolute."""
-    return storage.join(storage.normalize(root), name)
+def is_known(uri: str) -> bool:
+    """Whether `uri` is known before Spark has started: it has a scheme, or nothing configures Hadoop."""
+    return "://" in uri or not any(name in os.environ for name in _CONFIGURED_BY)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
 from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -56,17 +57,18 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: If the tables cannot be read, or there are results that must be kept.
     """
-    shards = cli.under(args.output, "shards")
-    if not args.overwrite and storage.exists(shards):
-        raise ValueError(f"there are results in {shards} already; give --overwrite or another --output")
     started = time.perf_counter()
     from pyspark.sql import functions as F
 
     from ringspark.jobs import flights
     from ringspark.pipelines import write_shards
 
-    raw = args.raw or _unpack(args.output)
     with cli.spark("ringspark etl", args.master) as spark:
+        root = resolve(spark, args.output)
+        shards = storage.join(root, "shards")
+        if not args.overwrite and storage.exists(shards):
+            raise ValueError(f"there are results in {shards} already; give --overwrite or another --output")
+        raw = args.raw or _unpack(root)
         tables = flights.read_tables(spark, raw)
         num_flights, num_dropped = tables["flights"].agg(
             F.count("*"), F.count("*") - F.count("arr_delay")
@@ -91,9 +93,9 @@ def run(args: argparse.Namespace) -> None:
         # look complete although other features encoded them.
         storage.remove(shards, recursive=True)
         features = flights.feature_pipeline().fit(rows.where("split = 'train'"))
-        features.write().overwrite().save(cli.under(args.output, "features"))
+        features.write().overwrite().save(storage.join(root, "features"))
         test = rows.where("split = 'test'").drop("split")
-        test.write.mode("overwrite").parquet(cli.under(args.output, "test"))
+        test.write.mode("overwrite").parquet(storage.join(root, "test"))
         encoded: DataFrame = features.transform(rows.where("split != 'test'")).select(
             "categorical", "numeric", "label", (F.col("split") == "validation").alias("is_validation")
         )
@@ -113,10 +115,12 @@ def _unpack(root: str) -> str:
     """Unpacks the installed tables beside the results, where Spark's executors can read them."""
     from ringspark.jobs import flights
 
-    raw = cli.under(root, "raw")
-    if not storage.is_local(raw):
+    raw = storage.join(root, "raw")
+    folder = storage.normalize(raw)
+    if not storage.is_local(folder):
         raise ValueError(f"give --raw, a folder with the five CSV tables: they cannot be unpacked to {raw}")
-    return str(flights.unpack_raw_tables(raw))
+    flights.unpack_raw_tables(folder)
+    return raw
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ import numpy.typing as npt
 
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, open_reader, storage
+from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
     from pyspark.ml import PipelineModel
@@ -57,25 +60,18 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: If an input is missing, or scikit-learn or matplotlib is not installed.
     """
-    where = {
-        name: storage.normalize(given) if given else cli.under(args.data, default)
-        for name, given, default in (
-            ("model", args.model, "model"),
-            ("test", args.test, "test"),
-            ("output", args.output, "predictions"),
-            ("report", args.report, "report.png"),
-            ("history", args.history, "history.json"),
-        )
-    }
-    _check(where)
-    # Read before Spark starts, so that a missing folder is reported at once.
-    manifest = ShardManifest.load(cli.under(args.data, "shards")) if args.baseline else None
+    if all(cli.is_known(uri) for uri in (args.data, args.model, args.test) if uri):
+        # A missing folder is told at once, without the start of Spark.
+        _check(_places(args, storage.normalize))
     from ringspark.jobs import report
 
-    history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
     with cli.spark("ringspark score", args.master) as spark:
         from pyspark.ml import PipelineModel
 
+        where = _places(args, partial(resolve, spark))
+        _check(where)
+        manifest = ShardManifest.load(where["shards"]) if args.baseline else None
+        history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
         model = PipelineModel.load(where["model"])
         test = spark.read.parquet(where["test"])
         started = time.perf_counter()
@@ -97,6 +93,22 @@ def run(args: argparse.Namespace) -> None:
     print(report.format_table(models))
     report.save_report(where["report"], models, history)
     print(f"score: predictions in {where['output']}, report in {where['report']}")
+
+
+def _places(args: argparse.Namespace, meaning: Callable[[str], str]) -> dict[str, str]:
+    """Returns the URI of each thing that the job reads or writes."""
+    root = meaning(args.data)
+    return {
+        name: meaning(given) if given else storage.join(root, default)
+        for name, given, default in (
+            ("shards", None, "shards"),
+            ("model", args.model, "model"),
+            ("test", args.test, "test"),
+            ("output", args.output, "predictions"),
+            ("report", args.report, "report.png"),
+            ("history", args.history, "history.json"),
+        )
+    }
 
 
 def _check(where: dict[str, str]) -> None:

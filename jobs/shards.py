@@ -1,11 +1,13 @@
-"""Lists, describes, verifies and removes shards and caches of shards.
+"""Lists, describes, verifies and removes shards, caches of shards, and runs that fits left behind.
 
     python -m ringspark.jobs.shards list /data/cache
     python -m ringspark.jobs.shards describe /data/shards
     python -m ringspark.jobs.shards verify /data/shards
     python -m ringspark.jobs.shards remove /data/cache 3f2a
+    python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
 
-A cache is a folder that `cached_shards` writes to. The job starts no Spark.
+A cache is a folder that `cached_shards` writes to; runs are what fits leave in the folder of their runs. The
+job starts no Spark: a path without a scheme is this machine's disk.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ringspark.estimators.run.stored_runs import StoredRun, list_runs, remove_runs
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.reuse.cache_entries import KEY_DIGITS, list_cached, remove_cached
@@ -31,12 +34,27 @@ def build_parser() -> cli.JobParser:
         ("list", "root", "the entries of a cache"),
         ("describe", "uri", "splits, columns and ranges of shards"),
         ("verify", "uri", "whether every file is there, with the rows that the manifest says"),
+        (
+            "runs",
+            "root",
+            "what fits left in the folder of their runs: hours since the last change, size, state",
+        ),
         ("remove", "root", "an entry of a cache, or all"),
     ):
         added = commands.add_parser(command, help=what, description=what, allow_abbrev=False)
         # A wrong option ends in one line, like the job's own refusals.
         added.error = parser.error  # type: ignore[method-assign]
         added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
+        if command == "runs":
+            added.add_argument(
+                "--remove-older-than",
+                type=float,
+                metavar="HOURS",
+                help="remove what lost its driver and has not changed for so many hours, at least 1",
+            )
+            added.add_argument(
+                "--finished", action="store_true", help="remove finished runs too, whose models are saved"
+            )
     chosen = added.add_mutually_exclusive_group(required=True)
     chosen.add_argument("key", nargs="?", metavar="KEY", help="key of the entry, or its first digits")
     chosen.add_argument("--all", action="store_true", help="remove all entries; other files stay")
@@ -51,6 +69,12 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.command == "list":
         _list(args.root)
+    elif args.command == "runs":
+        if args.remove_older_than is None:
+            _print_runs(args.root, list_runs(args.root), "there")
+        else:
+            removed = remove_runs(args.root, args.remove_older_than, finished=args.finished)
+            _print_runs(args.root, removed, "removed")
     elif args.command == "remove":
         freed = remove_cached(args.root, None if args.all else args.key)
         print(f"shards: {_size(freed)} freed in {args.root}")
@@ -71,6 +95,14 @@ def _list(root: str) -> None:
         print(f"  {entry.uri}\n  {entry.plan}")
     total = sum(entry.num_bytes for entry in entries)
     print(f"shards: {len(entries)} entries, {_size(total)} in {root}")
+
+
+def _print_runs(root: str, runs: list[StoredRun], what: str) -> None:
+    for run in runs:
+        print(f"{run.idle_seconds / 3600:8.1f} h  {run.state:10}  {_size(run.num_bytes)}  {run.uri}")
+    print(
+        f"shards: {len(runs)} runs and shards, {_size(sum(run.num_bytes for run in runs))} {what} in {root}"
+    )
 
 
 def _size(num_bytes: float) -> str:

@@ -23,6 +23,7 @@ from ringspark.estimators.training.settings import memory, optimization, places,
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.spark_paths import resolve
 
 # The estimator's settings that are options of the job, each with the default that this data asks for, if any.
 FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
@@ -83,22 +84,22 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: There is nothing to train on, or an option cannot be used.
     """
-    data = storage.normalize(args.data)
-    shards = storage.join(data, "shards")
-    # Checked before Spark starts, so that a wrong folder does not cost half a minute.
-    ShardManifest.load(shards)
-    run_uri = storage.normalize(args.run) if args.run else storage.join(data, "runs", "current")
-    from ringspark.estimators.run.folder import make_way
-
-    make_way(run_uri, args.resume)
+    if cli.is_known(args.data):
+        # Checked before Spark starts, so that a wrong folder does not cost half a minute.
+        ShardManifest.load(storage.join(args.data, "shards"))
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError
+    from ringspark.estimators.run.folder import make_way
     from ringspark.jobs import flights
     from ringspark.models import ModelSpec
 
     given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
-    with cli.spark("ringspark train", args.master):
+    with cli.spark("ringspark train", args.master) as spark:
+        data = resolve(spark, args.data)
+        run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")
+        ShardManifest.load(storage.join(data, "shards"))  # before anything is removed
+        make_way(run_uri, args.resume)
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(
@@ -124,11 +125,11 @@ def run(args: argparse.Namespace) -> None:
         )
         print("train: " + ", ".join(f"{name}={value}" for name, value in given.items()), flush=True)
         try:
-            model = estimator.fitOnShards(shards)
+            model = estimator.fitOnShards(storage.join(data, "shards"))
         except WorkerError as error:
             # The message holds the worker's trace; the driver's is left out.
             raise SystemExit(f"train: error: {error}") from None
-        output = storage.normalize(args.output) if args.output else storage.join(data, "model")
+        output = resolve(spark, args.output) if args.output else storage.join(data, "model")
         PipelineModel([*features.stages, model]).write().overwrite().save(output)
         summary = model.summary
         history = [asdict(record) for record in summary.epochs]

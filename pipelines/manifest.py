@@ -220,6 +220,8 @@ class ShardManifest:
     def load(uri: str | os.PathLike[str]) -> ShardManifest:
         """Reads the manifest of the folder `uri`. The folder may have moved since it was written.
 
+        No Spark is asked: a path without a scheme is this machine's disk.
+
         Raises:
             ValueError: The manifest is missing, damaged or of a newer format.
         """

@@ -12,16 +12,17 @@ the clients already retry requests as small as these several times (see
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import IO, Any, cast
 from urllib.parse import unquote
 
 from fsspec.core import url_to_fs
+
+from ringspark.pipelines.rename_once import rename_once
 
 # A single put is atomic on these, while their "move" is a copy followed by a delete.
 _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
@@ -29,11 +30,11 @@ _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 # Client errors that no further attempt can cure.
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
-
 # Hadoop's short form of a URI.
 _HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")
-# user:password@ before the first slash, and query parameters that grant access to whoever knows them.
-_PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]+)@")
+# user:password@, and query parameters that grant access to whoever knows them. A password may hold a slash or
+# an "@", as keys of S3 do; a port before a slash and the "::" of a chain of URIs begin none.
+_PASSWORD = re.compile(r"(?<=://)([^/@:\[]*):(?!:|\d{1,5}/)(?:[^/]*@|[^@]*@)")
 _SECRET = re.compile(
     r"([?&][^=&#]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key|keyid)=)([^&#]+)",
     re.IGNORECASE,
@@ -62,7 +63,8 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
 
     Local paths and `file://` URIs become absolute paths; `dbfs:/` becomes the
-    `/dbfs` mount where there is one. Other URIs keep their scheme.
+    `/dbfs` mount where there is one. Other URIs keep their scheme. A path without a scheme is taken for
+    this machine's disk: what a Spark session means by it says `spark_paths.resolve`.
 
     Raises:
         ValueError: `uri` is empty, or holds a password or token (see `refuse_secrets`).
@@ -74,7 +76,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
             "a storage URI must not be empty; pass a folder such as '/data/shards' or 's3://bucket/shards'"
         )
     if text.startswith("dbfs:/") and os.path.isdir("/dbfs"):
-        text = "/dbfs/" + text[len("dbfs:/") :].lstrip("/")
+        text = mount_of(text)
     if text.startswith("file:"):
         path = text[len("file:") :]
         if path.startswith("//"):
@@ -89,6 +91,12 @@ def normalize(uri: str | os.PathLike[str]) -> str:
             )
         return os.path.abspath(os.path.expanduser(text))
     return text.rstrip("/")
+
+
+def mount_of(uri: str) -> str:
+    """Returns the path at which Databricks mounts a `dbfs:/` URI."""
+    inside = "/" + uri.removeprefix("dbfs:").lstrip("/")
+    return inside if inside.startswith("/Volumes/") else f"/dbfs{inside}"
 
 
 def is_local(uri: str) -> bool:
@@ -278,7 +286,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
             if overwrite:
                 os.replace(temporary, path)
             else:
-                _rename_once(temporary, path)
+                rename_once(temporary, path)
             return
         fs.makedirs(parent, exist_ok=True)
         fs.pipe_file(temporary, data)
@@ -296,29 +304,6 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = path  # the error of a full disk does not name the file
         raise
-
-
-def _rename_once(temporary: str, path: str) -> None:
-    """Renames a local file if there is none of the new name; of several at once exactly one succeeds."""
-    try:
-        # Unlike a rename, a link does not replace an existing file.
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        # Mounts of object stores have no links. Here only the holder of the claim may rename.
-        parent, name = os.path.split(path)
-        claim = os.path.join(parent, f".{name}.claim")
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        try:
-            if os.path.exists(path):
-                raise FileExistsError(errno.EEXIST, "exists", path) from None
-            os.rename(temporary, path)
-        finally:
-            with suppress(OSError):
-                os.remove(claim)
-    else:
-        os.remove(temporary)
 
 
 class BrokenOffError(OSError):

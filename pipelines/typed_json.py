@@ -44,16 +44,16 @@ def parse_object(text: str | bytes, *, allow_nan: bool = False) -> dict[str, Any
     return value
 
 
-class NewerFormatError(ValueError):
-    """A later version of ringspark wrote the file."""
+class OtherFormatError(ValueError):
+    """Another version of ringspark wrote the file; the message says what to do."""
 
 
 def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict[str, Any]:
     """Like `parse_object`, but accepts only an object whose `format_version` is `known`.
 
     Raises:
-        NewerFormatError: The version is a later one.
-        ValueError: The version is an earlier one, or the text is no such object.
+        OtherFormatError: The version is another one.
+        ValueError: The text is no such object.
     """
     values = parse_object(text, allow_nan=allow_nan)
     if "format_version" not in values:
@@ -62,9 +62,12 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
     if type(version) is not int:
         raise ValueError(f"format_version must be a whole number, got {_kind(version)}")
     if version > known:
-        raise NewerFormatError(f"its format is {version}, this ringspark reads {known}; upgrade ringspark")
+        raise OtherFormatError(f"its format is {version}, this ringspark reads {known}; upgrade ringspark")
     if version < known:
-        raise ValueError(f"its format is {version}, of before the first release")
+        raise OtherFormatError(
+            f"its format is {version}, of before the first release, this ringspark reads {known}; write it "
+            "anew, or read it with the ringspark that wrote it"
+        )
     return values
 
 

@@ -22,7 +22,7 @@ from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, steps_in
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 _logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class RunFolder:
             return record(Begun, versioned(storage.read_bytes(uri), FORMAT_VERSION))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except NewerFormatError as error:
+        except OtherFormatError as error:
             raise ValueError(
                 f"the run in {self.uri!r} cannot be resumed: {error}, or give another folder"
             ) from None

@@ -71,7 +71,8 @@ class ShardStates:
         """
         paths = [file.path for file in self._manifest.files]
         try:
-            states = path_states([storage.join(self._manifest.uri, path) for path in paths])
+            folder = storage.normalize(self._manifest.uri)
+            states = path_states([storage.join(folder, path) for path in paths])
         except (FileNotFoundError, ValueError):
             return {}
         return {path: f"{size} {marks}" for path, (_, size, marks) in zip(paths, states, strict=True)}

@@ -23,6 +23,7 @@ from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.columns.schema import for_fit
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import quote
+from ringspark.pipelines.spark_paths import alike
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class FitData:
         try:
             return write_shards(
                 dataset.select(*map(quote, names)),
-                uri,
+                alike(dataset.sparkSession, uri),
                 validation_col=self.validation_col,
                 validation_fraction=self.validation_fraction,
                 seed=self.seed,

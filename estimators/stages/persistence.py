@@ -38,7 +38,7 @@ from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import NewerFormatError, fit, parse_object, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, fit, parse_object, record, versioned
 
 FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
@@ -91,7 +91,8 @@ class StageWriter(MLWriter):
         if not isinstance(path, str):
             raise TypeError(f"path must be a string, got {type(path).__name__}")
         uri = meaning_of(path)
-        found = storage.list_names(uri) if storage.exists(uri) else []
+        was_there = storage.exists(uri)
+        found = storage.list_names(uri) if was_there else []
         if found and not self.shouldOverwrite:
             raise ValueError(f"{path} exists already; use .write().overwrite().save(path) to replace it")
         if found and not _holds_stage(uri, found):
@@ -107,7 +108,12 @@ class StageWriter(MLWriter):
         try:
             self._write(target)
         except BaseException:
-            storage.remove(target, recursive=True)
+            left = [target]
+            if was_there and target == uri:
+                # The folder was there before, and empty.
+                left = [storage.join(uri, name) for name in storage.list_names(uri)]
+            for each in left:
+                storage.remove(each, recursive=True)
             raise
         if found:
             _swap(target, uri)
@@ -150,7 +156,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         """Loads the stage that was saved in the folder `path`.
 
         Raises:
-            ValueError: There is no stage; or it is damaged, has another class or a newer format, or holds
+            ValueError: There is no stage; or it is damaged, has another class or another format, or holds
                 pickled code that the user has not allowed.
         """
         uri = meaning_of(path)
@@ -191,7 +197,7 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         known: type[Description] = getattr(self._cls, "_description", Description)
         try:
             return record(known, versioned(storage.read_bytes(file), FORMAT_VERSION, allow_nan=True))
-        except NewerFormatError as error:
+        except OtherFormatError as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from None
         except ValueError as error:
             raise _damaged(path, error) from error

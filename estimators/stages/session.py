@@ -6,6 +6,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from ringspark.pipelines.spark_paths import is_remote as is_remote
+
 # Asked one by one, a round trip each, if the session cannot list its conf: Spark Connect before 4.0.
 _KEYS = (
     "spark.app.id",
@@ -22,11 +24,6 @@ _KEYS = (
     "spark.task.cpus",
     "spark.task.resource.gpu.amount",
 )
-
-
-def is_remote(spark: SparkSession) -> bool:
-    """Returns whether `spark` is a Spark Connect session, without a JVM in this process."""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def spark_conf(spark: SparkSession) -> dict[str, str]:

@@ -11,6 +11,7 @@ from functools import cache
 from pyspark.sql import SparkSession
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import resolve
 
 
 def active_session() -> SparkSession:
@@ -40,12 +41,15 @@ def storage_root(spark: SparkSession, storage_uri: str | None) -> str:
     Raises:
         ValueError: No folder was given and the master is not local, or the folder cannot be written.
     """
-    root = storage_uri or _session_folder(spark.conf.get("spark.master", "") or "")
+    if storage_uri:
+        root = storage.normalize(resolve(spark, storage_uri))
+    else:
+        root = _session_folder(spark.conf.get("spark.master", "") or "")
     with suppress(OSError):
         # Made first and kept, because a fit must not remove it while another one uses it.
-        storage.make_dirs(storage.normalize(root))
+        storage.make_dirs(root)
     storage.check_writable(root)
-    return storage.normalize(root)
+    return root
 
 
 def _session_folder(master: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -11,6 +11,7 @@ import pandas as pd
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
+from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import added, parse_object, record
 
 
@@ -94,8 +95,11 @@ class TrainingSummary:
         )
 
     @classmethod
-    def of_run(cls, finished: str) -> tuple[TrainingSummary, TrainResult]:
+    def of_run(cls, finished: str, run_uri: str) -> tuple[TrainingSummary, TrainResult]:
         """Returns summary and result from the record that a finished run has written.
+
+        Args:
+            run_uri: Folder that the run is in now; it may have been moved since it finished.
 
         Raises:
             ValueError: The record is damaged.
@@ -107,7 +111,9 @@ class TrainingSummary:
                 f"the run has finished, and its {run_layout.RESULT} is damaged ({error}); train again in "
                 "another folder"
             ) from None
-        return cls.of(found.result, found.restarts), found.result
+        weights = storage.join(storage.normalize(run_uri), found.result.checkpoint_uri.rpartition("/")[2])
+        result = replace(found.result, run_uri=run_uri, checkpoint_uri=weights)
+        return cls.of(result, found.restarts), result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -77,7 +78,7 @@ class ShardReader(ABC):
         names = (
             [column.name for column in manifest.columns] if columns is None else list(dict.fromkeys(columns))
         )
-        self.manifest = manifest
+        self.manifest = replace(manifest, uri=storage.normalize(manifest.uri))
         self.columns: tuple[Column, ...] = tuple(manifest.column(name) for name in names)
         self.shard = shard
         self.num_shards = num_shards

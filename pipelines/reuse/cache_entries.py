@@ -87,7 +87,12 @@ class CachedShards:
 
 
 def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
-    """Returns all entries below `root`, the newest first; unfinished ones last."""
+    """Returns all entries below `root`, the newest first; unfinished ones last.
+
+    Args:
+        root: The folder given to `cached_shards`. There is no Spark here: a path without a scheme is this
+            machine's disk.
+    """
     root = storage.normalize(root)
     found = [
         _listed(storage.join(root, name)) for name in storage.list_names(root) if _FOLDER.fullmatch(name)
@@ -99,7 +104,7 @@ def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
     """Removes one entry, or all.
 
     Args:
-        root: The folder given to `cached_shards`.
+        root: Folder of the cache, see `list_cached`.
         key: The entry's key or its first digits; None removes all entries. Files that do not belong to
             this cache stay, also inside an entry's folder.
 

@@ -16,7 +16,7 @@ import os
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines import storage
@@ -25,6 +25,7 @@ from ringspark.pipelines.reuse import cache_entries
 from ringspark.pipelines.reuse.cache_entries import Entry
 from ringspark.pipelines.reuse.plan_fingerprint import PlanFingerprint, fingerprint
 from ringspark.pipelines.reuse.source_files import FileState, file_states, total_bytes
+from ringspark.pipelines.spark_paths import alike, resolve
 from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
 
     Args:
         df: A DataFrame that `write_shards` accepts.
-        root: Folder of the cache, which driver and executors share. Other files in it are left alone.
+        root: Folder of the cache, which driver and executors share; a path without a scheme is what it is
+            to Spark. Other files in it are left alone.
         settings: Keywords of `write_shards`, without `overwrite`.
 
     Returns:
@@ -85,13 +87,13 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
         )
     if df.isStreaming:
         raise ValueError("cached_shards takes a batch DataFrame; call write_shards in foreachBatch")
-    root = storage.normalize(root)
+    root = storage.normalize(resolve(df.sparkSession, root))
     source = _source(df, settings)
     if source.key is None:
         _logger.warning("the shards are written anew and not reused: %s", source.refusal)
     elif (found := _find(root, source.key)) is not None:
         _logger.info("the shards in %r are used again", found.uri)
-        return found
+        return replace(found, uri=alike(df.sparkSession, found.uri))
     return _write(df, root, source, settings)
 
 
@@ -133,7 +135,7 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
     run = cache_entries.begin(root, key)
     uri = storage.join(cache_entries.folder_of(root, key), run)
     try:
-        manifest = write_shards(df, uri, **settings)
+        manifest = write_shards(df, alike(df.sparkSession, uri), **settings)
         if refusal is None:
             if _source(df, settings) != source:
                 refusal = "its source changed during the write"
@@ -141,7 +143,7 @@ def _write(df: DataFrame, root: str, source: _Source, settings: Mapping[str, Any
             elif (theirs := _find(root, key)) is not None:
                 # Another writer of the same rows was faster, and one copy is enough.
                 cache_entries.abandon(root, key, run)
-                return theirs
+                return replace(theirs, uri=alike(df.sparkSession, theirs.uri))
         entry = Entry(
             key=key,
             run=run,

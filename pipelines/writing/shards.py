@@ -37,6 +37,7 @@ from ringspark.pipelines.kinds.base import Shape
 from ringspark.pipelines.kinds.strings import learned
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import NewFile, copy_files, even_files
 from ringspark.pipelines.writing.shard_writer import (
@@ -81,7 +82,8 @@ def write_shards(
     Args:
         df: The rows. Its columns may be numbers, booleans, dates, timestamps, arrays and ML vectors;
             strings and bytes need a choice in `columns`.
-        uri: Folder that driver and executors share, on any store that fsspec reaches.
+        uri: Folder that driver and executors share, on any store that fsspec reaches. A path without a
+            scheme is what it is to Spark; the manifest has the whole URI.
         num_files: Files per split, of even size. By default they follow the partitions of `df`, and are
             evened out if those are skewed, or many and tiny.
         row_group_rows: Rows per row group. By default as many as fill 4 MiB, at most 32,768.
@@ -127,8 +129,9 @@ def write_shards(
     if not stored:
         raise ValueError("there is no column to write; select at least one besides validation_col")
     found = columns_from_spark(StructType(stored), columns)
+    resolved = resolve(df.sparkSession, uri)
     plan = WritePlan(
-        uri=storage.normalize(uri),
+        uri=storage.normalize(resolved),
         folder=f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}",
         columns=found,
         handle_invalid=_handling(handle_invalid, found),
@@ -159,7 +162,7 @@ def write_shards(
         _logger.warning(
             "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
         )
-    return manifest
+    return replace(manifest, uri=resolved)
 
 
 def _handling(

@@ -89,13 +89,19 @@ def test_a_failed_overwrite_leaves_the_old_stage(pairs: Any, tmp_path: Path, spa
     assert sorted(os.listdir(tmp_path)) == ["model", "new", "old"]
 
 
-def test_a_failed_save_leaves_nothing(tmp_path: Path, spark: Any) -> None:
+def test_a_failed_save_leaves_nothing_and_an_empty_folder_as_it_was(tmp_path: Path, spark: Any) -> None:
     broken = make(tmp_path / "c")
     broken._weights = HeldWeights(str(tmp_path / "c"))
     os.remove(tmp_path / "c" / WEIGHTS)
     with pytest.raises(FileNotFoundError):
         broken.save(str(tmp_path / "model"))
     assert os.listdir(tmp_path) == ["c"]
+    (tmp_path / "empty").mkdir()
+    before = (tmp_path / "empty").stat().st_ino
+    with pytest.raises(FileNotFoundError):
+        broken.save(str(tmp_path / "empty"))
+    assert os.listdir(tmp_path / "empty") == []
+    assert (tmp_path / "empty").stat().st_ino == before
 
 
 def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path: Path, spark: Any) -> None:
@@ -251,7 +257,7 @@ DAMAGES = {
     ),
     "a version before the first release": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
-        r"model is damaged \(.* its format is 1, of before the first release\)",
+        r"model cannot be loaded: its format is 1, of before the first release, this ringspark reads 2",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),

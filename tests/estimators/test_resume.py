@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +168,20 @@ def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"begun with others: train rows: 96 -> 95; set them back"):
         _estimator(tmp_path, resume=True).fit(table.limit(95))
     (tmp_path / "fails").unlink()
-    model = _estimator(tmp_path, resume=True, numWorkers=1, checkpointEverySteps=7).fit(table)
+    run = str(Path(run).rename(tmp_path / "moved"))
+    model = _estimator(tmp_path, resume=True, runUri=run, numWorkers=1, checkpointEverySteps=7).fit(table)
     assert model.summary.steps == STEPS
     assert model.summary.resumed_steps
     assert _starts(tmp_path) == 3
-    # The finished run is read, not trained again; of its rows only the manifest is left.
-    again = _estimator(tmp_path, resume=True).fit(table)
+    # The finished run is read, not trained again, wherever it is; of its rows only the manifest is left.
+    run = str(Path(run).rename(tmp_path / "moved again"))
+    again = _estimator(tmp_path, resume=True, runUri=run).fit(table)
     assert _starts(tmp_path) == 3
-    assert again.summary == model.summary
+    assert again.summary == replace(model.summary, run_uri=run)
+    assert again.module().state_dict().keys() == {"linear.weight", "linear.bias"}
     assert [path.name for path in Path(run, "shards").iterdir()] == ["manifest.json"]
     with pytest.raises(ValueError, match="epochs: 4 -> 5"):
-        _estimator(tmp_path, resume=True, epochs=5).fit(table)
+        _estimator(tmp_path, resume=True, runUri=run, epochs=5).fit(table)
 
 
 def test_a_run_of_given_shards_is_not_gone_on_with_by_a_dataframe(

@@ -85,10 +85,12 @@ def test_another_application_writes_once_more_and_trains_on_the_first(
     begun: dict[Path, int],
     other_application: None,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     written = count_writes(monkeypatch)
     manifest, _ = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     assert len(written) == 1
+    assert not caplog.records, "equal digests prove equal rows"
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
     assert files_of(run) == begun, "the second write is removed, the first untouched"
 
@@ -113,3 +115,19 @@ def test_another_application_with_other_rows_is_refused(
     with pytest.raises(ValueError, match=told):
         run_shards(spark.range(10).selectExpr(rows), data, run)
     assert files_of(run) == begun
+
+
+def test_rows_that_only_statistics_prove_equal_are_told(
+    spark: Any,
+    data: FitData,
+    run: RunFolder,
+    begun: dict[Path, int],
+    other_application: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manifest, _ = run_shards(spark.range(10).selectExpr("(9 - id) * 0.5D as x"), data, run)
+    assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
+    assert files_of(run) == begun
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "but gave files with other bytes" in told
+    assert "goes on with the rows that it began with" in told

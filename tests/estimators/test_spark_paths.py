@@ -6,21 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringspark.estimators.stages.spark_paths import meaning_of
 from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import is_remote, resolve
 
 # A session whose default file system is a table of mounts: /data is a folder of the disk, and / is nothing.
-SCRIPT = """
-import json, sys
+SESSION = """
+import json, os, sys
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import SparkSession
 from ringspark.estimators import TorchRegressor
 from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, cached_shards, write_shards
 
 mounted, step = sys.argv[1:]
 spark = (
@@ -31,28 +35,48 @@ spark = (
     .getOrCreate()
 )
 rows = spark.range(64).selectExpr("id / 64 as x", "id / 32 as y")
+spec = ModelSpec("linear", {"in_features": 1, "out_features": 1})
+estimator = TorchRegressor(model=spec, labelCol="y", collective="local", epochs=1)
+"""
+SAVE_AND_LOAD = """
 if step == "save":
-    stage = TorchRegressor(model=ModelSpec("linear", {"in_features": 1, "out_features": 1}), labelCol="y",
-                           collective="local", epochs=1)
-    model = Pipeline(stages=[VectorAssembler(inputCols=["x"], outputCol="features"), stage]).fit(rows)
+    model = Pipeline(stages=[VectorAssembler(inputCols=["x"], outputCol="features"), estimator]).fit(rows)
     model.save("/data/pipe/line")
     model.write().overwrite().save("/data/pipe/line")
 else:
     model = PipelineModel.load("/data/pipe/line")
 print(json.dumps([row.prediction for row in model.transform(rows).collect()]))
 """
+TRAIN = """
+rows = rows.selectExpr("array(x) as v", "y")
+made = estimator.setParams(inputCols=["v"])
+at_mount = write_shards(rows, "/data/shards")
+cached = cached_shards(rows, "/data/cache")
+on_disk = write_shards(rows, f"file:{mounted}/disk")
+# What is returned means the same when it is given again, to us and to Spark.
+again = [made.copy({made.runUri: run}).fitOnShards(shards.uri)
+         for run, shards in (("/data/run-0", at_mount), ("/data/run-1", on_disk))]
+resumed = made.copy({made.runUri: again[0].summary.run_uri, made.resume: True}).fitOnShards("/data/shards")
+fitted = made.copy({made.storageUri: "/data/storage"}).fit(rows)
+print(json.dumps({
+    "uris": [at_mount.uri, on_disk.uri, cached.uri, resumed.summary.run_uri, fitted.summary.run_uri],
+    "rows": [spark.read.parquet(*m.paths).count() for m in (at_mount, on_disk, cached)],
+    "read": [ShardManifest.load(m.uri).num_rows for m in (at_mount, on_disk, cached)],
+}))
+"""
+
+
+def run(script: str, *arguments: str) -> Any:
+    """Returns what a new session prints last: the default file system is its JVM's."""
+    command = [sys.executable, "-c", SESSION + script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.spark
 def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path: Path) -> None:
-    """In new sessions: the default file system is a setting of the JVM."""
-    told = []
-    for step in ("save", "load"):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(tmp_path), step], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        told.append(json.loads(done.stdout.splitlines()[-1]))
+    told = [run(SAVE_AND_LOAD, str(tmp_path), step) for step in ("save", "load")]
     assert told[0] == told[1]
     assert not os.path.exists("/data/pipe")
     stages = tmp_path / "pipe" / "line" / "stages"
@@ -61,6 +85,69 @@ def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path: Pat
         "0_VectorAssembler",
         "1_TorchRegressor",
     }
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path: Path) -> None:
+    found = run(TRAIN, str(tmp_path), "train")
+    mount = f"file://{tmp_path}"
+    assert found["uris"][:2] == [f"{mount}/shards", f"{mount}/disk"]
+    assert found["uris"][2].startswith(f"{mount}/cache/")
+    assert found["uris"][3] == f"{mount}/run-0"
+    assert found["uris"][4].startswith(f"{mount}/storage/run-")
+    assert found["rows"] == found["read"] == [64, 64, 64]
+    assert set(os.listdir(tmp_path)) == {"cache", "disk", "run-0", "run-1", "shards", "storage"}
+    assert not os.path.exists("/data/shards")
+
+
+@pytest.fixture
+def mounts(spark: Any, tmp_path: Path) -> Iterator[Path]:
+    """A folder that is /data, and /usr too, where the default file system is a table of mounts."""
+    if is_remote(spark):
+        pytest.skip("the conf of Hadoop is the server's")
+    conf = spark._jsc.hadoopConfiguration()
+    before = conf.get("fs.defaultFS")
+    for folder in ("data", "usr"):
+        # Hadoop keeps a table by its name.
+        conf.set(f"fs.viewfs.mounttable.{tmp_path.name}.link./{folder}", f"file://{tmp_path}")
+    conf.set("fs.defaultFS", f"viewfs://{tmp_path.name}/")
+    yield tmp_path
+    conf.set("fs.defaultFS", before)
+
+
+@pytest.mark.spark
+def test_a_path_is_what_it_is_to_spark_or_refused(
+    spark: Any, mounts: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for given in ("/data/x", f"viewfs://{mounts.name}/data/x", f"file:{mounts}/x", f"file://{mounts}/x"):
+        assert resolve(spark, given) == f"file://{mounts}/x"
+    assert resolve(spark, "s3://bucket/x/") == "s3://bucket/x"
+    for given, told in (
+        ("/nowhere/x", r"'/nowhere/x' is 'viewfs://.*/nowhere/x' to Spark, a mount that only Hadoop knows"),
+        ("x", r"'x' is 'viewfs://.*/x' to Spark, a mount that only Hadoop knows"),
+        ("dbfs:/x", r"Spark cannot say where 'dbfs:/x' is \(.*scheme \"dbfs\"\); give a URI with its store"),
+        ("~/x", r"is a folder named '~' in viewfs://.*/ to Spark; give the whole path, or 'file:/"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            resolve(spark, given)
+    assert not caplog.records
+    # This machine has that folder, the mount has not.
+    assert resolve(spark, "/usr/share") == f"file://{mounts}/share"
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"'/usr/share' is '{mounts}/share' to Spark" in warning
+    assert "give 'file:/usr/share' to mean it" in warning
+
+
+@pytest.mark.spark
+@pytest.mark.usefixtures("spark")
+def test_on_databricks_a_mount_is_a_mount(monkeypatch: pytest.MonkeyPatch, spark: Any) -> None:
+    """As far as it can be told elsewhere: here the default file system is the local disk."""
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
+    assert resolve(spark, "/Volumes/main/default/x/") == "/Volumes/main/default/x"
+    assert resolve(spark, "/dbfs/tmp/x") == "/dbfs/tmp/x"
+    assert storage.mount_of("dbfs:/tmp/x") == "/dbfs/tmp/x"
+    assert storage.mount_of("dbfs:///Volumes/main/x") == "/Volumes/main/x"
 
 
 @pytest.mark.spark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_remove_takes_a_prefix_or_all(cache, capsys: pytest.CaptureFixture[str])
     assert list(root.iterdir()) == []
     assert run("remove", str(root), "--all") == 0
     assert "0 bytes freed" in capsys.readouterr().out
+
+
+def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("run-0123456789ab", "run-ba9876543210"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner.json").write_text("{}")
+    os.utime(tmp_path / "run-0123456789ab" / "owner.json", (0, 0))
+    assert run("runs", str(tmp_path)) == 0
+    first, second, total = capsys.readouterr().out.splitlines()
+    assert first.endswith(f" h  unfinished  2 bytes  {tmp_path}/run-0123456789ab")
+    assert second.endswith(f"     0.0 h  unfinished  2 bytes  {tmp_path}/run-ba9876543210")
+    assert total == f"shards: 2 runs and shards, 4 bytes there in {tmp_path}"
+    assert run("runs", str(tmp_path), "--remove-older-than", "24") == 0
+    assert f"shards: 1 runs and shards, 2 bytes removed in {tmp_path}\n" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["run-ba9876543210"]
+    assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 1
+    assert "may be alive; give 1 hours or more, got 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -134,25 +134,47 @@ def test_where_no_links_can_be_made_one_of_many_writers_gets_through(
 ) -> None:
     """As on a mount of an object store."""
 
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOTSUP, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-
-    def write(number: int, folder: Path) -> bool:
-        try:
-            storage.write_atomic(str(folder / "commit"), b"%d" % number * 1000, overwrite=False)
-        except FileExistsError:
-            return False
-        return True
-
+    monkeypatch.setattr(os, "link", _refuse)
     for turn in range(20):
         folder = tmp_path / str(turn)
+        if turn % 2:  # two writers were killed here, the second one while it did the same
+            for claim in (".commit.claim", ".commit.claim.1"):
+                _claim_of_a_dead_writer(folder / claim)
         with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(write, range(8), [folder] * 8))
+            won = list(pool.map(_wins, range(8), [folder] * 8))
         assert won.count(True) == 1
         assert (folder / "commit").read_bytes() == b"%d" % won.index(True) * 1000
         assert os.listdir(folder) == ["commit"]
+
+
+def test_a_claim_is_respected_while_its_writer_may_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", _refuse)
+    _claim_of_a_dead_writer(tmp_path / ".commit.claim")
+    (tmp_path / ".commit.claim.1").touch()
+    before = sorted(os.listdir(tmp_path))
+    assert not _wins(1, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError(errno.ENOTSUP, "no links here")
+
+
+def _claim_of_a_dead_writer(claim: Path) -> None:
+    claim.parent.mkdir(exist_ok=True)
+    claim.touch()
+    an_hour_ago = claim.stat().st_mtime - 3600
+    os.utime(claim, (an_hour_ago, an_hour_ago))
+
+
+def _wins(number: int, folder: Path) -> bool:
+    try:
+        storage.write_atomic(str(folder / "commit"), b"%d" % number * 1000, overwrite=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 class _NoOverwrite(LocalFileSystem):

@@ -130,6 +130,10 @@ SECRETS = [
     ("https://host/a?X-Amz-Signature=hunter2", "https://host/a?X-Amz-Signature=***"),
     ("https://host/a?access_token=hunter2#x", "https://host/a?access_token=***#x"),
     ("simplecache::s3://KEY:hunter2@bucket/a", "simplecache::s3://***:***@bucket/a"),
+    ("s3://KEY:hunter2/hunter2@bucket/a", "s3://***:***@bucket/a"),
+    ("s3://KEY:/hunter2+/x@bucket/a@b", "s3://***:***@bucket/a@b"),
+    ("s3://KEY:hunter2@hunter2@bucket/a", "s3://***:***@bucket/a"),
+    ("zip://a.csv::s3://KEY:hun/hunter2@bucket/a", "zip://a.csv::s3://***:***@bucket/a"),
 ]
 
 
@@ -146,6 +150,10 @@ def test_a_uri_with_a_password_is_refused_without_showing_it(uri: str, shown: st
     "uri",
     [
         "s3://bucket/a:b@c",
+        "s3://bucket/a:b/c@d",
+        "hdfs://host:8020/a@b",
+        "http://[::1]:8080/a@b",
+        "zip://a.csv::s3://bucket/a@b",
         "hdfs://user@host:8020/a",
         "abfs://container@account.dfs.core.windows.net/a",
         "gs://bucket/design=1/a",

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
-from ringspark.pipelines.typed_json import NewerFormatError, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 FORMAT_VERSION = 1
 
@@ -97,7 +97,7 @@ class Record:
         try:
             # A loss that overflowed is stored as NaN in the history.
             return record(cls, versioned(text, FORMAT_VERSION, allow_nan=True))
-        except NewerFormatError as error:
+        except OtherFormatError as error:
             raise ValueError(f"{name} cannot be read: {error}") from None
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{name} is damaged ({error}); take another training state") from error

@@ -30,7 +30,7 @@ from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import NewerFormatError, added, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -131,7 +131,7 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
     """
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
-    except NewerFormatError as error:
+    except OtherFormatError as error:
         raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
     except ValueError as error:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error

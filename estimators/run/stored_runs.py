@@ -1,0 +1,139 @@
+"""What fits without `runUri` leave in their storageUri: runs that finished, train, or lost their driver.
+
+Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A finished run
+holds the weights of its model until that is saved elsewhere. Both stay if the driver dies.
+
+Every worker gives a sign of life every few seconds, so a run that has not changed for an hour is dead, unless
+it waits that long for free slots. Shards live as long as a run that reads them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from ringspark.estimators import run_layout
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
+
+LEAST_HOURS = 1.0
+
+_FOLDER = re.compile(r"(run|shards)-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    """One folder of a storageUri.
+
+    Attributes:
+        state: "finished" and "unfinished" are runs; "shards" are the rows of one or more runs.
+        idle_seconds: Seconds since its last change; of shards, also since that of any run that reads them.
+    """
+
+    uri: str
+    state: Literal["finished", "unfinished", "shards"]
+    num_bytes: int
+    idle_seconds: float
+
+
+def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
+    """Returns the runs and shards that fits have left in `root`, the longest idle first.
+
+    Args:
+        root: The storageUri. There is no Spark here: a path without a scheme is this machine's disk.
+        now: Seconds since 1970 by the clock of the store; by default this machine's.
+    """
+    root = storage.normalize(root)
+    now = time.time() if now is None else now
+    names = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
+    sizes, changes = {}, {}
+    for name in names:
+        sizes[name], changes[name] = _look(storage.join(root, name))
+    for name in names:
+        shards = _shards_of(storage.join(root, name))
+        if shards in changes:
+            changes[shards] = max(changes[shards], changes[name])
+    found = [
+        StoredRun(
+            uri=storage.join(root, name),
+            state=_state(root, name),
+            num_bytes=sizes[name],
+            idle_seconds=max(0.0, now - changes[name]),
+        )
+        for name in names
+    ]
+    return sorted(found, key=lambda run: -run.idle_seconds)
+
+
+def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[StoredRun]:
+    """Removes runs whose driver died, and shards that nobody reads; returns what was removed.
+
+    Args:
+        root: See `list_runs`.
+        older_than_hours: Hours without any change, by the clock of the store; at least `LEAST_HOURS`, and
+            more than any fit waits for free slots.
+        finished: Whether to remove finished runs as well; their models must have been saved elsewhere.
+
+    Raises:
+        ValueError: The time is too short to tell the dead from the living.
+    """
+    if not older_than_hours >= LEAST_HOURS:
+        raise ValueError(
+            f"runs that changed within an hour may be alive; give {LEAST_HOURS:g} hours or more, got "
+            f"{older_than_hours:g}"
+        )
+    root = storage.normalize(root)
+    if not storage.list_names(root):
+        return []
+    states = {"unfinished", "shards", "finished"} if finished else {"unfinished", "shards"}
+    old = [
+        run
+        for run in list_runs(root, _clock_of(root))
+        if run.state in states and run.idle_seconds > older_than_hours * 3600
+    ]
+    for run in old:
+        storage.remove(run.uri, recursive=True)
+    return old
+
+
+def _state(root: str, name: str) -> Literal["finished", "unfinished", "shards"]:
+    if name.startswith("shards"):
+        return "shards"
+    done = storage.exists(storage.join(root, name, run_layout.RESULT))
+    return "finished" if done else "unfinished"
+
+
+def _look(uri: str) -> tuple[int, float]:
+    """Returns the bytes of a folder, and the time of its last change; 0 if the store tells none."""
+    fs, path = storage.filesystem(uri)
+    fs.invalidate_cache()
+    size, change = 0, 0.0
+    with storage.store_errors(uri):
+        files = fs.find(path, detail=True)
+        for name, info in files.items() if files or not storage.is_local(uri) else [(path, {})]:
+            with suppress(FileNotFoundError):
+                change = max(change, fs.modified(name).timestamp())
+                size += int(info.get("size") or 0)
+    return size, change
+
+
+def _shards_of(run_uri: str) -> str | None:
+    """Returns the name of the folder of the shards that a run reads."""
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        config = parse_object(storage.read_bytes(storage.join(run_uri, run_layout.CONFIG)), allow_nan=True)
+        return str(config.get("shards_uri")).rpartition("/")[2]
+    return None
+
+
+def _clock_of(root: str) -> float:
+    probe = storage.join(root, f".ringspark-probe-{uuid.uuid4().hex}")
+    storage.write_atomic(probe, b"")
+    try:
+        fs, path = storage.filesystem(probe)
+        return float(fs.modified(path).timestamp())
+    finally:
+        storage.remove(probe)

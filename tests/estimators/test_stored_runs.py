@@ -1,0 +1,67 @@
+"""Runs that a dead driver left can be removed, and nothing that lives goes with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ringspark.estimators.run.stored_runs import list_runs, remove_runs
+
+HOUR = 3600.0
+
+
+def make(root: Path, name: str, idle_hours: float, *files: str, shards: str = "") -> None:
+    """A folder whose files have not changed for some hours."""
+    folder = root / name
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("{}")
+    if shards:
+        (folder / "config.json").write_text(json.dumps({"shards_uri": f"/elsewhere/{shards}"}))
+    then = time.time() - idle_hours * HOUR
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (then, then))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make(
+        tmp_path, "run-00000000dead", 30, "owner.json", "heartbeat/rank-0.json", shards="shards-00000000dead"
+    )
+    make(tmp_path, "shards-00000000dead", 31, "manifest.json", "_shards-1/part-0.parquet")
+    make(tmp_path, "run-0000000a11ve", 30, "owner.json")  # no id: nothing of ours
+    make(tmp_path, "run-00000000a11e", 30, "owner.json", shards="shards-00000000a11e")
+    make(tmp_path, "run-00000000a11e/heartbeat", 0.01, "rank-0.json")
+    make(tmp_path, "shards-00000000a11e", 99, "manifest.json")
+    make(tmp_path, "run-00000000d01e", 30, "owner.json", "result.json", "checkpoint/model.safetensors")
+    make(tmp_path, "thesis", 99, "chapter.tex")
+    return tmp_path
+
+
+def test_runs_are_listed_with_age_size_and_state(root: Path) -> None:
+    found = {Path(run.uri).name: run for run in list_runs(str(root))}
+    assert {name: (run.state, round(run.idle_seconds / HOUR)) for name, run in found.items()} == {
+        "run-00000000dead": ("unfinished", 30),
+        "shards-00000000dead": ("shards", 30),
+        "run-00000000a11e": ("unfinished", 0),
+        "shards-00000000a11e": ("shards", 0),
+        "run-00000000d01e": ("finished", 30),
+    }
+    assert found["shards-00000000dead"].num_bytes == 4
+
+
+def test_only_the_dead_are_removed(root: Path) -> None:
+    before = set(os.listdir(root))
+    with pytest.raises(ValueError, match="may be alive; give 1 hours or more, got 0"):
+        remove_runs(str(root), 0)
+    assert not remove_runs(str(root), 40)
+    assert set(os.listdir(root)) == before
+    removed = {Path(run.uri).name for run in remove_runs(str(root), 24)}
+    assert removed == {"run-00000000dead", "shards-00000000dead"}
+    assert set(os.listdir(root)) == before - removed
+    assert [Path(run.uri).name for run in remove_runs(str(root), 24, finished=True)] == ["run-00000000d01e"]
+    assert set(os.listdir(root)) == before - removed - {"run-00000000d01e"}
