@@ -4,6 +4,8 @@ Each search draws from its own grid, in a seeded order, until it has spent `--se
 jobs/recipes.py comes first, and of the two searches the one that has spent less goes next. A recipe trains
 on months 1 to 8 and is judged by the ROC AUC of month 9. Boosting is judged after every 50 iterations of
 one training. The test months are not read: the benchmark `seeds` measures the recipes that were chosen.
+
+    OMP_NUM_THREADS=1 make bench ARGS="flights_tuning"
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def search(
 
 def main() -> None:
     """Searches by turns, then prints the best recipes of each and the one that stands in jobs/recipes.py."""
-    options = harness.parse(__doc__, seconds=(600, 1), members=(3, 1))
+    options = harness.parse(__doc__, seconds=(720, 1), members=(3, 1))
     root = harness.flights_root(options)
     manifest = ShardManifest.load(str(root / "shards"))
     train, validation = (score.read_split(manifest, split) for split in ("train", "validation"))
