@@ -45,16 +45,22 @@ class Job:
     metrics: dict[str, Score]
 
 
-def flights_job(shards: str, features: str, recipe: recipes.NetworkRecipe, members: int) -> Job:
-    """The network and the settings of jobs/train.py, by this recipe. Needs a running Spark session."""
+def feature_sizes(root: Path) -> tuple[list[int], int]:
+    """Indices of each categorical column, and numbers per row. Needs a running Spark session."""
     from pyspark.ml import PipelineModel
-    from sklearn.metrics import average_precision_score, roc_auc_score
 
     from ringspark.jobs import flights
 
-    spec = recipe.spec(members, *flights.feature_sizes(PipelineModel.load(features)))
+    return flights.feature_sizes(PipelineModel.load(str(root / "features")))
+
+
+def flights_job(root: Path, sizes: tuple[list[int], int], recipe: recipes.NetworkRecipe, members: int) -> Job:
+    """The network and the settings of jobs/train.py, by this recipe."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    spec = recipe.spec(members, *sizes)
     config = TrainConfig(
-        shards_uri=shards,
+        shards_uri=str(root / "shards"),
         run_uri="",
         task="classification",
         model=spec.to_json(),
@@ -213,10 +219,7 @@ def main() -> None:
         with cli.spark("ringspark precision", harness.MASTER) as spark:
             jobs = [
                 flights_job(
-                    str(root / "shards"),
-                    str(root / "features"),
-                    replace(recipes.NETWORK, epochs=args.epochs),
-                    args.members,
+                    root, feature_sizes(root), replace(recipes.NETWORK, epochs=args.epochs), args.members
                 ),
                 digits_job(spark, str(Path(folder) / "digits"), args.digits_epochs),
             ]
