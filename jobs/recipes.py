@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class NetworkRecipe:
     """The entity-embedding network and its training: AdamW, one cycle, batches of 1,024 rows."""
 
-    hidden: tuple[int, ...] = (256, 128)
-    dropout: float = 0.2
-    embedding_dropout: float = 0.1
-    epochs: int = 5
+    hidden: tuple[int, ...] = (128, 64)
+    dropout: float = 0.4
+    embedding_dropout: float = 0.3
+    epochs: int = 3
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
 
@@ -47,12 +47,12 @@ class NetworkRecipe:
 class BoostingRecipe:
     """Settings of scikit-learn's `HistGradientBoostingClassifier`, by its own names."""
 
-    max_iter: int = 300
-    learning_rate: float = 0.1
+    max_iter: int = 450
+    learning_rate: float = 0.05
     max_leaf_nodes: int = 31
     min_samples_leaf: int = 20
-    l2_regularization: float = 0.0
-    max_features: float = 1.0
+    l2_regularization: float = 10.0
+    max_features: float = 0.3
 
 
 NETWORK = NetworkRecipe()
