@@ -13,14 +13,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.jobs import cli
+from ringspark.jobs import cli, recipes
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.spark_paths import resolve
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pyspark.ml import PipelineModel
     from pyspark.sql import DataFrame
 
-BOOSTING_ITERATIONS = 300
 KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 
 
@@ -140,30 +140,43 @@ def _encode(model: PipelineModel, test: DataFrame) -> dict[str, npt.NDArray[Any]
     return {name: np.stack(rows[name].to_list()) for name in ("categorical", "numeric", "label")}
 
 
-def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]], seed: int) -> Any:
-    """Trains on the training split, on the driver, and scores the encoded test rows."""
+def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -> dict[str, npt.NDArray[Any]]:
+    """Reads the encoded rows of one split, whole, as one array a column."""
+    reader = open_reader(manifest.select(split), engine="arrow", shuffle=False, batch_size=16_384)
+    batches = list(reader.batches(0))
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def train_boosting(recipe: recipes.BoostingRecipe, rows: dict[str, npt.NDArray[Any]], seed: int) -> Any:
+    """Trains scikit-learn's gradient boosting on encoded rows, in this process."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
+    boosting = HistGradientBoostingClassifier(**asdict(recipe), early_stopping=False, random_state=seed)
+    return boosting.fit(boosting_matrix(rows), rows["label"])
+
+
+def boosting_matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+    """Joins the columns as numbers, shape (rows, features).
+
+    Category indices go in as numbers too, commonest first. On the validation month that beat boosting's own
+    handling of categories, and the network has to meet the stronger baseline.
+    """
+    return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
+
+
+def _score_boosting(manifest: ShardManifest, encoded: dict[str, npt.NDArray[Any]], seed: int) -> Any:
+    """Trains on the training split, on the driver, and scores the encoded test rows."""
     from ringspark.jobs import report
 
-    reader = open_reader(manifest.select("train"), engine="arrow", shuffle=False, batch_size=16_384)
-    batches = list(reader.batches(0))
-    train = {name: np.concatenate([batch[name] for batch in batches]) for name in encoded}
+    train = read_split(manifest, "train")
     started = time.perf_counter()
-    # Category indices go in as numbers, commonest first. On the validation month that beat boosting's own
-    # handling of categories, and the network has to meet the stronger baseline.
-    boosting = HistGradientBoostingClassifier(max_iter=BOOSTING_ITERATIONS, random_state=seed)
-    boosting.fit(_matrix(train), train["label"])
+    boosting = train_boosting(recipes.BOOSTING, train, seed)
     print(f"score: gradient boosting trained in {time.perf_counter() - started:.1f} s", flush=True)
     return report.Scored(
         name="gradient boosting",
         labels=encoded["label"].astype(np.int64),
-        probabilities=boosting.predict_proba(_matrix(encoded))[:, 1],
+        probabilities=boosting.predict_proba(boosting_matrix(encoded))[:, 1],
     )
-
-
-def _matrix(rows: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-    return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
 
 
 if __name__ == "__main__":

@@ -21,21 +21,21 @@ from typing import Any
 
 from ringspark.estimators.training.settings import memory, optimization, places, recovery, workers
 from ringspark.estimators.training.settings.declaration import Setting
-from ringspark.jobs import cli
+from ringspark.jobs import cli, recipes
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.spark_paths import resolve
 
 # The estimator's settings that are options of the job, each with the default that this data asks for, if any.
 FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
     (workers.NUM_WORKERS, 2),
-    (optimization.EPOCHS, 5),
+    (optimization.EPOCHS, recipes.NETWORK.epochs),
     (optimization.SEED, None),
 )
 TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
     *FOR_DEMO,
     (optimization.BATCH_SIZE, None),
-    (optimization.LEARNING_RATE, 3e-3),
-    (optimization.WEIGHT_DECAY, 1e-2),
+    (optimization.LEARNING_RATE, recipes.NETWORK.learning_rate),
+    (optimization.WEIGHT_DECAY, recipes.NETWORK.weight_decay),
     (memory.PRECISION, None),
     (memory.GRADIENT_CHECKPOINTING, None),
     (optimization.GRADIENT_ACCUMULATION, None),
@@ -92,7 +92,6 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.run.folder import make_way
     from ringspark.jobs import flights
-    from ringspark.models import ModelSpec
 
     given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
     with cli.spark("ringspark train", args.master) as spark:
@@ -103,18 +102,7 @@ def run(args: argparse.Namespace) -> None:
         features = PipelineModel.load(storage.join(data, "features"))
         cardinalities, num_numeric = flights.feature_sizes(features)
         estimator = TorchClassifier(
-            model=ModelSpec(
-                "tabular_ensemble",
-                {
-                    "members": args.members,
-                    "cardinalities": cardinalities,
-                    "num_numeric": num_numeric,
-                    "hidden": [256, 128],
-                    "out_features": 1,
-                    "dropout": 0.2,
-                    "embedding_dropout": 0.1,
-                },
-            ),
+            model=recipes.NETWORK.spec(args.members, cardinalities, num_numeric),
             loss="bce_with_logits_per_member",
             inputCols=["categorical", "numeric"],
             optimizer="adamw",

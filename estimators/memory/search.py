@@ -1,11 +1,12 @@
 """Searches settings that fit a budget: a fixed ladder of changes, tried from the bottom to the top.
 
-The rungs go from exact and cheap to lossy, ordered by slowdown of a step (measured in docs/memory.md):
+The rungs go from exact and cheap to lossy, ordered by what they add to a step (the benchmarks `sharding` and
+`memory_techniques` measure it):
 
-1. sharding of the optimizer's state, then of the gradients: the sums of data parallelism, 2 to 3 %;
-2. accumulation: the same sums in another order, about 2 % for each doubling (batch norm sees fewer rows);
-3. checkpointing, "sqrt" then "all": bitwise equal, up to one more forward pass, 25 to 33 %;
-4. sharding of the parameters: the weights travel in every pass, 25 %;
+1. sharding of the optimizer's state, then of the gradients: the sums of data parallelism;
+2. accumulation: the same sums in another order (batch norm sees fewer rows);
+3. checkpointing, "sqrt" then "all": bitwise equal, up to one more forward pass;
+4. sharding of the parameters: the weights travel in every pass;
 5. bits, and offload to the host or the disk: bitwise equal; bits save little, and offload is as slow as
    the bus or the disk;
 6. bf16: it rounds, so it comes last.

@@ -1,7 +1,7 @@
 """Writes and reads the small files of a run directory that show how far a training is.
 
-`history.json` holds one entry per finished epoch, `progress.json` the present position. Rank 0 replaces
-them atomically, so that anybody who can read the store can follow, even without reaching the driver.
+`history.json` holds one entry per finished epoch, `progress.json` the present position. A reader never sees
+a part of one, so that anybody who can read the store can follow, even without reaching the driver.
 """
 
 from __future__ import annotations

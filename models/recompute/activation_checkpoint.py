@@ -6,8 +6,8 @@ one segment. So memory is O(sqrt(n)), and the price is one more forward pass. `s
 does the recomputing.
 
 Invariants: only the instance attribute `forward` of the chosen modules is replaced, so the module's
-type, parameter names, state-dict keys and hooks stay; outputs and gradients stay bitwise the same,
-dropout included; buffers that a module updates in its forward pass (running means) move once, not
+type, parameter names, state-dict keys and hooks stay; on the CPU outputs and gradients stay bitwise the
+same, dropout included; buffers that a module updates in its forward pass (running means) move once, not
 twice; in evaluation, or without gradients, nothing is recomputed. The segment of a call decides only
 how much memory it takes, and changes no number.
 """

@@ -19,12 +19,12 @@ from dataclasses import replace
 from statistics import median
 
 import harness
-from precision import flights_job
+from precision import feature_sizes, flights_job
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.jobs import cli
+from ringspark.jobs import cli, recipes
 
 
 class Clock(Callback):
@@ -52,9 +52,9 @@ def main() -> None:
     """Trains once, and prints the ratio of the stretches with a checkpoint to those without."""
     args = harness.parse(__doc__, epochs=(30, 4), members=(3, 1), stretch=(100, 2))
     root, stretch = harness.flights_root(args), args.stretch
-    with cli.spark("ringspark checkpoint overhead", harness.MASTER) as spark:
-        del spark
-        job = flights_job(str(root / "shards"), str(root / "features"), args.epochs, args.members)
+    with cli.spark("ringspark checkpoint overhead", harness.MASTER):
+        sizes = feature_sizes(root)
+    job = flights_job(root, sizes, replace(recipes.NETWORK, epochs=args.epochs), args.members)
     clock = Clock(stretch)
     with tempfile.TemporaryDirectory() as folder:
         by_steps = {"checkpoint_every_steps": 2 * stretch, "checkpoint_every_seconds": 0.0}

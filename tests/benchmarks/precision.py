@@ -1,9 +1,10 @@
-"""bf16 and fp16 against fp32: the flights job's network, and digits. Final metrics and loss curves.
+"""bf16 and fp16 against fp32: the flights job's network, and digits. Metrics of the validation rows.
 
 The three precisions train in turns, on one rank in this process, from the same shards and first weights.
-Metrics are measured in fp32, as `transform` computes. `--root` holds the shards of jobs/etl.py, which runs
-once where they are missing. On a CPU without 16-bit arithmetic (AVX2 only), a step of bf16 or fp16 takes
-many times as long as one of fp32: there, lower `--members` and `--epochs`.
+Metrics are measured after the last epoch, in fp32, as `transform` computes. There are no other test rows:
+read how the precisions differ, not how good the networks are. `--root` holds the shards of jobs/etl.py,
+which runs once where they are missing. On a CPU without 16-bit arithmetic (AVX2 only), a step of bf16 or
+fp16 takes many times as long as one of fp32: there, lower `--members` and `--epochs`.
 
     python tests/benchmarks/precision.py --chart docs/precision.png
 """
@@ -25,7 +26,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
-from ringspark.jobs import cli
+from ringspark.jobs import cli, recipes
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
 
@@ -37,47 +38,41 @@ Score = Callable[[np.ndarray, np.ndarray], float]  # logits (rows, width), label
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training, and how the network is judged on the rows held out."""
+    """One training, and how the network is judged on the validation rows."""
 
     title: str
     config: TrainConfig
     metrics: dict[str, Score]
 
 
-def flights_job(shards: str, features: str, epochs: int, members: int) -> Job:
-    """The network and the settings of jobs/train.py. Needs a running Spark session."""
+def feature_sizes(root: Path) -> tuple[list[int], int]:
+    """Indices of each categorical column, and numbers per row. Needs a running Spark session."""
     from pyspark.ml import PipelineModel
-    from sklearn.metrics import average_precision_score, roc_auc_score
 
     from ringspark.jobs import flights
 
-    cardinalities, num_numeric = flights.feature_sizes(PipelineModel.load(features))
-    spec = ModelSpec(
-        "tabular_ensemble",
-        {
-            "members": members,
-            "cardinalities": cardinalities,
-            "num_numeric": num_numeric,
-            "hidden": [256, 128],
-            "out_features": 1,
-            "dropout": 0.2,
-            "embedding_dropout": 0.1,
-        },
-    )
+    return flights.feature_sizes(PipelineModel.load(str(root / "features")))
+
+
+def flights_job(root: Path, sizes: tuple[list[int], int], recipe: recipes.NetworkRecipe, members: int) -> Job:
+    """The network and the settings of jobs/train.py, by this recipe."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    spec = recipe.spec(members, *sizes)
     config = TrainConfig(
-        shards_uri=shards,
+        shards_uri=str(root / "shards"),
         run_uri="",
         task="classification",
         model=spec.to_json(),
         losses=("bce_with_logits_per_member",),
         input_columns=("categorical", "numeric"),
         label_columns=("label",),
-        epochs=epochs,
+        epochs=recipe.epochs,
         batch_size=1024,
         optimizer="adamw",
         lr_schedule="one_cycle",
-        learning_rate=3e-3,
-        weight_decay=1e-2,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
         reader="arrow",
     )
     return Job(
@@ -94,7 +89,7 @@ def flights_job(shards: str, features: str, epochs: int, members: int) -> Job:
 
 
 def digits_job(spark: Any, folder: str, epochs: int) -> Job:
-    """scikit-learn's digits, 360 of 1,797 held out."""
+    """scikit-learn's digits, 360 of 1,797 as validation rows."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -131,7 +126,7 @@ def digits_job(spark: Any, folder: str, epochs: int) -> Job:
 
 
 def predict(job: Job, result: TrainResult) -> tuple[np.ndarray, np.ndarray]:
-    """Logits, (rows, width), and labels of the rows held out; in fp32."""
+    """Logits, (rows, width), and labels of the validation rows; in fp32."""
     assert job.config.model is not None
     module = ModelSpec.from_json(job.config.model).build()
     load_checkpoint(result.checkpoint_uri, module)
@@ -179,7 +174,7 @@ def table(job: Job, results: dict[str, list[tuple[TrainResult, dict[str, float]]
 
 
 def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, float]]]]]) -> None:
-    """Loss by epoch, means over the seeds: a panel per job, training solid, held-out rows dashed."""
+    """Loss by epoch, means over the seeds: a panel per job, training solid, validation rows dashed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -201,7 +196,7 @@ def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, 
                     style,
                     color=COLORS[precision],
                     linewidth=4.5 - 1.6 * number,
-                    label=f"{precision}, {'training' if split == 'train_loss' else 'held-out'} rows",
+                    label=f"{precision}, {'training' if split == 'train_loss' else 'validation'} rows",
                 )
         axes.set(title=title, xlabel="epoch", ylabel="loss")
         if max(epochs) > 10:
@@ -216,18 +211,23 @@ def draw(path: str, runs: dict[str, dict[str, list[tuple[TrainResult, dict[str, 
 
 def main() -> None:
     """Trains both jobs in all precisions, with `--repeats` seeds; prints a table and draws."""
-    args = harness.parse(__doc__, repeats=(3, 1), epochs=(5, 1), members=(3, 1), digits_epochs=(40, 1))
+    args = harness.parse(
+        __doc__, repeats=(3, 1), epochs=(recipes.NETWORK.epochs, 1), members=(3, 1), digits_epochs=(40, 1)
+    )
     root = harness.flights_root(args)
     with tempfile.TemporaryDirectory() as folder:
         with cli.spark("ringspark precision", harness.MASTER) as spark:
             jobs = [
-                flights_job(str(root / "shards"), str(root / "features"), args.epochs, args.members),
+                flights_job(
+                    root, feature_sizes(root), replace(recipes.NETWORK, epochs=args.epochs), args.members
+                ),
                 digits_job(spark, str(Path(folder) / "digits"), args.digits_epochs),
             ]
         runs = {job.title: train(job, args.repeats, folder) for job in jobs}
     lines = [line for job in jobs for line in table(job, runs[job.title])]
     harness.print_table(
-        f"precision: held-out rows, means over {args.repeats} seeds, in brackets against fp32",
+        f"precision: validation rows after the last epoch (no test: the flights recipe was chosen by them), "
+        f"means over {args.repeats} seeds, in brackets against fp32",
         ["", "metrics", "skipped steps"],
         lines,
     )

@@ -1,6 +1,7 @@
 """The flights demo over `--repeats` seeds: does the network meet gradient boosting, and is that luck?
 
-Each seed trains with jobs/train.py and is measured by jobs/score.py, whose printed table is read.
+Each seed trains with jobs/train.py and is measured by jobs/score.py on the test months, which chose neither
+recipe (see flights_tuning.py). The table that score prints is read.
 `--root` holds the shards and test rows of jobs/etl.py, which runs once where they are missing; the
 folder is not changed otherwise: models and reports go to a temporary one that links to its data.
 """
@@ -16,6 +17,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import harness
+
+from ringspark.jobs import recipes
 
 ETL_RESULTS = ("shards", "features", "test")
 METRICS = ("ROC AUC", "average precision", "log loss")
@@ -61,7 +64,7 @@ def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
 
 def main() -> None:
     """Runs the seeds one after the other, then prints them, their mean and spread."""
-    options = harness.parse(__doc__, repeats=(3, 1), epochs=(5, 1), members=(3, 1))
+    options = harness.parse(__doc__, repeats=(5, 1), epochs=(recipes.NETWORK.epochs, 1), members=(3, 1))
     root = harness.flights_root(options)
     scores = []
     for seed in range(options.repeats):

@@ -4,9 +4,9 @@
 through `hooks.SavedTensors`, which may compress it (`compression`), move it out of the device's memory
 (`offload`), or both, and restores it for the backward pass.
 
-Invariants: offload and the compression "bits" keep every gradient bitwise equal; "int8" and "fp8" change
-them by a measured error, and keep NaN and Inf, so that a loss scaler still sees an overflow. Parameters and
-buffers, their views and their copies under autocast are not touched.
+Invariants: offload and the compression "bits" keep every gradient bitwise equal (on the CPU); "int8" and
+"fp8" change them by a measured error, and keep NaN and Inf, so that a loss scaler still sees an overflow.
+Parameters and buffers, their views and their copies under autocast are not touched.
 
 The techniques are vDNN's (Rhu et al. 2016) and Gist's (Jain et al. 2018).
 """

@@ -1,0 +1,59 @@
+"""The recipes of the flights example: how its network is trained, and the boosting that it has to meet.
+
+Both were chosen by the validation month alone, in equal time, among the recipes of
+tests/benchmarks/flights_tuning.py; nothing in that search reads the test months.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringspark.models import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkRecipe:
+    """The entity-embedding network and its training: AdamW, one cycle, batches of 1,024 rows."""
+
+    hidden: tuple[int, ...] = (128, 64)
+    dropout: float = 0.4
+    embedding_dropout: float = 0.3
+    epochs: int = 3
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-2
+
+    def spec(self, members: int, cardinalities: Sequence[int], num_numeric: int) -> ModelSpec:
+        """Returns an ensemble of `members` networks for these columns."""
+        from ringspark.models import ModelSpec
+
+        return ModelSpec(
+            "tabular_ensemble",
+            {
+                "members": members,
+                "cardinalities": list(cardinalities),
+                "num_numeric": num_numeric,
+                "hidden": list(self.hidden),
+                "out_features": 1,
+                "dropout": self.dropout,
+                "embedding_dropout": self.embedding_dropout,
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoostingRecipe:
+    """Settings of scikit-learn's `HistGradientBoostingClassifier`, by its own names."""
+
+    max_iter: int = 450
+    learning_rate: float = 0.05
+    max_leaf_nodes: int = 31
+    min_samples_leaf: int = 20
+    l2_regularization: float = 10.0
+    max_features: float = 0.3
+
+
+NETWORK = NetworkRecipe()
+BOOSTING = BoostingRecipe()
