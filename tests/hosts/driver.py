@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from socket import gethostname
 from time import monotonic, sleep
 from typing import Any
 
@@ -15,14 +16,14 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 
 
 class Steps(Callback):
-    """Writes a line for each step: the time on the clock that all hosts here share, rank and step."""
+    """Writes a line for each step: the time on the clock that all hosts here share, rank, step and host."""
 
     def __init__(self, path: str, pause_seconds: float) -> None:
         self.path, self.pause_seconds = path, pause_seconds
 
     def on_step_end(self, state: TrainingState) -> None:
         with open(self.path, "a") as file:
-            file.write(f"{monotonic()} {state.rank} {state.step} {state.size}\n")
+            file.write(f"{monotonic()} {state.rank} {state.step} {gethostname()}\n")
         sleep(self.pause_seconds)
 
 

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,8 @@ class Network:
             _remove(space)
 
     def unplug(self, host: Host) -> None:
-        """Takes the host's cable out of the switch."""
+        """Takes the host's cable out of the switch (not the router, whose addresses would go with it)."""
+        assert not self.is_routed
         _run("ip", "-n", self._switch, "link", "set", host.port, "down")
 
     def plug_in(self, host: Host) -> None:
@@ -120,17 +121,25 @@ class Network:
         self.unplug(host)
         _end_processes(host.space)
 
-    def slow_down(self, host: Host, seconds: float) -> None:
+    @contextmanager
+    def slowed_down(self, host: Host, seconds: float) -> Iterator[None]:
         """Holds back each packet that the host sends or gets for half of `seconds`.
 
-        Not every kernel has `tc ... netem`, so a process carries the packets.
+        Many kernels lack what `tc ... netem` needs, so a process carries the packets.
         """
-        command = [sys.executable, str(_SLOW_CABLE), host.port, "slow", str(seconds / 2)]
+        inside = ["ip", "netns", "exec", self._switch]
+        cable = [sys.executable, str(_SLOW_CABLE), host.port, "slow", str(seconds / 2)]
         _run(*f"ip -n {self._switch} link add slow type veth peer name fast".split())
         _run(*f"ip -n {self._switch} link set fast master bridge up".split())
         _run(*f"ip -n {self._switch} link set slow up".split())
         _run(*f"ip -n {self._switch} link set {host.port} nomaster".split())
-        subprocess.Popen(["ip", "netns", "exec", self._switch, *command], start_new_session=True)
+        with subprocess.Popen([*inside, *cable], start_new_session=True) as process:
+            try:
+                yield
+            finally:
+                process.kill()
+                _run(*f"ip -n {self._switch} link del slow".split())
+                _run(*f"ip -n {self._switch} link set {host.port} master bridge".split())
 
     @property
     def _switch(self) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,9 @@ class SparkHosts:
             self._start(first, "master.Master", "--host", _in_url(first), "--port", "7077")
             wait_for("the master", lambda: "Starting Spark master" in self.log(first, "master"), 60)
             for host in self.workers:
-                room = ("--cores", "1", "--memory", "2g")
-                self._start(host, "worker.Worker", "--host", _in_url(host), *room, self.url)
+                self.start_worker(host)
             for host in self.workers:
-                wait_for(f"a worker {self.log(host, 'worker')}", lambda host=host: "Successfully registered" in self.log(host, "worker"), 60)
+                self.wait_for_worker(host)
             self._stack = self._stack.pop_all()
         return self
 
@@ -70,6 +69,13 @@ class SparkHosts:
     @property
     def url(self) -> str:
         return f"spark://{_in_url(self.network.hosts[0])}:7077"
+
+    def start_worker(self, host: Host) -> None:
+        room = ("--cores", "1", "--memory", "2g")
+        self._start(host, "worker.Worker", "--host", _in_url(host), *room, self.url)
+
+    def wait_for_worker(self, host: Host) -> None:
+        wait_for(f"{host.name}'s worker", lambda: "Successfully registered" in self.log(host, "worker"), 60)
 
     def log(self, host: Host, kind: str) -> str:
         file = self.folder / f"{kind}-{host.name}.log"

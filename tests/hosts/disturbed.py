@@ -1,0 +1,60 @@
+"""A training over several hosts that is disturbed at a step, and what became of it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hosts import Host
+from spark_hosts import SparkHosts
+from waiting import wait_for
+
+# The training lasts longer than what happens to it: 60 steps of a tenth of a second and more.
+SETTINGS: dict[str, Any] = {"rows": 1280, "pause": 0.1, "checkpointEverySteps": 10, "timeoutSeconds": 20.0}
+AT_STEP = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the driver told, and how long after the disturbance rank 0 made no step.
+
+    Attributes:
+        told: See `driver.py`.
+        hosts: Hosts of the ranks before, in rank order.
+    """
+
+    told: dict[str, Any]
+    pause_seconds: float
+    hosts: tuple[str, ...]
+
+
+def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1, **settings: Any) -> Outcome:
+    """Trains, and calls `disturb` with the host of that rank when it has made some steps."""
+    diary = cluster.folder / f"steps-{uuid.uuid4().hex[:8]}"
+    driver = cluster.drive(**SETTINGS | settings, steps=str(diary))
+    wait_for("the first steps", lambda: driver.poll() is not None or _last(diary, rank) >= AT_STEP)
+    begun = time.monotonic()
+    hosts = {int(which): name for _, which, _, name in _lines(diary)}
+    if driver.poll() is None:
+        disturb(next(host for host in cluster.workers if host.name == hosts[rank]))
+    told = cluster.result(driver)
+    times = [
+        begun,
+        *(at for at in (float(line[0]) for line in _lines(diary) if line[1] == "0") if at > begun),
+    ]
+    pause = max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    return Outcome(told=told, pause_seconds=pause, hosts=tuple(hosts[key] for key in sorted(hosts)))
+
+
+def _lines(diary: Path) -> list[list[str]]:
+    lines = diary.read_text().splitlines() if diary.exists() else []
+    return [words for words in map(str.split, lines) if len(words) == 4]
+
+
+def _last(diary: Path, rank: int) -> int:
+    return max((int(step) for _, which, step, _ in _lines(diary) if int(which) == rank), default=0)

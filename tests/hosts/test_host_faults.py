@@ -1,0 +1,116 @@
+"""Hosts that vanish, links that drop or are slow, in a training whose only store is on one of the hosts.
+
+The first host has the master, the driver and the store; three others have a worker each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import disturbed
+import pytest
+from hosts import Host, Network, refusal
+from spark_hosts import SparkHosts
+
+from ringspark.estimators.collectives import COLLECTIVES
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}"),
+]
+GANGS = [name for name in COLLECTIVES if name != "local"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkHosts]:
+    folder = tmp_path_factory.mktemp("hosts")
+    with (
+        Network(num_hosts=4) as network,
+        SparkHosts(network, folder, is_first_a_worker=False, has_bucket=True) as cluster,
+    ):
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SparkHosts) -> list[float]:
+    """The weights of a training to which nothing happens."""
+    told = cluster.result(cluster.drive(**disturbed.SETTINGS, collective="torch"))
+    weights: list[float] = told["weights"]
+    return weights
+
+
+@pytest.fixture
+def revived(cluster: SparkHosts) -> Iterator[Callable[[Host], None]]:
+    """Makes a host vanish, and starts it anew when the test has ended."""
+    vanished = []
+
+    def vanish(host: Host) -> None:
+        cluster.network.vanish(host)
+        vanished.append(host)
+
+    yield vanish
+    for host in vanished:
+        cluster.network.plug_in(host)
+        cluster.start_worker(host)
+        cluster.wait_for_worker(host)
+
+
+def drop(cluster: SparkHosts, seconds: float) -> Callable[[Host], None]:
+    """Returns what takes the host's cable out for so long."""
+
+    def disturb(host: Host) -> None:
+        cluster.network.unplug(host)
+        time.sleep(seconds)
+        cluster.network.plug_in(host)
+
+    return disturb
+
+
+@pytest.mark.parametrize("collective", GANGS)
+def test_a_link_that_drops_for_5_s_costs_no_start(
+    collective: str, cluster: SparkHosts, undisturbed: list[float]
+) -> None:
+    outcome = disturbed.train(cluster, drop(cluster, 5.0), collective=collective)
+    assert outcome.told["restarts"] == []
+    assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
+
+
+@pytest.mark.parametrize(("collective", "rank"), zip(GANGS, (0, 1), strict=True))
+def test_a_link_that_drops_for_60_s_costs_one_start_elsewhere(
+    collective: str, rank: int, cluster: SparkHosts, undisturbed: list[float]
+) -> None:
+    outcome = disturbed.train(cluster, drop(cluster, 60.0), rank=rank, collective=collective)
+    assert len(outcome.told["restarts"]) == 1
+    assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
+
+
+@pytest.mark.parametrize("collective", GANGS)
+def test_after_a_host_vanished_the_training_goes_on_at_another(
+    collective: str, cluster: SparkHosts, undisturbed: list[float], revived: Callable[[Host], None]
+) -> None:
+    outcome = disturbed.train(cluster, revived, collective=collective)
+    assert len(outcome.told["restarts"]) == 1
+    assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
+
+
+def test_without_a_host_to_spare_fewer_go_on_or_an_error_names_both_numbers(
+    cluster: SparkHosts, undisturbed: list[float], revived: Callable[[Host], None]
+) -> None:
+    settings: dict[str, Any] = {"numWorkers": 3, "collective": "torch"}
+    fewer = disturbed.train(cluster, revived, minWorkers=2, **settings)
+    assert fewer.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
+    too_few = disturbed.train(cluster, revived, numWorkers=2, collective="torch")
+    assert "1 task slots left for the 2 workers" in too_few.told["error"]
+
+
+@pytest.mark.parametrize("collective", GANGS)
+def test_200_ms_of_delay_change_no_weight(
+    collective: str, cluster: SparkHosts, undisturbed: list[float]
+) -> None:
+    with cluster.network.slowed_down(cluster.workers[0], 0.2):
+        told = cluster.result(cluster.drive(**disturbed.SETTINGS | {"rows": 1280}, collective=collective))
+    assert told["restarts"] == []
+    assert told["weights"] == pytest.approx(undisturbed, abs=1e-5)
