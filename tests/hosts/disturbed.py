@@ -10,12 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hosts import Host
+from namespaces import Host
 from spark_hosts import SparkHosts
 from waiting import wait_for
 
 # The training lasts longer than what happens to it: 60 steps of a tenth of a second and more.
-SETTINGS: dict[str, Any] = {"rows": 1280, "pause": 0.1, "checkpointEverySteps": 10, "timeoutSeconds": 20.0}
+SETTINGS: dict[str, Any] = {"checkpointEverySteps": 10, "timeoutSeconds": 20.0}
+ROWS, PAUSE = {"rows": 1280}, {"pause": 0.1}
 AT_STEP = 15
 
 
@@ -36,18 +37,16 @@ class Outcome:
 def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1, **settings: Any) -> Outcome:
     """Trains, and calls `disturb` with the host of that rank when it has made some steps."""
     diary = cluster.folder / f"steps-{uuid.uuid4().hex[:8]}"
-    driver = cluster.drive(**SETTINGS | settings, steps=str(diary))
+    driver = cluster.drive(SETTINGS | settings, {**ROWS, **PAUSE, "steps": str(diary)})
     wait_for("the first steps", lambda: driver.poll() is not None or _last(diary, rank) >= AT_STEP)
     begun = time.monotonic()
     hosts = {int(which): name for _, which, _, name in _lines(diary)}
     if driver.poll() is None:
         disturb(next(host for host in cluster.workers if host.name == hosts[rank]))
     told = cluster.result(driver)
-    times = [
-        begun,
-        *(at for at in (float(line[0]) for line in _lines(diary) if line[1] == "0") if at > begun),
-    ]
-    pause = max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    times = [float(at) for at, which, *_ in _lines(diary) if which == "0"]
+    times = [begun, *(at for at in times if at > begun)]
+    pause = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
     return Outcome(told=told, pause_seconds=pause, hosts=tuple(hosts[key] for key in sorted(hosts)))
 
 

@@ -1,7 +1,8 @@
 """The driver of a test over several hosts: `driver.py OPTIONS`; prints one line of JSON.
 
-It trains a small regression and predicts. OPTIONS are JSON: `conf` of the session, `steps`, a file to which
-the ranks write a line after each step, `pause`, their seconds of sleep then, `rows`, and Params.
+It trains a small regression and predicts. OPTIONS are JSON: `conf` of the session, `settings` of the stage,
+`rows`, `dim`, `hidden`, `fits` (how often it trains), and `steps`, a file to which the ranks write a line
+after each step, with `pause`, their seconds of sleep then.
 """
 
 from __future__ import annotations
@@ -37,40 +38,41 @@ def session(conf: dict[str, str]) -> Any:
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    spark = session(settings.pop("conf"))
-    rows, steps, pause = (settings.pop(name, None) for name in ("rows", "steps", "pause"))
-    from pyspark.ml.feature import VectorAssembler
-
+    options = json.loads(sys.argv[1])
+    spark = session(options["conf"])
     from ringspark.estimators import TorchRegressor
     from ringspark.models import ModelSpec
 
+    dim = options.get("dim", 2)
     # As many files on every cluster, so that every training sees the same batches.
-    frame = spark.range(0, rows or 4000, 1, 2).selectExpr(
-        "id % 7 / 7 as a", "id % 11 / 11 as b", "id % 7 / 7 - id % 11 / 5 as y"
+    frame = spark.range(0, options.get("rows", 4000), 1, 2).selectExpr(
+        f"array({', '.join(f'float(id % {7 + 4 * i} / {7 + 4 * i})' for i in range(dim))}) as features"
     )
-    frame = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame)
+    frame = frame.selectExpr("features", "features[0] - 2 * features[1] as y")
+    layers = {"in_features": dim, "hidden": options.get("hidden", [16]), "out_features": 1}
     stage = TorchRegressor(
         **{
-            "model": ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 1}),
-            "labelCol": "y", "epochs": 3, "batchSize": 64, "numWorkers": 2, "timeoutSeconds": 60.0,
-            "reader": "arrow", "showProgress": False, **settings,
+            "model": ModelSpec("mlp", layers), "labelCol": "y", "epochs": 3, "batchSize": 64, "numWorkers": 2,
+            "timeoutSeconds": 60.0, "reader": "arrow", "showProgress": False, **options["settings"],
         }
     )  # fmt: skip
-    if steps:
-        stage = stage.setCallbacks([Steps(steps, pause or 0.0)])
-    begun = monotonic()
-    try:
-        model = stage.fit(frame)
-    except RuntimeError as error:
-        print(json.dumps({"error": str(error), "seconds": monotonic() - begun}), flush=True)
-        return
-    seconds = monotonic() - begun
+    if "steps" in options:
+        stage = stage.setCallbacks([Steps(options["steps"], options["pause"])])
+    rates = []
+    for _ in range(options.get("fits", 1)):
+        begun = monotonic()
+        try:
+            model = stage.fit(frame)
+        except RuntimeError as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+            return
+        seconds = monotonic() - begun
+        rates.append(model.summary.rows_per_second)
     told = {
         "rows": model.transform(frame).count(),
         "weights": [number for p in model.module().parameters() for number in p.flatten().tolist()],
         "restarts": model.summary.restart_reasons,
-        "rows_per_second": model.summary.rows_per_second,
+        "rates": rates,
         "seconds": seconds,
     }
     print(json.dumps(told), flush=True)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hosts import Host, Network
+from namespaces import Host, Network
 from s3_server import S3Server
 from waiting import wait_for
 
@@ -86,10 +86,12 @@ class SparkHosts:
         files = sorted(self.folder.glob("work-*/*/*/stderr"))
         return "\n".join(f"--- {file}\n{file.read_text()[-3000:]}" for file in files)
 
-    def drive(self, conf: Mapping[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
-        """Starts a driver on the first host."""
+    def drive(
+        self, settings: Mapping[str, Any], data: Mapping[str, Any] | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts a driver on the first host; `data` are other options of `driver.py`."""
         store = "s3://bucket/store" if self._bucket else str(self.folder / "store")
-        options = {"conf": self._conf() | dict(conf or {}), "storageUri": store, **settings}
+        options = {**(data or {}), "conf": self._conf(), "settings": {"storageUri": store, **settings}}
         first = self.network.hosts[0]
         return first.start(
             [sys.executable, str(HERE / "driver.py"), json.dumps(options)],
@@ -110,6 +112,7 @@ class SparkHosts:
         conf = {
             "spark.master": self.url,
             "spark.network.timeout": f"{PATIENCE_SECONDS}s",
+            "spark.network.timeoutInterval": "5s",
             "spark.executor.heartbeatInterval": "2s",
         }
         if self._secret:

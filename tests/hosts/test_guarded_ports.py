@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hosts import Host, Network, refusal
+from namespaces import Host, Network, refusal
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}")
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import disturbed
 import pytest
-from hosts import Host, Network, refusal
+from namespaces import Host, Network, refusal
 from spark_hosts import SparkHosts
 
 from ringspark.estimators.collectives import COLLECTIVES
@@ -37,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkHosts]:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SparkHosts) -> list[float]:
     """The weights of a training to which nothing happens."""
-    told = cluster.result(cluster.drive(**disturbed.SETTINGS, collective="torch"))
+    told = cluster.result(cluster.drive(disturbed.SETTINGS | {"collective": "torch"}, disturbed.ROWS))
     weights: list[float] = told["weights"]
     return weights
 
@@ -99,8 +98,7 @@ def test_after_a_host_vanished_the_training_goes_on_at_another(
 def test_without_a_host_to_spare_fewer_go_on_or_an_error_names_both_numbers(
     cluster: SparkHosts, undisturbed: list[float], revived: Callable[[Host], None]
 ) -> None:
-    settings: dict[str, Any] = {"numWorkers": 3, "collective": "torch"}
-    fewer = disturbed.train(cluster, revived, minWorkers=2, **settings)
+    fewer = disturbed.train(cluster, revived, numWorkers=3, minWorkers=2, collective="torch")
     assert fewer.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
     too_few = disturbed.train(cluster, revived, numWorkers=2, collective="torch")
     assert "1 task slots left for the 2 workers" in too_few.told["error"]
@@ -111,6 +109,6 @@ def test_200_ms_of_delay_change_no_weight(
     collective: str, cluster: SparkHosts, undisturbed: list[float]
 ) -> None:
     with cluster.network.slowed_down(cluster.workers[0], 0.2):
-        told = cluster.result(cluster.drive(**disturbed.SETTINGS | {"rows": 1280}, collective=collective))
+        told = cluster.result(cluster.drive(disturbed.SETTINGS | {"collective": collective}, disturbed.ROWS))
     assert told["restarts"] == []
     assert told["weights"] == pytest.approx(undisturbed, abs=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Network, refusal
+from namespaces import Network, refusal
 from spark_hosts import SparkHosts
 
 from ringspark.estimators.collectives import COLLECTIVES
@@ -39,7 +39,7 @@ def test_both_collectives_train_over_several_hosts_and_agree(place: str, tmp_pat
     options, spark = PLACES[place]
     with Network(**options) as network, SparkHosts(network, tmp_path, **spark) as cluster:
         for collective in GANGS:
-            told = cluster.result(cluster.drive(collective=collective))
+            told = cluster.result(cluster.drive({"collective": collective}))
             assert (told["rows"], told["restarts"]) == (4000, [])
             weights.append(told["weights"])
     for other in weights[1:]:
