@@ -16,7 +16,7 @@ from waiting import wait_for
 
 # The training lasts longer than what happens to it: 60 steps of a tenth of a second and more.
 SETTINGS: dict[str, Any] = {"checkpointEverySteps": 10, "timeoutSeconds": 20.0}
-ROWS, PAUSE = {"rows": 1280}, {"pause": 0.1}
+DATA = {"rows": 1280, "pause": 0.1}
 AT_STEP = 15
 
 
@@ -37,7 +37,7 @@ class Outcome:
 def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1, **settings: Any) -> Outcome:
     """Trains, and calls `disturb` with the host of that rank when it has made some steps."""
     diary = cluster.folder / f"steps-{uuid.uuid4().hex[:8]}"
-    driver = cluster.drive(SETTINGS | settings, {**ROWS, **PAUSE, "steps": str(diary)})
+    driver = cluster.drive(SETTINGS | settings, DATA | {"steps": str(diary)})
     wait_for("the first steps", lambda: driver.poll() is not None or _last(diary, rank) >= AT_STEP)
     begun = time.monotonic()
     hosts = {int(which): name for _, which, _, name in _lines(diary)}
@@ -48,6 +48,17 @@ def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1
     times = [begun, *(at for at in times if at > begun)]
     pause = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
     return Outcome(told=told, pause_seconds=pause, hosts=tuple(hosts[key] for key in sorted(hosts)))
+
+
+def drop(cluster: SparkHosts, seconds: float) -> Callable[[Host], None]:
+    """Returns what takes a host's cable out for so long."""
+
+    def disturb(host: Host) -> None:
+        cluster.network.unplug(host)
+        time.sleep(seconds)
+        cluster.network.plug_in(host)
+
+    return disturb
 
 
 def _lines(diary: Path) -> list[list[str]]:

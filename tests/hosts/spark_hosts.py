@@ -30,6 +30,7 @@ class SparkHosts:
         secret: The secret of all Spark processes; empty for none.
         clocks: Host name -> the seconds that the clock of its Spark worker is ahead.
         has_bucket: Whether an S3 server on the first host is the only store, instead of a shared folder.
+        worker_cores: Cores of each worker; an executor takes one.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class SparkHosts:
         secret: str = "",
         clocks: Mapping[str, int] | None = None,
         has_bucket: bool = False,
+        worker_cores: int = 1,
     ) -> None:
         self.network, self.folder = network, folder
         self.workers = network.hosts[0 if is_first_a_worker else 1 :]
         self._secret, self._clocks, self._has_bucket = secret, clocks or {}, has_bucket
+        self._room = ("--cores", str(worker_cores), "--memory", f"{2 * worker_cores}g")
         self._bucket: S3Server | None = None
         self._stack = ExitStack()
 
@@ -57,9 +60,9 @@ class SparkHosts:
             self._start(first, "master.Master", "--host", _in_url(first), "--port", "7077")
             wait_for("the master", lambda: "Starting Spark master" in self.log(first, "master"), 60)
             for host in self.workers:
-                self.start_worker(host)
+                self._start_worker(host)
             for host in self.workers:
-                self.wait_for_worker(host)
+                self._wait_for_worker(host)
             self._stack = self._stack.pop_all()
         return self
 
@@ -70,11 +73,16 @@ class SparkHosts:
     def url(self) -> str:
         return f"spark://{_in_url(self.network.hosts[0])}:7077"
 
-    def start_worker(self, host: Host) -> None:
-        room = ("--cores", "1", "--memory", "2g")
-        self._start(host, "worker.Worker", "--host", _in_url(host), *room, self.url)
+    def revive(self, host: Host) -> None:
+        """Starts a host that has vanished."""
+        self.network.plug_in(host)
+        self._start_worker(host)
+        self._wait_for_worker(host)
 
-    def wait_for_worker(self, host: Host) -> None:
+    def _start_worker(self, host: Host) -> None:
+        self._start(host, "worker.Worker", "--host", _in_url(host), *self._room, self.url)
+
+    def _wait_for_worker(self, host: Host) -> None:
         wait_for(f"{host.name}'s worker", lambda: "Successfully registered" in self.log(host, "worker"), 60)
 
     def log(self, host: Host, kind: str) -> str:
@@ -103,7 +111,11 @@ class SparkHosts:
 
     def result(self, driver: subprocess.Popen[str]) -> dict[str, Any]:
         """Returns what the driver printed; fails with its last words and the executors' logs."""
-        out, err = driver.communicate(timeout=400)
+        try:
+            out, err = driver.communicate(timeout=400)
+        except subprocess.TimeoutExpired:
+            driver.kill()
+            out, err = driver.communicate()
         assert driver.returncode == 0, err[-4000:] + self.logs()
         told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
         return told

@@ -5,7 +5,6 @@ The first host has the master, the driver and the store; three others have a wor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import disturbed
@@ -36,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkHosts]:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SparkHosts) -> list[float]:
     """The weights of a training to which nothing happens."""
-    told = cluster.result(cluster.drive(disturbed.SETTINGS | {"collective": "torch"}, disturbed.ROWS))
+    told = cluster.result(cluster.drive(disturbed.SETTINGS | {"collective": "torch"}, disturbed.DATA))
     weights: list[float] = told["weights"]
     return weights
 
@@ -52,27 +51,14 @@ def revived(cluster: SparkHosts) -> Iterator[Callable[[Host], None]]:
 
     yield vanish
     for host in vanished:
-        cluster.network.plug_in(host)
-        cluster.start_worker(host)
-        cluster.wait_for_worker(host)
-
-
-def drop(cluster: SparkHosts, seconds: float) -> Callable[[Host], None]:
-    """Returns what takes the host's cable out for so long."""
-
-    def disturb(host: Host) -> None:
-        cluster.network.unplug(host)
-        time.sleep(seconds)
-        cluster.network.plug_in(host)
-
-    return disturb
+        cluster.revive(host)
 
 
 @pytest.mark.parametrize("collective", GANGS)
 def test_a_link_that_drops_for_5_s_costs_no_start(
     collective: str, cluster: SparkHosts, undisturbed: list[float]
 ) -> None:
-    outcome = disturbed.train(cluster, drop(cluster, 5.0), collective=collective)
+    outcome = disturbed.train(cluster, disturbed.drop(cluster, 5.0), collective=collective)
     assert outcome.told["restarts"] == []
     assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
 
@@ -81,7 +67,7 @@ def test_a_link_that_drops_for_5_s_costs_no_start(
 def test_a_link_that_drops_for_60_s_costs_one_start_elsewhere(
     collective: str, rank: int, cluster: SparkHosts, undisturbed: list[float]
 ) -> None:
-    outcome = disturbed.train(cluster, drop(cluster, 60.0), rank=rank, collective=collective)
+    outcome = disturbed.train(cluster, disturbed.drop(cluster, 60.0), rank=rank, collective=collective)
     assert len(outcome.told["restarts"]) == 1
     assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
 
@@ -108,7 +94,8 @@ def test_without_a_host_to_spare_fewer_go_on_or_an_error_names_both_numbers(
 def test_200_ms_of_delay_change_no_weight(
     collective: str, cluster: SparkHosts, undisturbed: list[float]
 ) -> None:
+    settings = disturbed.SETTINGS | {"collective": collective, "numWorkers": 3}
     with cluster.network.slowed_down(cluster.workers[0], 0.2):
-        told = cluster.result(cluster.drive(disturbed.SETTINGS | {"collective": collective}, disturbed.ROWS))
+        told = cluster.result(cluster.drive(settings, disturbed.DATA))
     assert told["restarts"] == []
     assert told["weights"] == pytest.approx(undisturbed, abs=1e-5)
