@@ -1,10 +1,11 @@
 """A gang over several hosts: its rate, and how soon it trains again when a host vanishes or a link drops.
 
-The hosts are network namespaces of this machine (tests/hosts) and share its cores: against two workers on one
-host, the rate shows what it costs to cross a network that has no delay. For the faults, master, driver and the
-only store, an S3 server, are on a host of their own, and two of three others train. "seconds" is the longest
-time without a step of rank 0 since the fault, with timeoutSeconds (20) and Spark's own part; with a delay
-it is the whole fit by three workers, the first of its session. "weights" is the largest difference from the undisturbed training.
+The hosts are network namespaces of this machine (tests/hosts) and share its cores: against two workers on
+one host, the rate shows what it costs to cross a network that has no delay. For the faults, master, driver
+and the only store, an S3 server, are on a host of their own, and two of three others train. "seconds" is the
+longest time without a step of rank 0 since the fault, with timeoutSeconds (20) and Spark's own part; with a
+delay it is the whole fit by three workers, the first of its session. "weights" is the largest difference
+from the undisturbed training.
 """
 
 from __future__ import annotations

@@ -22,16 +22,10 @@ AT_STEP = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the driver told, and how long after the disturbance rank 0 made no step.
-
-    Attributes:
-        told: See `driver.py`.
-        hosts: Hosts of the ranks before, in rank order.
-    """
+    """What the driver told, and how long after the disturbance rank 0 made no step."""
 
     told: dict[str, Any]
     pause_seconds: float
-    hosts: tuple[str, ...]
 
 
 def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1, **settings: Any) -> Outcome:
@@ -40,14 +34,14 @@ def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1
     driver = cluster.drive(SETTINGS | settings, DATA | {"steps": str(diary)})
     wait_for("the first steps", lambda: driver.poll() is not None or _last(diary, rank) >= AT_STEP)
     begun = time.monotonic()
-    hosts = {int(which): name for _, which, _, name in _lines(diary)}
+    names = {name for _, which, _, name in _lines(diary) if which == str(rank)}
     if driver.poll() is None:
-        disturb(next(host for host in cluster.workers if host.name == hosts[rank]))
+        disturb(next(host for host in cluster.workers if host.name in names))
     told = cluster.result(driver)
     times = [float(at) for at, which, *_ in _lines(diary) if which == "0"]
     times = [begun, *(at for at in times if at > begun)]
     pause = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
-    return Outcome(told=told, pause_seconds=pause, hosts=tuple(hosts[key] for key in sorted(hosts)))
+    return Outcome(told=told, pause_seconds=pause)
 
 
 def drop(cluster: SparkHosts, seconds: float) -> Callable[[Host], None]:
