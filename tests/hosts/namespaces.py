@@ -133,8 +133,10 @@ class Network:
         _run(*f"ip -n {self._switch} link set fast master bridge up".split())
         _run(*f"ip -n {self._switch} link set slow up".split())
         _run(*f"ip -n {self._switch} link set {host.port} nomaster".split())
-        with subprocess.Popen([*inside, *cable], start_new_session=True) as process:
+        with subprocess.Popen([*inside, *cable], start_new_session=True, stdout=subprocess.PIPE) as process:
             try:
+                assert process.stdout is not None
+                assert process.stdout.readline()
                 yield
             finally:
                 process.kill()

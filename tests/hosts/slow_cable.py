@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import suppress
 
 _ALL_PROTOCOLS = 0x0003
+_SO_RCVBUFFORCE = 33
 _SOL_PACKET, _PACKET_IGNORE_OUTGOING, _PACKET_VNET_HDR = 263, 23, 15
 # Whole segments of TCP that no hardware has cut yet, each behind a header which says how to.
 _LONGEST_PACKET = 1 << 17
@@ -17,11 +18,11 @@ _LONGEST_PACKET = 1 << 17
 
 def opened(interface: str) -> socket.socket:
     """Returns a socket that gets every packet which comes to the interface, and can send any."""
-    packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
+    packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     packets.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     packets.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    packets.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
-    packets.bind((interface, 0))
+    packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 25)
+    packets.bind((interface, _ALL_PROTOCOLS))
     return packets
 
 
@@ -47,8 +48,9 @@ def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
 
 
 def main() -> None:
-    """Carries both ways, until it is killed."""
+    """Carries both ways, until it is killed; writes a line when it begins."""
     one, other = opened(sys.argv[1]), opened(sys.argv[2])
+    print("carrying", flush=True)
     seconds = float(sys.argv[3])
     threading.Thread(target=carry, args=(one, other, seconds), daemon=True).start()
     carry(other, one, seconds)
