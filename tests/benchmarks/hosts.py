@@ -11,7 +11,7 @@ from the undisturbed training.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -38,25 +38,23 @@ def cluster_of(num_hosts: int, **options: Any) -> Iterator[SparkHosts]:
         yield cluster
 
 
-def rate(num_hosts: int, collective: str, rows: int, fits: int) -> float:
-    """Median of the rows/s inside the gang of two workers, of each fit but the first."""
-    data = {"rows": rows, "dim": harness.DIM, "hidden": [128, 128], "fits": fits + 1}
-    settings = {"collective": collective, "batchSize": BATCH_SIZE, "epochs": 1}
+def rates(num_hosts: int, rows: int, fits: int, gangs: Sequence[str]) -> list[float]:
+    """Median of the rows/s inside the gang of two workers, by collective; the first fit is left out."""
+    data = {"rows": rows, "dim": harness.DIM, "hidden": [128, 128]}
+    settings = [{"collective": name, "batchSize": BATCH_SIZE, "epochs": 1} for name in gangs]
     with cluster_of(num_hosts, worker_cores=2 // num_hosts) as cluster:
-        return median(cluster.result(cluster.drive(settings, data))["rates"][1:])
+        _, *told = cluster.results(cluster.drive(settings[0], *settings * fits, **data))
+    return [median(fit["rate"] for fit in told[number :: len(gangs)]) for number in range(len(gangs))]
 
 
-def print_rates(rows: int, fits: int, gangs: tuple[str, ...]) -> None:
+def print_rates(rows: int, fits: int, gangs: Sequence[str]) -> None:
     """Prints the rates on one host and on two."""
-    table = []
-    for collective in gangs:
-        one, two = (rate(num_hosts, collective, rows, fits) for num_hosts in (1, 2))
-        table.append([collective, f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}"])
+    found = zip(gangs, *(rates(num_hosts, rows, fits, gangs) for num_hosts in (1, 2)), strict=True)
     harness.print_table(
         f"hosts: rows/s inside a gang of 2, {rows:,} rows x {harness.DIM} fp32, MLP 32-128-128-1, batch "
         f"{BATCH_SIZE}, {fits} fits",
         ["", "one host", "two hosts", "ratio"],
-        table,
+        [[name, f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}"] for name, one, two in found],
     )
 
 
@@ -93,7 +91,8 @@ class Trials:
 
     def _fit(self, collective: str, num_workers: int) -> dict[str, Any]:
         settings = disturbed.SETTINGS | {"collective": collective, "numWorkers": num_workers}
-        return self._cluster.result(self._cluster.drive(settings, disturbed.DATA))
+        (told,) = self._cluster.results(self._cluster.drive(settings, **disturbed.DATA))
+        return told
 
     def _fault(self, name: str, disturb: Callable[[Host], None], collective: str) -> list[str]:
         outcome = disturbed.train(self._cluster, disturb, collective=collective)

@@ -31,13 +31,13 @@ class Outcome:
 def train(cluster: SparkHosts, disturb: Callable[[Host], None], *, rank: int = 1, **settings: Any) -> Outcome:
     """Trains, and calls `disturb` with the host of that rank when it has made some steps."""
     diary = cluster.folder / f"steps-{uuid.uuid4().hex[:8]}"
-    driver = cluster.drive(SETTINGS | settings, DATA | {"steps": str(diary)})
+    driver = cluster.drive(SETTINGS | settings, **DATA, steps=str(diary))
     wait_for("the first steps", lambda: driver.poll() is not None or _last(diary, rank) >= AT_STEP)
     begun = time.monotonic()
     names = {name for _, which, _, name in _lines(diary) if which == str(rank)}
     if driver.poll() is None:
         disturb(next(host for host in cluster.workers if host.name in names))
-    told = cluster.result(driver)
+    (told,) = cluster.results(driver)
     times = [float(at) for at, which, *_ in _lines(diary) if which == "0"]
     times = [begun, *(at for at in times if at > begun)]
     pause = max((later - earlier for earlier, later in pairwise(times)), default=0.0)

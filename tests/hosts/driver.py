@@ -1,7 +1,7 @@
 """The driver of a test over several hosts: `driver.py OPTIONS`; prints one line of JSON.
 
-It trains a small regression and predicts. OPTIONS are JSON: `conf` of the session, `settings` of the stage,
-`rows`, `dim`, `hidden`, `fits` (how often it trains), and `steps`, a file to which the ranks write a line
+It trains a small regression and predicts, once for each of `fits`, the settings of a stage. Other OPTIONS,
+as JSON: `conf` of the session, `rows`, `dim`, `hidden`, and `steps`, a file to which the ranks write a line
 after each step, with `pause`, their seconds of sleep then.
 """
 
@@ -50,31 +50,32 @@ def main() -> None:
     )
     frame = frame.selectExpr("features", "features[0] - 2 * features[1] as y")
     layers = {"in_features": dim, "hidden": options.get("hidden", [16]), "out_features": 1}
-    stage = TorchRegressor(
-        **{
-            "model": ModelSpec("mlp", layers), "labelCol": "y", "epochs": 3, "batchSize": 64, "numWorkers": 2,
-            "timeoutSeconds": 60.0, "reader": "arrow", "showProgress": False, **options["settings"],
-        }
-    )  # fmt: skip
-    if "steps" in options:
-        stage = stage.setCallbacks([Steps(options["steps"], options["pause"])])
-    rates = []
-    for _ in range(options.get("fits", 1)):
+    told = []
+    for settings in options["fits"]:
+        stage = TorchRegressor(
+            **{
+                "model": ModelSpec("mlp", layers), "labelCol": "y", "epochs": 3, "batchSize": 64,
+                "numWorkers": 2, "timeoutSeconds": 60.0, "reader": "arrow", "showProgress": False, **settings,
+            }
+        )  # fmt: skip
+        if "steps" in options:
+            stage = stage.setCallbacks([Steps(options["steps"], options["pause"])])
         begun = monotonic()
         try:
             model = stage.fit(frame)
         except RuntimeError as error:
-            print(json.dumps({"error": str(error)}), flush=True)
-            return
-        seconds = monotonic() - begun
-        rates.append(model.summary.rows_per_second)
-    told = {
-        "rows": model.transform(frame).count(),
-        "weights": [number for p in model.module().parameters() for number in p.flatten().tolist()],
-        "restarts": model.summary.restart_reasons,
-        "rates": rates,
-        "seconds": seconds,
-    }
+            told.append({"error": str(error)})
+            continue
+        summary = model.summary
+        told.append(
+            {
+                "seconds": monotonic() - begun,
+                "rows": model.transform(frame).count(),
+                "weights": [number for p in model.module().parameters() for number in p.flatten().tolist()],
+                "restarts": summary.restart_reasons,
+                "rate": summary.rows_per_second,
+            }
+        )
     print(json.dumps(told), flush=True)
     spark.stop()
 

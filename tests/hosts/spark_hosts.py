@@ -94,12 +94,10 @@ class SparkHosts:
         files = sorted(self.folder.glob("work-*/*/*/stderr"))
         return "\n".join(f"--- {file}\n{file.read_text()[-3000:]}" for file in files)
 
-    def drive(
-        self, settings: Mapping[str, Any], data: Mapping[str, Any] | None = None
-    ) -> subprocess.Popen[str]:
+    def drive(self, *fits: Mapping[str, Any], **data: Any) -> subprocess.Popen[str]:
         """Starts a driver on the first host; `data` are other options of `driver.py`."""
         store = "s3://bucket/store" if self._bucket else str(self.folder / "store")
-        options = {**(data or {}), "conf": self._conf(), "settings": {"storageUri": store, **settings}}
+        options = {**data, "conf": self._conf(), "fits": [{"storageUri": store, **fit} for fit in fits]}
         first = self.network.hosts[0]
         return first.start(
             [sys.executable, str(HERE / "driver.py"), json.dumps(options)],
@@ -109,15 +107,15 @@ class SparkHosts:
             env=self._environment(first),
         )
 
-    def result(self, driver: subprocess.Popen[str]) -> dict[str, Any]:
-        """Returns what the driver printed; fails with its last words and the executors' logs."""
+    def results(self, driver: subprocess.Popen[str]) -> list[dict[str, Any]]:
+        """Returns what the driver told of each fit; fails with its last words and the executors' logs."""
         try:
             out, err = driver.communicate(timeout=400)
         except subprocess.TimeoutExpired:
             driver.kill()
             out, err = driver.communicate()
         assert driver.returncode == 0, err[-4000:] + self.logs()
-        told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        told: list[dict[str, Any]] = json.loads(out.strip().splitlines()[-1])
         return told
 
     def _conf(self) -> dict[str, str]:

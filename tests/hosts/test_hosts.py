@@ -35,12 +35,10 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_both_collectives_train_over_several_hosts_and_agree(place: str, tmp_path: Path) -> None:
-    weights = []
     options, spark = PLACES[place]
     with Network(**options) as network, SparkHosts(network, tmp_path, **spark) as cluster:
-        for collective in GANGS:
-            told = cluster.result(cluster.drive({"collective": collective}))
-            assert (told["rows"], told["restarts"]) == (4000, [])
-            weights.append(told["weights"])
-    for other in weights[1:]:
-        assert other == pytest.approx(weights[0], abs=1e-5)
+        told = cluster.results(cluster.drive(*({"collective": name} for name in GANGS)))
+    assert [(fit["rows"], fit["restarts"]) for fit in told] == [(4000, [])] * len(GANGS)
+    first, *others = (fit["weights"] for fit in told)
+    for other in others:
+        assert other == pytest.approx(first, abs=1e-5)
