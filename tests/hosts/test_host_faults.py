@@ -63,7 +63,7 @@ def test_a_link_that_drops_for_5_s_costs_no_start(
     assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
 
 
-@pytest.mark.parametrize(("collective", "rank"), zip(GANGS, (0, 1), strict=True))
+@pytest.mark.parametrize(("collective", "rank"), list(zip(GANGS, (0, 1), strict=True)))
 def test_a_link_that_drops_for_60_s_costs_one_start_elsewhere(
     collective: str, rank: int, cluster: SparkHosts, undisturbed: list[float]
 ) -> None:
