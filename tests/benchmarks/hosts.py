@@ -122,7 +122,11 @@ def main() -> None:
             lambda collective: trials.drop(60.0, collective),
             trials.vanish,
         ]
-        table = [hit(collective) for hit in hits[: options.trials] for collective in gangs]
+        table = []
+        for hit in hits[: options.trials]:
+            for collective in gangs:
+                table.append(hit(collective))
+                print(*table[-1], flush=True)  # progress of a long run
     harness.print_table(
         "hosts: 2 workers on 3 hosts (with a delay 3), 60 steps and a checkpoint every 10",
         ["", "collective", "seconds", "starts anew", "weights"],
