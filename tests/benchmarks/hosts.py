@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import disturbed
 import harness
+from disturbed import DATA, SETTINGS, drop, train
 from namespaces import Host, Network, refusal
 from spark_hosts import SparkHosts
 
@@ -80,7 +80,7 @@ class Trials:
 
     def drop(self, seconds: float, collective: str) -> list[str]:
         """A link is away for so long."""
-        return self._fault(f"link down for {seconds:g} s", disturbed.drop(self._cluster, seconds), collective)
+        return self._fault(f"link down for {seconds:g} s", drop(self._cluster, seconds), collective)
 
     def delay(self, seconds: float, collective: str) -> list[str]:
         """The link to one of three workers is slow."""
@@ -90,12 +90,12 @@ class Trials:
         return self._line(f"delay of {1000 * seconds:.0f} ms", collective, told, told["seconds"])
 
     def _fit(self, collective: str, num_workers: int) -> dict[str, Any]:
-        settings = disturbed.SETTINGS | {"collective": collective, "numWorkers": num_workers}
-        (told,) = self._cluster.results(self._cluster.drive(settings, **disturbed.DATA))
+        settings = SETTINGS | {"collective": collective, "numWorkers": num_workers}
+        (told,) = self._cluster.results(self._cluster.drive(settings, **DATA))
         return told
 
     def _fault(self, name: str, disturb: Callable[[Host], None], collective: str) -> list[str]:
-        outcome = disturbed.train(self._cluster, disturb, collective=collective)
+        outcome = train(self._cluster, disturb, collective=collective)
         return self._line(name, collective, outcome.told, outcome.pause_seconds)
 
     def _line(self, name: str, collective: str, told: dict[str, Any], seconds: float) -> list[str]:
