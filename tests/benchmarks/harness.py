@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 # What tests and benchmarks share; pytest finds it by itself.
-sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("support", "faults")]
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("support", "faults", "hosts")]
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 TINY_FRACTION = "0.02"  # of the flights

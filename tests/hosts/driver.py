@@ -1,48 +1,81 @@
-"""The driver of a test over several hosts: `driver.py MASTER FOLDER SETTINGS`; prints one line of JSON.
+"""The driver of a test over several hosts: `driver.py OPTIONS`; prints one line of JSON.
 
-It trains a small regression with a worker on each host and predicts; SETTINGS are Params as JSON.
+It trains a small regression and predicts, once for each of `fits`, the settings of a stage. Other OPTIONS,
+as JSON: `conf` of the session, `rows`, `dim`, `hidden`, and `steps`, a file to which the ranks write a line
+after each step, with `pause`, their seconds of sleep then.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from time import monotonic
+from socket import gethostname
+from time import monotonic, sleep
+from typing import Any
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+
+
+class Steps(Callback):
+    """Writes a line for each step: the time on the clock that all hosts here share, rank, step and host."""
+
+    def __init__(self, path: str, pause_seconds: float) -> None:
+        self.path, self.pause_seconds = path, pause_seconds
+
+    def on_step_end(self, state: TrainingState) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{monotonic()} {state.rank} {state.step} {gethostname()}\n")
+        sleep(self.pause_seconds)
+
+
+def session(conf: dict[str, str]) -> Any:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder
+    for key, value in ({"spark.ui.enabled": "false", "spark.executor.cores": "1"} | conf).items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
 
 
 def main() -> None:
-    master, folder, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    conf = settings.pop("conf", {})
-    from pyspark.ml.feature import VectorAssembler
-    from pyspark.sql import SparkSession
-
+    options = json.loads(sys.argv[1])
+    spark = session(options["conf"])
     from ringspark.estimators import TorchRegressor
     from ringspark.models import ModelSpec
 
-    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
-    for key, value in {"spark.executor.cores": "1", "spark.sql.shuffle.partitions": "4", **conf}.items():
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    rows = spark.range(4000).selectExpr(
-        "id % 7 / 7 as a", "id % 11 / 11 as b", "id % 7 / 7 - id % 11 / 5 as y"
+    dim = options.get("dim", 2)
+    # As many files on every cluster, so that every training sees the same batches.
+    frame = spark.range(0, options.get("rows", 4000), 1, 2).selectExpr(
+        f"array({', '.join(f'float(id % {7 + 4 * i} / {7 + 4 * i})' for i in range(dim))}) as features"
     )
-    rows = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(rows)
-    stage = TorchRegressor(
-        **{
-            "model": ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 1}),
-            "labelCol": "y", "epochs": 3, "batchSize": 64, "numWorkers": 2, "timeoutSeconds": 60.0,
-            "storageUri": folder, "reader": "arrow", "showProgress": False, **settings,
-        }
-    )  # fmt: skip
-    begun = monotonic()
-    model = stage.fit(rows)
-    seconds = monotonic() - begun
-    told = {
-        "rows": model.transform(rows).count(),
-        "weights": [p.flatten().tolist() for p in model.module().parameters()],
-        "restarts": model.summary.restarts,
-        "seconds": seconds,
-    }
+    frame = frame.selectExpr("features", "features[0] - 2 * features[1] as y")
+    layers = {"in_features": dim, "hidden": options.get("hidden", [16]), "out_features": 1}
+    told = []
+    for settings in options["fits"]:
+        stage = TorchRegressor(
+            **{
+                "model": ModelSpec("mlp", layers), "labelCol": "y", "epochs": 3, "batchSize": 64,
+                "numWorkers": 2, "timeoutSeconds": 60.0, "reader": "arrow", "showProgress": False, **settings,
+            }
+        )  # fmt: skip
+        if "steps" in options:
+            stage = stage.setCallbacks([Steps(options["steps"], options["pause"])])
+        begun = monotonic()
+        try:
+            model = stage.fit(frame)
+        except RuntimeError as error:
+            told.append({"error": str(error)})
+            continue
+        summary = model.summary
+        told.append(
+            {
+                "seconds": monotonic() - begun,
+                "rows": model.transform(frame).count(),
+                "weights": [number for p in model.module().parameters() for number in p.flatten().tolist()],
+                "restarts": summary.restart_reasons,
+                "rate": summary.rows_per_second,
+            }
+        )
     print(json.dumps(told), flush=True)
     spark.stop()
 

@@ -4,50 +4,86 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hosts import Host, Network
+from namespaces import Host, Network
+from s3_server import S3Server
 from waiting import wait_for
 
-DRIVER = Path(__file__).with_name("driver.py")
+HERE = Path(__file__).parent
 # Whatever of this machine's Spark speaks of addresses has no meaning on the hosts.
 _FOREIGN = ("SPARK_LOCAL_IP", "SPARK_LOCAL_HOSTNAME", "SPARK_PUBLIC_DNS", "PYSPARK_SUBMIT_ARGS")
+# How long the master, and a driver, wait for a silent host, instead of one minute and two.
+PATIENCE_SECONDS = 20
 
 
 class SparkHosts:
-    """A context that runs the cluster; `drive` runs a driver on the first host."""
+    """A context that runs the cluster; `drive` runs a driver on the first host.
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    Args:
+        is_first_a_worker: Whether the first host, that of master and drivers, has a worker too.
+        secret: The secret of all Spark processes; empty for none.
+        clocks: Host name -> the seconds that the clock of its Spark worker is ahead.
+        has_bucket: Whether an S3 server on the first host is the only store, instead of a shared folder.
+        worker_cores: Cores of each worker; an executor takes one.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        *,
+        is_first_a_worker: bool = True,
+        secret: str = "",
+        clocks: Mapping[str, int] | None = None,
+        has_bucket: bool = False,
+        worker_cores: int = 1,
+    ) -> None:
         self.network, self.folder = network, folder
-        self._started: list[subprocess.Popen[bytes]] = []
+        self.workers = network.hosts[0 if is_first_a_worker else 1 :]
+        self._secret, self._clocks, self._has_bucket = secret, clocks or {}, has_bucket
+        self._room = ("--cores", str(worker_cores), "--memory", f"{2 * worker_cores}g")
+        self._bucket: S3Server | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> SparkHosts:
-        try:
+        with self._stack:
             first = self.network.hosts[0]
-            self._start(first, "master.Master", "--host", first.address, "--port", "7077")
-            wait_for("the master", lambda: "Starting Spark master" in self.log(first, "master"))
-            for host in self.network.hosts:
-                self._start(host, "worker.Worker", "--cores", "1", "--memory", "2g", self.url)
-            for host in self.network.hosts:
-                wait_for("a worker", lambda host=host: "Successfully registered" in self.log(host, "worker"))
-        except BaseException:
-            self.__exit__()
-            raise
+            if self._has_bucket:
+                self._bucket = S3Server({}, first.address, first.command)
+                self._stack.callback(self._bucket.close)
+            self._start(first, "master.Master", "--host", _in_url(first), "--port", "7077")
+            wait_for("the master", lambda: "Starting Spark master" in self.log(first, "master"), 60)
+            for host in self.workers:
+                self._start_worker(host)
+            for host in self.workers:
+                self._wait_for_worker(host)
+            self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            # With the executors that a worker started.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self._stack.close()
 
     @property
     def url(self) -> str:
-        return f"spark://{self.network.hosts[0].address}:7077"
+        return f"spark://{_in_url(self.network.hosts[0])}:7077"
+
+    def revive(self, host: Host) -> None:
+        """Starts a host that has vanished."""
+        self.network.plug_in(host)
+        self._start_worker(host)
+        self._wait_for_worker(host)
+
+    def _start_worker(self, host: Host) -> None:
+        self._start(host, "worker.Worker", "--host", _in_url(host), *self._room, self.url)
+
+    def _wait_for_worker(self, host: Host) -> None:
+        wait_for(f"{host.name}'s worker", lambda: "Successfully registered" in self.log(host, "worker"), 60)
 
     def log(self, host: Host, kind: str) -> str:
         file = self.folder / f"{kind}-{host.name}.log"
@@ -58,36 +94,91 @@ class SparkHosts:
         files = sorted(self.folder.glob("work-*/*/*/stderr"))
         return "\n".join(f"--- {file}\n{file.read_text()[-3000:]}" for file in files)
 
-    def drive(self, **settings: Any) -> subprocess.Popen[str]:
-        """Starts a driver on the first host."""
-        words = [sys.executable, str(DRIVER), self.url, str(self.folder / "store"), json.dumps(settings)]
+    def drive(self, *fits: Mapping[str, Any], **data: Any) -> subprocess.Popen[str]:
+        """Starts a driver on the first host; `data` are other options of `driver.py`."""
+        store = "s3://bucket/store" if self._bucket else str(self.folder / "store")
+        options = {**data, "conf": self._conf(), "fits": [{"storageUri": store, **fit} for fit in fits]}
         first = self.network.hosts[0]
         return first.start(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment(first)
+            [sys.executable, str(HERE / "driver.py"), json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment(first),
         )
 
-    def result(self, driver: subprocess.Popen[str]) -> dict[str, Any]:
-        """Returns what the driver printed; fails with its last words and the executors' logs."""
-        out, err = driver.communicate(timeout=400)
+    def results(self, driver: subprocess.Popen[str]) -> list[dict[str, Any]]:
+        """Returns what the driver told of each fit; fails with its last words and the executors' logs."""
+        try:
+            out, err = driver.communicate(timeout=400)
+        except subprocess.TimeoutExpired:
+            driver.kill()
+            out, err = driver.communicate()
         assert driver.returncode == 0, err[-4000:] + self.logs()
-        told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        told: list[dict[str, Any]] = json.loads(out.strip().splitlines()[-1])
         return told
+
+    def _conf(self) -> dict[str, str]:
+        conf = {
+            "spark.master": self.url,
+            "spark.network.timeout": f"{PATIENCE_SECONDS}s",
+            "spark.network.timeoutInterval": "5s",
+            "spark.executor.heartbeatInterval": "2s",
+        }
+        if self._secret:
+            conf |= {"spark.authenticate": "true", "spark.authenticate.secret": self._secret}
+        return conf
 
     def _environment(self, host: Host) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        if self.network.own_names == "unknown":
-            # Without it Spark itself does not start on such a host.
+        if self.network.own_names == "unknown" or self.network.has_decoys:
+            # Without it Spark itself does not start on such a host, or takes the wrong interface.
             kept["SPARK_LOCAL_IP"] = host.address
-        return kept | {"PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        if self.network.version == 6:
+            kept |= {
+                "SPARK_LOCAL_IP": _in_url(host),
+                "SPARK_PREFER_IPV6": "true",
+                "JAVA_TOOL_OPTIONS": "-Djava.net.preferIPv6Addresses=true",
+            }
+        if self._bucket:
+            kept["FSSPEC_S3"] = json.dumps(self._bucket.settings)
+        options = [f"-Dspark.worker.timeout={PATIENCE_SECONDS}"]
+        if self._secret:
+            options += ["-Dspark.authenticate=true", f"-Dspark.authenticate.secret={self._secret}"]
+        return kept | {
+            "PYSPARK_PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "SPARK_DAEMON_JAVA_OPTS": " ".join(options),
+        }
 
     def _start(self, host: Host, name: str, *arguments: str) -> None:
         import pyspark
 
         spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
         kind = name.partition(".")[0]
-        work = {"SPARK_WORKER_DIR": str(self.folder / f"work-{host.name}")}
+        environment = self._environment(host) | {"SPARK_WORKER_DIR": str(self.folder / f"work-{host.name}")}
+        if kind == "worker" and host.name in self._clocks:
+            environment |= _clock(self.folder, self._clocks[host.name])
+        words = [str(spark_class), f"org.apache.spark.deploy.{name}", "--webui-port", "0", *arguments]
         with (self.folder / f"{kind}-{host.name}.log").open("wb") as log:
-            words = [str(spark_class), f"org.apache.spark.deploy.{name}", "--webui-port", "0", *arguments]
-            self._started.append(
-                host.start(words, stdout=log, stderr=log, cwd=self.folder, env=self._environment(host) | work)
-            )
+            process = host.start(words, stdout=log, stderr=log, cwd=self.folder, env=environment)
+        self._stack.callback(_end, process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # What it has started ends with its host.
+    process.kill()
+    process.wait()
+
+
+def _in_url(host: Host) -> str:
+    return f"[{host.address}]" if ":" in host.address else host.address
+
+
+def _clock(folder: Path, seconds: int) -> dict[str, str]:
+    """The environment of a process whose clock, and that of all it starts, is ahead."""
+    library = folder / "shifted_clock.so"
+    if not library.exists():
+        source = HERE / "shifted_clock.c"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+    return {"LD_PRELOAD": str(library), "CLOCK_SHIFT_SECONDS": str(seconds)}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Network, refusal
+from namespaces import Network, refusal
 from spark_hosts import SparkHosts
 
 from ringspark.estimators.collectives import COLLECTIVES
@@ -18,21 +17,28 @@ pytestmark = [
     pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}"),
 ]
 GANGS = [name for name in COLLECTIVES if name != "local"]
+# By what is unlike the others: options of the network and of Spark on it.
+PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "own names mean 127.0.1.1": ({"num_hosts": 2}, {}),
+    "own names mean nothing": ({"num_hosts": 2, "own_names": "unknown"}, {}),
+    "IPv6 only": ({"num_hosts": 2, "version": 6}, {}),
+    "subnets, decoys, a driver elsewhere, a secret": (
+        {"num_hosts": 3, "is_routed": True, "has_decoys": True},
+        {"is_first_a_worker": False, "secret": "untold"},
+    ),
+    "no shared folder, a clock ahead": (
+        {"num_hosts": 3},
+        {"is_first_a_worker": False, "has_bucket": True, "clocks": {"host-b": 3600}},
+    ),
+}
 
 
-@pytest.fixture(params=["loopback", "unknown"])
-def cluster(request: Any, tmp_path: Path) -> Iterator[SparkHosts]:
-    """Two hosts, by how each resolves its own name."""
-    with Network(2, own_names=request.param) as network, SparkHosts(network, tmp_path) as cluster:
-        yield cluster
-
-
-def test_both_collectives_train_over_two_hosts_and_agree(cluster: SparkHosts) -> None:
-    weights = {}
-    for collective in GANGS:
-        told = cluster.result(cluster.drive(collective=collective))
-        assert (told["rows"], told["restarts"]) == (4000, 0)
-        weights[collective] = [number for tensor in told["weights"] for number in tensor]
-    first, *others = weights.values()
+@pytest.mark.parametrize("place", PLACES)
+def test_both_collectives_train_over_several_hosts_and_agree(place: str, tmp_path: Path) -> None:
+    options, spark = PLACES[place]
+    with Network(**options) as network, SparkHosts(network, tmp_path, **spark) as cluster:
+        told = cluster.results(cluster.drive(*({"collective": name} for name in GANGS)))
+    assert [(fit["rows"], fit["restarts"]) for fit in told] == [(4000, [])] * len(GANGS)
+    first, *others = (fit["weights"] for fit in told)
     for other in others:
         assert other == pytest.approx(first, abs=1e-5)

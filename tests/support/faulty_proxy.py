@@ -4,6 +4,7 @@ The proxy forwards every request to moto and counts it. Faults are real ones of 
 end in a TCP reset or stall in the middle, the port refuses connections, or the answer is one of
 S3's errors. Commands are lines of JSON on standard input, each answered by one on standard output;
 the process ends with its input, so it cannot outlive the tests. The first line written names the ports.
+The argument is the address that the proxy is bound to.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _ANSWERS = {
 class Proxy:
     """Forwards connections to `upstream`; what it saw and what it shall break."""
 
-    def __init__(self, upstream: int) -> None:
+    def __init__(self, upstream: int, address: str) -> None:
         self.upstream = upstream
+        self.address = address
         self.requests: list[dict[str, Any]] = []
         self.faults: list[dict[str, Any]] = []
         self.stalled = 0
@@ -96,7 +98,7 @@ class Proxy:
             self.stalled -= 1
 
     def _listen(self, port: int) -> socket.socket:
-        listener = socket.create_server(("127.0.0.1", port), backlog=64)
+        listener = socket.create_server((self.address, port), backlog=64)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         return listener
 
@@ -209,7 +211,11 @@ def main() -> None:
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     _, upstream = moto.get_host_and_port()
-    proxy = Proxy(upstream)
+    proxy = Proxy(upstream, sys.argv[1])
+    first = http.client.HTTPConnection("127.0.0.1", upstream)
+    first.request("PUT", "/bucket")
+    assert first.getresponse().status == 200
+    first.close()
     print(json.dumps({"moto": upstream, "proxy": proxy.port}), flush=True)
     commands = {name: getattr(proxy, name) for name in ("fault", "clear", "refuse", "accept", "state")}
     for line in sys.stdin:

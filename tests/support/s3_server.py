@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,31 @@ class S3Server:
 
     Args:
         client: What s3fs hands on to botocore's client: its timeouts and retries.
+        address: Where it listens.
+        command: Returns the command line that runs a program where the server is to be.
 
     Attributes:
         settings: What s3fs needs to reach it through the proxy.
     """
 
-    def __init__(self, client: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        client: dict[str, Any],
+        address: str = "127.0.0.1",
+        command: Callable[[list[str]], list[str]] = list,
+    ) -> None:
         script = Path(__file__).with_name("faulty_proxy.py")
-        self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        words = command([sys.executable, str(script), address])
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         ports = self._answer()
         self.settings: dict[str, Any] = {
             "key": "test",
             "secret": "test",
-            "endpoint_url": f"http://127.0.0.1:{ports['proxy']}",
+            "endpoint_url": f"http://{address}:{ports['proxy']}",
             "client_kwargs": {"region_name": "us-east-1"},
             "config_kwargs": client,
         }
         self._direct = f"http://127.0.0.1:{ports['moto']}"
-        self.put("/bucket")
 
     def put(self, path: str, data: bytes | None = None) -> None:
         """Sends a PUT past the proxy."""

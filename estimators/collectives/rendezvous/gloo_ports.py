@@ -28,7 +28,7 @@ class PortGuard:
     """Guards the sockets on which this process begins to listen from now on.
 
     Args:
-        addresses: IPv4 addresses of the members' machines; empty if they are not known.
+        addresses: Addresses of the members' machines; empty if they are not known.
     """
 
     def __init__(self, addresses: list[str]) -> None:
@@ -69,4 +69,6 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
 def _own_addresses() -> list[str]:
     """Returns the addresses of all interfaces of this machine."""
     entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
-    return [entry.address for entry in entries if entry.family == socket.AF_INET]
+    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    # A link-local address means nothing without its interface.
+    return [address for address in found if "%" not in address]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import socket
 import stat
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +18,9 @@ _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 # Offsets from here on count from the start of the IP header.
 _IP_HEADER = 0xFFF00000
-# A program has at most 4,096 instructions, and each address takes two.
-_MAX_ADDRESSES = 2000
+# In bytes; the longest program has 4,096 instructions, and an address takes 3, one of IPv6 9 of them.
+_INSTRUCTION = 8
+_LONGEST_PROGRAM = 4096 * _INSTRUCTION
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -53,31 +55,44 @@ def listening() -> dict[int, tuple[Any, ...]]:
 
 
 def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
-    """Lets only these IPv4 addresses connect to the listening sockets `inodes`; without addresses, nobody.
+    """Lets only these addresses connect to the listening sockets `inodes`; without addresses, nobody.
 
     It does not close the sockets: their user, a library's thread, waits for events on them, and fails or
     spins if they are closed meanwhile. Instead a filter drops the packets of all others. Accepted
-    connections are not affected. It works only on Linux, and with addresses only for IPv4 sockets;
-    elsewhere it does nothing.
+    connections are not affected. It works only on Linux; elsewhere it does nothing.
     """
-    if not sys.platform.startswith("linux") or len(addresses) > _MAX_ADDRESSES:
+    if not sys.platform.startswith("linux"):
         return
-    program = _program(addresses)
-    code = ctypes.create_string_buffer(program, len(program))
-    option = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    sources = [ipaddress.ip_address(address).packed for address in addresses]
     for found in _sockets():
         with suppress(OSError):
-            is_filtered = found.family == socket.AF_INET or not addresses
-            if is_filtered and os.fstat(found.fileno()).st_ino in inodes:
+            if os.fstat(found.fileno()).st_ino not in inodes:
+                continue
+            program = _program(sources, *((12, 4) if found.family == socket.AF_INET else (8, 16)))
+            if len(program) <= _LONGEST_PROGRAM:
+                code = ctypes.create_string_buffer(program, len(program))
+                option = struct.pack("@HP", len(program) // _INSTRUCTION, ctypes.addressof(code))
                 found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
 
 
-def _program(addresses: Collection[str]) -> bytes:
-    """Makes a classic BPF program that passes a packet if its source is one of the addresses."""
-    lines = [struct.pack("=HBBI", _LOAD_WORD, 0, 0, _IP_HEADER + 12)] if addresses else []
-    for address in addresses:
-        (number,) = struct.unpack("!I", socket.inet_aton(address))
-        lines.append(struct.pack("=HBBI", _JUMP_IF_EQUAL, 0, 1, number))
-        lines.append(struct.pack("=HBBI", _RETURN, 0, 0, 0xFFFFFFFF))
-    lines.append(struct.pack("=HBBI", _RETURN, 0, 0, 0))
-    return b"".join(lines)
+def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
+    """Makes a classic BPF program that passes a packet if its source is one of those of that length.
+
+    Args:
+        offset: Offset of the source in the IP header.
+    """
+    lines = []
+    for source in (source for source in sources if len(source) == length):
+        words = struct.unpack(f"!{length // 4}I", source)
+        for number, word in enumerate(words):
+            # If a word differs, the rest of this source's instructions is left out.
+            rest = 2 * (len(words) - number - 1) + 1
+            lines.append(_line(_LOAD_WORD, _IP_HEADER + offset + 4 * number))
+            lines.append(_line(_JUMP_IF_EQUAL, word, 0, rest))
+        lines.append(_line(_RETURN, 0xFFFFFFFF))
+    return b"".join([*lines, _line(_RETURN, 0)])
+
+
+def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Makes one instruction; the jumps count the instructions that are left out."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
