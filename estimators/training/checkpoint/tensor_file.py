@@ -95,12 +95,13 @@ def write(state: Mapping[str, torch.Tensor], file: IO[bytes], solo: Solo | None 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
+    has_parts = _has_parts(state)
     for name in names:
         for block in _blocks(state[name]):
             file.write(block)
             if solo is not None:
                 solo.progress()
-        if solo is not None and _is_part(state[name]):
+        if solo is not None and has_parts:
             solo.end()
     return 8 + len(text) + end
 
@@ -114,14 +115,16 @@ def assist(state: Mapping[str, torch.Tensor], solo: Solo | None = None) -> None:
         ValueError: Like `check_state`, so that no rank waits for the others.
     """
     check_state(state)
+    has_parts = _has_parts(state)
     for name in ordered(state):
         whole(state[name])
-        if solo is not None and _is_part(state[name]):
+        # After each tensor, also a whole one: a rank that sent its next part would not hear of progress.
+        if solo is not None and has_parts:
             solo.end()
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
+def _has_parts(state: Mapping[str, torch.Tensor]) -> bool:
+    return any(hasattr(tensor, "full_tensor") for tensor in state.values())
 
 
 def ordered(state: Mapping[str, torch.Tensor]) -> list[str]:

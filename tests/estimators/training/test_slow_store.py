@@ -24,7 +24,7 @@ from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 
-SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1})
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1, "norm": "batch"})
 MakeShards = Callable[..., ShardManifest]
 
 
@@ -36,8 +36,8 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
     with Heartbeat(pulse, status, collective.rank, "host", collective.rank):
         result = train_worker(config, collective, UserObjects(), device, status)
         assert result.checkpoint_errors == ()
-        # One wait for each of the 6 tensors behind the header, each time that weights were written.
-        least = 6 * (2 if config.checkpoint_every_epochs else 1)
+        # One wait for each of the 14 tensors behind the header, each time that weights were written.
+        least = 14 * (2 if config.checkpoint_every_epochs else 1)
         assert collective.rank or SlowDisk.waits >= least
         return result.to_json()
 
