@@ -112,7 +112,8 @@ class Recovery:
         """
         step = running.state.step
         self._status.phase = f"loading the checkpoint of step {step}"
-        record, ranks = load_training_state(step_uri(self._root, step), running.sync)
+        uri = step_uri(self._root, step)
+        record, ranks = load_training_state(uri, running.sync, self._status.tick)
         restore_rank(running, ranks, self._mesh, self._config.seed)
         running.scaler.load_state_dict(record.position.scaler)
         running.rates.resume([scale * factor for scale in record.position.rate_scales])

@@ -233,8 +233,13 @@ def _check_size(uri: str, name: str, record: Record) -> FileSum:
     return expected
 
 
-def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[RankState]]:
+def load_training_state(
+    uri: str, sync: GradientSync, tick: Callable[[], None] | None = None
+) -> tuple[Record, list[RankState]]:
     """Loads weights and optimizer state of the folder `uri` into this rank's. Runs on every rank.
+
+    Args:
+        tick: Notes progress, with each block that a remote store has given.
 
     Returns:
         The record, and the own states of the ranks that wrote it, which `restore_rank` restores.
@@ -246,7 +251,7 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
     _check_optimizer(uri, record, sync.optimizer)
     for name in FILES:
         _check_size(uri, name, record)
-    with local_file(uri, OPTIMIZER) as path:
+    with local_file(uri, OPTIMIZER, tick) as path:
         state: OptimizerState = {name: dict(own) for name, own in record.optimizer_values.items()}
         # Mapped, not read, because a rank needs only its own part.
         for name, tensor in tensor_file.read(path).items():
@@ -255,8 +260,8 @@ def load_training_state(uri: str, sync: GradientSync) -> tuple[Record, list[Rank
         sync.load_optimizer_state(state)
     for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
         set_group_values(group, values)
-    load_checkpoint(uri, sync.network)
-    with local_file(uri, RANKS) as path:
+    load_checkpoint(uri, sync.network, tick=tick)
+    with local_file(uri, RANKS, tick) as path:
         tensors = {key: tensor.clone() for key, tensor in tensor_file.read(path).items()}
     states = [RankState(tensors={}, values=values) for values in record.ranks]
     for key, tensor in tensors.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -137,14 +136,19 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
 
 
-def load_checkpoint(uri: str, module: nn.Module, device: str = "cpu") -> CheckpointInfo:
+def load_checkpoint(
+    uri: str, module: nn.Module, device: str = "cpu", tick: Callable[[], None] | None = None
+) -> CheckpointInfo:
     """Copies the checkpoint in folder `uri` into the module's own tensors.
+
+    Args:
+        tick: Notes progress, see `local_file`.
 
     Raises:
         ValueError: There is no checkpoint, it is damaged, or its tensors are not this module's.
     """
     info = read_info(uri)
-    with local_file(uri, WEIGHTS) as path:
+    with local_file(uri, WEIGHTS, tick) as path:
         state = _read(uri, path, info, device)
         for name, own in module.state_dict().items():
             if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
@@ -192,15 +196,19 @@ def map_checkpoint(
 
 
 @contextmanager
-def local_file(uri: str, name: str) -> Iterator[str]:
-    """Yields a local path of the file `name` in folder `uri`; a copy is removed, but mappings of it stay."""
+def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> Iterator[str]:
+    """Yields a local path of the file `name` in folder `uri`; a copy is removed, but mappings of it stay.
+
+    Args:
+        tick: Notes progress, with each block that a remote store has given.
+    """
     if storage.is_local(uri):
         storage.check_inside(uri, name)
         yield os.path.join(uri, name)
         return
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
         path = os.path.join(folder, name)
-        _download(storage.join(uri, name), path)
+        _download(storage.join(uri, name), path, tick)
         yield path
 
 
@@ -230,9 +238,12 @@ def _replaced(uri: str) -> ValueError:
     return ValueError(f"{uri} holds the weights of another model by now; load the model again")
 
 
-def _download(uri: str, path: str) -> None:
+def _download(uri: str, path: str, tick: Callable[[], None] | None = None) -> None:
     with storage.open_file(uri, "rb") as source, open(path, "wb") as target:
-        shutil.copyfileobj(source, target, tensor_file.BLOCK_BYTES)
+        while block := source.read(tensor_file.BLOCK_BYTES):
+            target.write(block)
+            if tick is not None:
+                tick()
 
 
 def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, strategy_key
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import (
     load_training_state,
@@ -28,6 +29,7 @@ from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
+from ringspark.pipelines import storage
 
 CASES = [
     ("none", "torch", "adamw"),
@@ -190,6 +192,20 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
         file.write(b"x")
     with pytest.raises(ValueError, match="the file is damaged, take another training state"):
         load_training_state(str(tmp_path), sync)
+
+
+def test_each_block_that_a_remote_store_gives_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow store is no hang: a rank that loads a large checkpoint notes every block."""
+    local, uri = LocalCollective(), "memory://states/step"
+    sync = _prepare(local, "none", "adamw")
+    _steps(sync, local, 0, 1)
+    _write(uri, sync, 1)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 64)
+    ticks: list[None] = []
+    load_training_state(uri, sync, lambda: ticks.append(None))
+    files = [name for name in storage.list_names(uri) if name.endswith(".safetensors")]
+    assert len(files) == 3
+    assert len(ticks) == sum(-(-storage.size(storage.join(uri, name)) // 64) for name in files)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
