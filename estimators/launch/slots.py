@@ -64,7 +64,7 @@ def check_slots(
         check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
     deadline = time.monotonic() + REGISTRATION_SECONDS
     slots = _count(spark, conf, task_cpus)
-    while may_grow(slots, num_workers, expected) and time.monotonic() < deadline:
+    while may_grow(slots, num_workers, expected, _is_young(spark)) and time.monotonic() < deadline:
         time.sleep(0.1)
         slots = _count(spark, conf, task_cpus)
     if slots is not None and num_workers > slots:
@@ -84,17 +84,25 @@ def check_slots(
         )
 
 
-def may_grow(slots: int | None, num_workers: int, expected: int | None) -> bool:
+def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:
     """Whether enough executors may still be on their way: a session exists before its executors do.
 
     Args:
         slots: Number of slots now.
         expected: Number of slots that the conf promises; None if it does not say, and then there is at
             least one executor.
+        is_young: Whether Spark started so lately that the executors of some hosts may not be there yet.
     """
     if slots is None or slots >= num_workers:
         return False
-    return slots == 0 if expected is None else expected >= num_workers
+    return slots == 0 or is_young if expected is None else expected >= num_workers
+
+
+def _is_young(spark: SparkSession) -> bool:
+    """Whether Spark started less than `REGISTRATION_SECONDS` ago; unknown through Connect."""
+    if is_remote(spark):
+        return False
+    return time.time() - spark.sparkContext.startTime / 1000 < REGISTRATION_SECONDS
 
 
 def check_fixed_size(conf: Mapping[str, str]) -> None:

@@ -110,7 +110,7 @@ class SparkHosts:
     def results(self, driver: subprocess.Popen[str]) -> list[dict[str, Any]]:
         """Returns what the driver told of each fit; fails with its last words and the executors' logs."""
         try:
-            out, err = driver.communicate(timeout=400)
+            out, err = driver.communicate(timeout=900)
         except subprocess.TimeoutExpired:
             driver.kill()
             out, err = driver.communicate()

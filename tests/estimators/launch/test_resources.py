@@ -170,17 +170,19 @@ def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("slots", "expected", "waits"),
+    ("slots", "expected", "is_young", "waits"),
     [
-        (0, None, True),
-        (2, None, False),
-        (2, 4, True),
-        (2, 3, False),
-        (4, 4, False),
-        (None, None, False),
+        (0, None, False, True),
+        (2, None, False, False),
+        # Of the executors of several hosts, the first is there before the others.
+        (2, None, True, True),
+        (2, 4, False, True),
+        (2, 3, True, False),
+        (4, 4, True, False),
+        (None, None, True, False),
     ],
 )
 def test_a_gang_of_four_waits_only_for_executors_that_are_promised(
-    slots: int | None, expected: int | None, waits: bool
+    slots: int | None, expected: int | None, is_young: bool, waits: bool
 ) -> None:
-    assert may_grow(slots, 4, expected) == waits
+    assert may_grow(slots, 4, expected, is_young) == waits
