@@ -273,7 +273,8 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:
         """Returns the `metrics` of the training over the rows of a DataFrame, by name. Runs one Spark job.
 
-        Rows that `handleInvalid` leaves without a prediction do not count.
+        Rows that `handleInvalid` leaves without a prediction do not count. As in the training, a class is the
+        one of the largest logit: `thresholds` do not count, and each row weighs 1.
 
         Raises:
             ValueError: There are no `metrics`, or the labels do not fit the predictions.

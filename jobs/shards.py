@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> None:
     if args.command == "list":
         _list(args.root)
     elif args.command == "runs":
+        if args.remove_older_than is None and args.finished:
+            raise ValueError("--finished goes with --remove-older-than HOURS")
         if args.remove_older_than is None:
             _print_runs(args.root, list_runs(args.root), "there")
         else:

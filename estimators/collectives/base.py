@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 
-from ringspark.estimators.collectives.network import environment, interface_of
+from ringspark.estimators.collectives.network import interface_of
 from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.traffic import Member, Traffic
 
@@ -140,10 +141,9 @@ class ConnectedMember:
         """Tells NCCL the gang's interface until this rank leaves, as NCCL connects at its first operation."""
         interface = interface_of(self.member.host)
         if interface and _NCCL_INTERFACE not in os.environ:
-            told = ExitStack()
             # Without "=" it would be a prefix, and eth1 would mean eth10 too.
-            told.enter_context(environment({_NCCL_INTERFACE: f"={interface}"}))
-            self.on_leave(told.close)
+            os.environ[_NCCL_INTERFACE] = f"={interface}"
+            self.on_leave(partial(os.environ.__delitem__, _NCCL_INTERFACE))
 
     def _release(self) -> None:
         """Calls the functions registered by `on_leave`, once."""

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.objective.metric_set import MetricSet
+from ringspark.pipelines.kinds.base import is_list, list_offsets
 
 _SCHEMA = "state binary, problem string"
 
@@ -66,15 +67,23 @@ class Evaluation:
         metrics, problem = self._metrics(), None
         for batch in batches:
             outputs, labels = batch.filter(batch.column(0).is_valid()).columns
-            if problem is None and len(labels):
-                problem = self._add(metrics, outputs, labels)
+            if len(labels) and (problem := self._add(metrics, outputs, labels)) is not None:
+                break
         (state,) = metrics.states()
         yield pa.RecordBatch.from_pylist([{"state": save(state), "problem": problem}])
 
     def _add(self, metrics: MetricSet, outputs: Any, labels: Any) -> str | None:
         """Adds rows; returns a sentence if that cannot be done."""
-        if labels.null_count or np.isnan(given := _numbers(labels)).any():
+        given, counts = _numbers(labels)
+        if np.isnan(given).any():
             return f"labelCol {self.label!r} has a null or NaN; fill or drop such rows before evaluate"
+        expected = self.width if self.num_classes is None else 1
+        if (counts != expected).any():
+            # Row by row: together, rows of 2 and 4 numbers would pass for two rows of 3.
+            return (
+                f"labelCol {self.label!r} needs {expected} numbers a row, got "
+                f"{counts[counts != expected][0]}; give the label that the model was trained on"
+            )
         if self.num_classes is not None:
             counted = given if self.ignored is None else given[given != self.ignored]
             wrong = counted[(counted % 1 != 0) | (counted < 0) | (counted >= self.num_classes)]
@@ -83,16 +92,19 @@ class Evaluation:
                     f"labelCol {self.label!r} must hold whole class numbers in 0..{self.num_classes - 1}, "
                     f"got {wrong[0]}"
                 )
-        try:
-            output, label = (v.reshape(len(labels), -1) for v in (_numbers(outputs), given))
-            metrics.update(torch.from_numpy(output), torch.from_numpy(label))
-        except ValueError as error:
-            return f"labelCol {self.label!r} does not fit the predictions: {error}"
+        output, label = (v.reshape(len(labels), -1) for v in (_numbers(outputs)[0], given))
+        metrics.update(torch.from_numpy(output), torch.from_numpy(label))
         return None
 
 
-def _numbers(column: Any) -> np.ndarray[Any, Any]:
-    """Returns all numbers of a column of doubles or of lists of doubles, end to end; a null becomes NaN."""
-    while pa.types.is_list(column.type):
-        column = column.flatten()
-    return np.array(column.to_numpy(zero_copy_only=False), dtype=np.float64)
+def _numbers(column: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Returns the numbers of a column of doubles or (nested) lists of them, and how many each row has.
+
+    A null becomes NaN.
+    """
+    offsets = np.arange(len(column) + 1)
+    while is_list(column.type):
+        if column.null_count:
+            return np.array([np.nan]), offsets
+        offsets, column = list_offsets(column)[offsets], column.flatten()
+    return np.array(column.to_numpy(zero_copy_only=False), dtype=np.float64), np.diff(offsets)

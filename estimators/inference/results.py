@@ -152,7 +152,9 @@ class Classes:
     def decide(self, outputs: Array) -> Array:
         """Returns the predicted class of each row, (rows,) float64."""
         if self.thresholds is None:
-            best: Array = self._logits(outputs).argmax(axis=1)
+            logits = self._logits(outputs)
+            # Of two classes the first is taken where one is NaN, as by the expression of `columns`.
+            best: Array = logits[:, 1] > logits[:, 0] if logits.shape[1] == 2 else logits.argmax(axis=1)
             return best.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             scaled = self.probabilities(outputs) / np.asarray(self.thresholds)

@@ -80,9 +80,11 @@ def work_and_leave(
         status.phase = "leaving the gang"
         collective.barrier()
     except BaseException as error:
-        # Before the abort, which may wait for operations of a GPU that never end.
-        tell(error)
-        collective.abort()
+        try:
+            # Before the abort, which may wait for operations of a GPU that never end.
+            tell(error)
+        finally:
+            collective.abort()
         raise
     collective.close()
     return result

@@ -72,7 +72,7 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     queue: Any = context.Queue()
-    folder = tempfile.TemporaryDirectory(prefix="ringspark-ranks-")
+    folder = tempfile.TemporaryDirectory(prefix="ringspark-ranks-", ignore_cleanup_errors=True)
     pulse = Pulse(run_uri=folder.name, token="local")
     os.mkdir(storage.join(folder.name, run_layout.HEARTBEAT))
     processes = [
@@ -115,7 +115,7 @@ def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, 
                 if rank not in heard and process.exitcode is not None and queue.empty():
                     message = f"the process ended with exit code {process.exitcode}"
                     failure = Failure.lost(rank, socket.gethostname(), "running", message)
-                    raise WorkerError(with_last_words([failure], pulse)) from None
+                    raise WorkerError([with_last_words(failure, pulse)]) from None
     return rows
 
 

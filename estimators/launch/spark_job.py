@@ -128,7 +128,8 @@ class SparkJob:
 def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
     """Yields an event that is set when somebody cancels the jobs of this thread, or of all.
 
-    Spark tells only a running job of that. So one runs inside the block, whose task sleeps.
+    Spark tells only a running job of that. So one runs inside the block, whose task sleeps in one of the
+    cluster's slots; other jobs, also those of other fits, have one less meanwhile.
     """
     owner: Any = spark
     job, event = SparkJob(spark), threading.Event()

@@ -20,7 +20,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.failures import LOST, Failure, TrainingCancelledError, WorkerError
+from ringspark.estimators.failures import Failure, TrainingCancelledError, WorkerError
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
@@ -142,9 +142,7 @@ class Supervisor:
         return WorkerError([*lost, *_told(monitor.beats)])
 
     def _final(self, error: WorkerError) -> WorkerError:
-        failures = error.failures
-        if error.first.type == LOST:
-            failures = with_last_words(failures, self._pulse)
+        failures = [with_last_words(f, self._pulse) if f is error.first else f for f in error.failures]
         if not error.may_pass or not self.restarts:
             return WorkerError(failures)
         times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"

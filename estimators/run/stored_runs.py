@@ -3,8 +3,9 @@
 Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A finished run
 holds the weights of its model until that is saved elsewhere. Both stay if the driver dies.
 
-Every worker gives a sign of life every few seconds, so a run that has not changed for an hour is dead, unless
-it waits that long for free slots. Shards live as long as a run that reads them.
+Every worker gives a sign of life every few seconds while it trains. Nothing changes while a fit waits for
+free slots, while Spark computes the rows of a file, and while a search evaluates between two fits. Shards
+live as long as a run that reads them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
+from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object
 
 LEAST_HOURS = 1.0
@@ -31,7 +33,8 @@ class StoredRun:
 
     Attributes:
         state: "finished" and "unfinished" are runs; "shards" are the rows of one or more runs.
-        idle_seconds: Seconds since its last change; of shards, also since that of any run that reads them.
+        idle_seconds: Seconds since its last change; of shards, also since that of any run that reads them. 0
+            where the store does not tell.
     """
 
     uri: str
@@ -50,9 +53,14 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
     root = storage.normalize(root)
     now = time.time() if now is None else now
     names = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
+    # An entry of `cached_shards` has folders of such names too, with a manifest at once in them.
+    names = [
+        n for n in names if n.startswith("shards") or not storage.exists(storage.join(root, n, MANIFEST_NAME))
+    ]
     sizes, changes = {}, {}
     for name in names:
-        sizes[name], changes[name] = _look(storage.join(root, name))
+        sizes[name], changed = _look(storage.join(root, name))
+        changes[name] = now if changed is None else changed
     for name in names:
         shards = _shards_of(storage.join(root, name))
         if shards in changes:
@@ -75,7 +83,7 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
     Args:
         root: See `list_runs`.
         older_than_hours: Hours without any change, by the clock of the store; at least `LEAST_HOURS`, and
-            more than any fit waits for free slots.
+            more than any fit waits for free slots or computes its rows, or a search evaluates between fits.
         finished: Whether to remove finished runs as well; their models must have been saved elsewhere.
 
     Raises:
@@ -89,11 +97,10 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
     root = storage.normalize(root)
     if not storage.list_names(root):
         return []
-    states = {"unfinished", "shards", "finished"} if finished else {"unfinished", "shards"}
     old = [
         run
         for run in list_runs(root, _clock_of(root))
-        if run.state in states and run.idle_seconds > older_than_hours * 3600
+        if (finished or run.state != "finished") and run.idle_seconds > older_than_hours * 3600
     ]
     for run in old:
         storage.remove(run.uri, recursive=True)
@@ -107,18 +114,20 @@ def _state(root: str, name: str) -> Literal["finished", "unfinished", "shards"]:
     return "finished" if done else "unfinished"
 
 
-def _look(uri: str) -> tuple[int, float]:
-    """Returns the bytes of a folder, and the time of its last change; 0 if the store tells none."""
+def _look(uri: str) -> tuple[int, float | None]:
+    """Returns the bytes of a folder, and the time of its last change; None if the store tells none."""
     fs, path = storage.filesystem(uri)
     fs.invalidate_cache()
-    size, change = 0, 0.0
+    size, changes = 0, []
     with storage.store_errors(uri):
         files = fs.find(path, detail=True)
-        for name, info in files.items() if files or not storage.is_local(uri) else [(path, {})]:
-            with suppress(FileNotFoundError):
-                change = max(change, fs.modified(name).timestamp())
+        if not files and storage.is_local(uri):
+            files = {path: {}}
+        for name, info in files.items():
+            with suppress(FileNotFoundError, NotImplementedError):
+                changes.append(float(fs.modified(name).timestamp()))
                 size += int(info.get("size") or 0)
-    return size, change
+    return size, max(changes, default=None)
 
 
 def _shards_of(run_uri: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import torch
 
@@ -14,4 +15,6 @@ def release_gpu() -> None:
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
-        torch.cuda.empty_cache()
+        # After an error of the device every call of CUDA raises, and that error matters more than this one.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()

@@ -94,3 +94,15 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table: Any, tmp_pat
         model.evaluate(table.withColumn("label", F.expr("if(id = 7, null, label)")))
     with pytest.raises(ValueError, match="metrics of a classification must be among"):
         model.setMetrics(["rmse"]).evaluate(table)
+
+
+def test_labels_of_other_lengths_are_refused_row_by_row(table: Any, tmp_path: Path) -> None:
+    """Together, rows of 1 and 3 numbers have as many as two rows of 2."""
+    model = TorchRegressor(**common(tmp_path), model=network(2), labelCol="both", metrics=["mae"])
+    model = model.setEpochs(1).fit(table)
+    pairs = table.where("id in (2, 3)").coalesce(1)
+    uneven = pairs.withColumn("both", F.expr("if(id = 2, slice(both, 1, 1), concat(both, array(0.5d)))"))
+    with pytest.raises(ValueError, match="labelCol 'both' needs 2 numbers a row, got 1; give the label"):
+        model.evaluate(uneven)
+    with pytest.raises(ValueError, match="labelCol 'both' has a null or NaN"):
+        model.evaluate(pairs.withColumn("both", F.expr("if(id = 2, null, both)")))

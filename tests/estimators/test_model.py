@@ -309,6 +309,17 @@ def test_a_nan_that_the_network_gives_is_no_null(spark: Any, tmp_path: Path) -> 
     assert second == 0
 
 
+@pytest.mark.parametrize("rows", [[[float("inf")], [1.0]], [[float("inf"), 1.0], [1.0, float("inf")]]])
+def test_one_vector_gets_the_class_of_transform_where_the_network_gives_nan(
+    spark: Any, tmp_path: Path, rows: list[list[float]]
+) -> None:
+    frame = spark.createDataFrame(list(enumerate(rows)), "id long, features array<double>")
+    module = Echo()
+    nn.init.zeros_(module.scale)
+    model = make(TorchClassificationModel, module, tmp_path, [(len(rows[0]),)])
+    assert [model.predict(row) for row in rows] == values_of(model.transform(frame), "prediction")
+
+
 @pytest.mark.parametrize("width", [4, 70])
 def test_a_nan_among_others_is_no_null_in_a_narrow_and_a_wide_output(
     spark: Any, tmp_path: Path, width: int

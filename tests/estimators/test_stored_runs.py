@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from ringspark.estimators.run.stored_runs import list_runs, remove_runs
@@ -39,6 +40,7 @@ def root(tmp_path: Path) -> Path:
     make(tmp_path, "shards-00000000a11e", 99, "manifest.json")
     make(tmp_path, "run-00000000d01e", 30, "owner.json", "result.json", "checkpoint/model.safetensors")
     make(tmp_path, "thesis", 99, "chapter.tex")
+    make(tmp_path, "run-0000000cac8e", 99, "manifest.json")  # of cached_shards
     return tmp_path
 
 
@@ -65,3 +67,13 @@ def test_only_the_dead_are_removed(root: Path) -> None:
     assert set(os.listdir(root)) == before - removed
     assert [Path(run.uri).name for run in remove_runs(str(root), 24, finished=True)] == ["run-00000000d01e"]
     assert set(os.listdir(root)) == before - removed - {"run-00000000d01e"}
+
+
+def test_what_a_store_tells_no_time_of_is_never_removed() -> None:
+    """An empty folder of a store that has folders: a write that waits for its first file has just that."""
+    files = fsspec.filesystem("memory")
+    files.makedirs("/stored/shards-00000000beef/_shards-1")
+    files.pipe("/stored/run-00000000beef/owner.json", b"{}")
+    assert [run.idle_seconds < HOUR for run in list_runs("memory://stored")] == [True, True]
+    assert not remove_runs("memory://stored", 1, finished=True)
+    files.rm("/stored", recursive=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +28,18 @@ from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.last_words import LastWords
 
 print("before", file=sys.stderr)
-with LastWords(Pulse(run_uri=sys.argv[1], token="t"), 3) as words:
+with LastWords(Pulse(run_uri=sys.argv[1], token="t"), 3):
+    # A child that lives longer holds the rank's standard error open.
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    print(child, flush=True)
     for number in range(400_000):
         os.write(2, b"line %d\\n" % number)
     if sys.argv[2] == "dies":
         os._exit(9)
-    while int.from_bytes(os.pread(words._file, 8, 0), "little") < os.fstat(words._file).st_size - 8:
-        time.sleep(0.01)
-    time.sleep(0.5)
-    print(512 * os.fstat(words._file).st_blocks)
+    os.kill(child, 9)
+    os.wait()
 print("after", file=sys.stderr)
 """
 
@@ -61,8 +65,6 @@ def test_a_local_rank_that_aborts_says_what_the_library_said() -> None:
         run_spawned(2, "torch", _rank_one_aborts)
     told = str(caught.value)
     assert LIBRARY.decode().strip() in told
-    assert "Fatal Python error: Aborted" in told
-    assert "in _end_as_a_library_does" in told
 
 
 class _Aborts(Callback):
@@ -87,25 +89,27 @@ def test_a_training_that_a_library_ends_says_what_the_library_said(spark: Any, t
     )
     with pytest.raises(WorkerError, match=r"^rank 1 on host .* its process died") as caught:
         estimator.fit(table)
-    assert f"  | {LIBRARY.decode().strip()}\n" in str(caught.value)
+    assert str(caught.value).endswith(f"  | {LIBRARY.decode().strip()}")
     assert not list((tmp_path / "storage").rglob("*.stderr")), "nothing is left of the run"
 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
 def test_every_line_reaches_the_log_and_the_last_ones_the_run(tmp_path: Path, end: str) -> None:
+    """Also while a child of the rank, which holds its standard error too, lives longer than the rank."""
     (tmp_path / "heartbeat").mkdir()
-    done = subprocess.run([sys.executable, "-c", RANK, str(tmp_path), end], capture_output=True)
+    log, stored = tmp_path / "log", tmp_path / "heartbeat" / "rank-3.stderr"
     lines = ["before", *(f"line {number}" for number in range(400_000)), "after"]
-    stored = tmp_path / "heartbeat" / "rank-3.stderr"
+    with (tmp_path / "child").open("wb") as child, log.open("ab") as file:
+        code = subprocess.call([sys.executable, "-c", RANK, str(tmp_path), end], stdout=child, stderr=file)
     if end == "leaves":
-        assert done.returncode == 0
-        assert done.stderr.decode().splitlines() == lines
+        assert code == 0
+        assert log.read_text().splitlines() == lines
         assert not stored.exists()
-        assert int(done.stdout) < 2 << 20, "what has been passed on takes no memory"
         return
-    assert done.returncode == 9
-    assert done.stderr.decode().splitlines() == lines[:-1]
+    assert code == 9
     wait_for("the witness", stored.exists)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert log.read_text().splitlines() == lines[:-1]
     launch, _, *last = stored.read_text().splitlines()
     assert launch == "t 0"
     assert last == lines[-1 - len(last) : -1]
