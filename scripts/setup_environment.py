@@ -418,7 +418,8 @@ def install_horovod(installed: str | None) -> str:
     operations = (os.environ | settings).get("HOROVOD_GPU_OPERATIONS", "")
     folder = wheel_folder(version, torch or pin("torch"), operations)
     if not list(folder.glob("*.whl")):
-        say("building Horovod once for this torch, a few minutes ...")
+        with_nccl = " with NCCL (HOROVOD_GPU_OPERATIONS= builds it without)" if operations == "NCCL" else ""
+        say(f"building Horovod{with_nccl} once for this torch, a few minutes ...")
         with phase("Horovod wheel built"):
             build_horovod(version, folder, settings)
     wheels = [str(wheel) for wheel in folder.glob("*.whl")]

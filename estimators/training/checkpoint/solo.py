@@ -36,6 +36,7 @@ class Solo:
         """Ends this work, or waits until it is over. Runs on every rank."""
         while not self._tell(is_over=True):
             self._tick()
+        self._tick()
 
     def _tell(self, *, is_over: bool) -> bool:
         """Returns whether the work is over, as rank 0 says. Runs on every rank."""
