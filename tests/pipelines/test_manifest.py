@@ -34,6 +34,12 @@ def test_a_moved_folder_still_loads(shards: ShardManifest, tmp_path: Path) -> No
     moved.verify_files()
 
 
+def test_a_folder_of_the_disk_stays_one_to_a_spark_with_another_default(shards: ShardManifest) -> None:
+    loaded = ShardManifest.load(f"file:{shards.uri}")
+    assert loaded.uri == ShardManifest.load(loaded.uri).uri == f"file://{shards.uri}"
+    loaded.verify()
+
+
 def test_select_is_a_view_of_one_split(shards: ShardManifest) -> None:
     assert shards.select("train") == shards
     empty = shards.select("validation")
