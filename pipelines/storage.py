@@ -65,8 +65,8 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
 
     Local paths and `file://` URIs become absolute paths, in which a "%" stands for itself, as to Spark and
-    fsspec; `dbfs:/` becomes the `/dbfs` mount where there is one. Other URIs keep their scheme. A path without
-    a scheme is taken for this machine's disk: what a Spark session means by it says `spark_paths.resolve`.
+    fsspec; `dbfs:/` becomes the `/dbfs` mount where there is one. Other URIs keep their scheme. A path
+    without a scheme is taken for this machine's disk: what a session means by it says `spark_paths.resolve`.
 
     Raises:
         ValueError: `uri` is empty, or holds a password or token (see `refuse_secrets`).
