@@ -40,7 +40,7 @@ from ringspark.estimators.stages.model_params import (
 )
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
-from ringspark.estimators.stages.session import is_remote, spark_conf
+from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import Finished, TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
@@ -55,7 +55,7 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
-from ringspark.pipelines.spark_paths import alike, resolve
+from ringspark.pipelines.spark_paths import alike, is_remote, resolve
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
-# Where one of these is set, a path without a scheme may not be one of this machine's disk.
-_CONFIGURED_BY = (
-    "HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_GATEWAY_PORT",
-    "SPARK_REMOTE",
-)  # fmt: skip
 # Names of the options' values in the help.
 _SHOWN = {"int": "N", "float": "X"}
 
@@ -126,11 +121,6 @@ def fraction(text: str) -> float:
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
     return value
-
-
-def is_known(uri: str) -> bool:
-    """Whether `uri` is known before Spark has started: it has a scheme, or nothing configures Hadoop."""
-    return "://" in uri or not any(name in os.environ for name in _CONFIGURED_BY)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +25,7 @@ from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
     from pyspark.ml import PipelineModel
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 
@@ -60,16 +58,18 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: If an input is missing, or scikit-learn or matplotlib is not installed.
     """
-    if all(cli.is_known(uri) for uri in (args.data, args.model, args.test) if uri):
-        # A missing folder is told at once, without the start of Spark.
-        _check(_places(args, storage.normalize))
+    missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
     from ringspark.jobs import report
 
     with cli.spark("ringspark score", args.master) as spark:
         from pyspark.ml import PipelineModel
 
-        where = _places(args, partial(resolve, spark))
-        _check(where)
+        where = _places(args, spark)
+        for name, job in (("model", "train"), ("test", "etl")):
+            if not storage.exists(where[name]):
+                raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
         manifest = ShardManifest.load(where["shards"]) if args.baseline else None
         history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
         model = PipelineModel.load(where["model"])
@@ -95,11 +95,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"score: predictions in {where['output']}, report in {where['report']}")
 
 
-def _places(args: argparse.Namespace, meaning: Callable[[str], str]) -> dict[str, str]:
+def _places(args: argparse.Namespace, spark: SparkSession) -> dict[str, str]:
     """Returns the URI of each thing that the job reads or writes."""
-    root = meaning(args.data)
+    root = resolve(spark, args.data)
     return {
-        name: meaning(given) if given else storage.join(root, default)
+        name: resolve(spark, given) if given else storage.join(root, default)
         for name, given, default in (
             ("shards", None, "shards"),
             ("model", args.model, "model"),
@@ -109,15 +109,6 @@ def _places(args: argparse.Namespace, meaning: Callable[[str], str]) -> dict[str
             ("history", args.history, "history.json"),
         )
     }
-
-
-def _check(where: dict[str, str]) -> None:
-    missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
-    for name, job in (("model", "train"), ("test", "etl")):
-        if not storage.exists(where[name]):
-            raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
 
 
 def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:

@@ -84,9 +84,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: There is nothing to train on, or an option cannot be used.
     """
-    if cli.is_known(args.data):
-        # Checked before Spark starts, so that a wrong folder does not cost half a minute.
-        ShardManifest.load(storage.join(args.data, "shards"))
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import TorchClassifier, WorkerError

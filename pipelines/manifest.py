@@ -236,7 +236,8 @@ class ShardManifest:
         manifest = ShardManifest.from_json(data, folder)
         for file in manifest.files:
             storage.check_inside(folder, file.path)
-        return manifest
+        # To Spark, the bare path may be another place.
+        return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
         """Returns the manifest as JSON text. It leaves the URI out, so that the folder can be moved."""

@@ -16,6 +16,7 @@ import re
 import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from ringspark.pipelines import storage
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _logger = logging.getLogger(__name__)
+# What the servers of Spark Connect sessions have answered: each question is a round trip.
+_DEFAULTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def is_remote(spark: SparkSession) -> bool:
@@ -91,9 +94,6 @@ def _reachable(path: str, found: str) -> str:
             f"{path!r} is {found!r} to Spark, a mount that only Hadoop knows; give the URI of the store "
             "behind it"
         )
-    # Hadoop writes a path as it is; only in a URI that a user gives may a "%" stand for something else.
-    if found.startswith("file:"):
-        found = "/" + found.removeprefix("file:").lstrip("/")
     return storage.normalize(found)
 
 
@@ -111,16 +111,21 @@ def _default_file_system(spark: Any) -> str:
         return str(spark._jvm.org.apache.hadoop.fs.FileSystem.getDefaultUri(conf).toString())
     missing = f"/ringspark-{uuid.uuid4().hex}"
     try:
-        spark.read.text(missing).schema  # noqa: B018  it asks the server
+        if spark not in _DEFAULTS:
+            spark.read.text(missing).schema  # noqa: B018  it asks the server
     except Exception as error:
         if found := re.search(rf"(\w+:\S*?){missing}", str(error)):
-            return found[1]
-    return ""
+            _DEFAULTS[spark] = found[1]
+    return _DEFAULTS.get(spark, "")
 
 
 def _below(default: str, path: str) -> str:
     if default.startswith("file:") or re.match(r"[a-zA-Z][\w+.-]*:", path):
         return path
+    if not path.startswith("/"):
+        raise ValueError(
+            f"{path!r} is below a folder that only the Spark Connect server knows; give the whole path"
+        )
     return f"{default}/{path.lstrip('/')}"
 
 

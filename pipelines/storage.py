@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
-from urllib.parse import unquote
 
 from fsspec.core import url_to_fs
 
@@ -33,8 +32,11 @@ _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthentica
 # Hadoop's short form of a URI.
 _HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")
 # user:password@, and query parameters that grant access to whoever knows them. A password may hold a slash or
-# an "@", as keys of S3 do; a port before a slash and the "::" of a chain of URIs begin none.
-_PASSWORD = re.compile(r"(?<=://)([^/@:\[]*):(?!:|\d{1,5}/)(?:[^/]*@|[^@]*@)")
+# an "@", as keys of S3 do; ports, of one host or several, and the "::" of a chain of URIs begin none. Its end
+# is certain, and captured, if there is only one "@", or if none follows the first slash.
+_PASSWORD = re.compile(
+    r"(?<=://)[^/:\[?#]*:(?!:|\d{1,5}(?:,[^/:]*:\d{1,5})*[/?#])(?:((?:[^/]*|[^@]*)@)(?!.*@)|.*@.*)", re.DOTALL
+)
 _SECRET = re.compile(
     r"([?&][^=&#]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key|keyid)=)([^&#]+)",
     re.IGNORECASE,
@@ -43,7 +45,7 @@ _SECRET = re.compile(
 
 def redact(uri: str) -> str:
     """Returns the URI without passwords and tokens, fit for a message or a file."""
-    return _SECRET.sub(r"\1***", _PASSWORD.sub("***:***@", uri))
+    return _SECRET.sub(r"\1***", _PASSWORD.sub(lambda found: "***:***@" if found[1] else "***", uri))
 
 
 def refuse_secrets(uri: str) -> None:
@@ -62,9 +64,9 @@ def refuse_secrets(uri: str) -> None:
 def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the one spelling of `uri` used everywhere: absolute, without a trailing slash.
 
-    Local paths and `file://` URIs become absolute paths; `dbfs:/` becomes the
-    `/dbfs` mount where there is one. Other URIs keep their scheme. A path without a scheme is taken for
-    this machine's disk: what a Spark session means by it says `spark_paths.resolve`.
+    Local paths and `file://` URIs become absolute paths, in which a "%" stands for itself, as to Spark and
+    fsspec; `dbfs:/` becomes the `/dbfs` mount where there is one. Other URIs keep their scheme. A path
+    without a scheme is taken for this machine's disk: what a session means by it says `spark_paths.resolve`.
 
     Raises:
         ValueError: `uri` is empty, or holds a password or token (see `refuse_secrets`).
@@ -82,7 +84,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
         if path.startswith("//"):
             # The authority is empty or localhost; file://host/path is not supported.
             path = path[2:].removeprefix("localhost")
-        text = unquote(path) if "%" in path else path
+        text = path
     if is_local(text):
         if scheme := _HOSTLESS.match(text):
             raise ValueError(

@@ -105,6 +105,21 @@ def spark() -> Iterator[Any]:
 
 
 @pytest.fixture
+def mounts(spark: Any, tmp_path: Path) -> Iterator[Path]:
+    """A folder that is /data, and /usr too, where the default file system is a table of mounts."""
+    if MASTER == "connect" or MASTER.startswith("sc://"):
+        pytest.skip("the conf of Hadoop is the server's")
+    conf = spark._jsc.hadoopConfiguration()
+    before = conf.get("fs.defaultFS")
+    for folder in ("data", "usr"):
+        # Hadoop keeps a table by its name.
+        conf.set(f"fs.viewfs.mounttable.{tmp_path.name}.link./{folder}", f"file://{tmp_path}")
+    conf.set("fs.defaultFS", f"viewfs://{tmp_path.name}/")
+    yield tmp_path
+    conf.set("fs.defaultFS", before)
+
+
+@pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
     """Writes shards from NumPy columns with the product's own writer, without Spark."""
 

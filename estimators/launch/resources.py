@@ -15,7 +15,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.stages.session import application_of, is_remote, spark_conf
+from ringspark.estimators.stages.session import application_of, spark_conf
+from ringspark.pipelines.spark_paths import is_remote
 
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"

@@ -24,7 +24,8 @@ from ringspark.estimators.launch.resources import (
     profile_of,
     slots_of_conf,
 )
-from ringspark.estimators.stages.session import is_remote, spark_conf
+from ringspark.estimators.stages.session import spark_conf
+from ringspark.pipelines.spark_paths import is_remote
 
 _logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.stages.session import is_remote
+from ringspark.pipelines.spark_paths import is_remote
 
 # Spark's words for a job that somebody cancelled: by group, by tag, with all jobs, or with the session.
 _CANCELLED = re.compile(

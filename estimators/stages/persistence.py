@@ -33,11 +33,12 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.stages.held_weights import HeldWeights
-from ringspark.estimators.stages.spark_paths import meaning_of
+from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.typed_json import OtherFormatError, fit, parse_object, record, versioned
 
 FORMAT_VERSION = 2
@@ -238,6 +239,29 @@ def read_metadata(uri: str) -> dict[str, Any]:
     for name in _OF_THE_MACHINE:
         metadata["defaultParamMap"].pop(name, None)
     return metadata
+
+
+def meaning_of(path: str) -> str:
+    """Returns the URI, as `storage.normalize` spells it, of what Spark means by `path`. Runs on the driver.
+
+    Raises:
+        ValueError: It lies where this process cannot reach it; the message says what to give instead.
+    """
+    session = find_session()
+    if session is None:
+        return storage.normalize(path)
+    if path.startswith("~"):
+        # Spark would write its part of a Pipeline there, and ours would lie in the home folder.
+        raise ValueError(
+            f"{path!r} is a folder named '~' to Spark; give the whole path, {os.path.expanduser(path)!r}"
+        )
+    found = resolve(session, path)
+    if path.startswith("/dbfs/") and found.startswith("file://"):
+        raise ValueError(
+            f"{path!r} is {'dbfs:' + path!r} to Spark, and to Python the mount of {'dbfs:' + path[5:]!r}; "
+            "give one of these two"
+        )
+    return storage.normalize(found)
 
 
 def _holds_stage(uri: str, names: list[str]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.pipelines.spark_paths import is_remote as is_remote
+from ringspark.pipelines.spark_paths import is_remote
 
 # Asked one by one, a round trip each, if the session cannot list its conf: Spark Connect before 4.0.
 _KEYS = (

@@ -35,7 +35,7 @@ def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
         OSError: A file is missing or cannot be reached.
         ValueError: A file's storage reports nothing that changes with the content.
     """
-    return path_states(sorted({_decoded(uri) for uri in uris}))
+    return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
 
 
 def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
@@ -53,10 +53,6 @@ def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
 def total_bytes(states: Sequence[FileState]) -> int:
     """Returns the size of all files together, in bytes."""
     return sum(size for _, size, _ in states)
-
-
-def _decoded(uri: str) -> str:
-    return storage.normalize(uri if uri.startswith("file:") else unquote(uri))
 
 
 def _file_state(path: str) -> FileState:

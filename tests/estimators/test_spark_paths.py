@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
+from pyspark.ml import Pipeline
 
-from ringspark.estimators.stages.spark_paths import meaning_of
-from ringspark.pipelines import storage
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.stages.persistence import meaning_of
+from ringspark.pipelines import spark_paths, storage
 from ringspark.pipelines.spark_paths import is_remote, resolve
 
 # A session whose default file system is a table of mounts: /data is a folder of the disk, and / is nothing.
@@ -101,21 +103,6 @@ def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path: Path) -> None:
     assert not os.path.exists("/data/shards")
 
 
-@pytest.fixture
-def mounts(spark: Any, tmp_path: Path) -> Iterator[Path]:
-    """A folder that is /data, and /usr too, where the default file system is a table of mounts."""
-    if is_remote(spark):
-        pytest.skip("the conf of Hadoop is the server's")
-    conf = spark._jsc.hadoopConfiguration()
-    before = conf.get("fs.defaultFS")
-    for folder in ("data", "usr"):
-        # Hadoop keeps a table by its name.
-        conf.set(f"fs.viewfs.mounttable.{tmp_path.name}.link./{folder}", f"file://{tmp_path}")
-    conf.set("fs.defaultFS", f"viewfs://{tmp_path.name}/")
-    yield tmp_path
-    conf.set("fs.defaultFS", before)
-
-
 @pytest.mark.spark
 def test_a_path_is_what_it_is_to_spark_or_refused(
     spark: Any, mounts: Path, caplog: pytest.LogCaptureFixture
@@ -123,6 +110,8 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
     for given in ("/data/x", f"viewfs://{mounts.name}/data/x", f"file:{mounts}/x", f"file://{mounts}/x"):
         assert resolve(spark, given) == f"file://{mounts}/x"
     assert resolve(spark, "s3://bucket/x/") == "s3://bucket/x"
+    # A "%" stands for itself, however often a path is resolved.
+    assert resolve(spark, resolve(spark, "/data/m%3An")) == f"file://{mounts}/m%3An"
     for given, told in (
         ("/nowhere/x", r"'/nowhere/x' is 'viewfs://.*/nowhere/x' to Spark, a mount that only Hadoop knows"),
         ("x", r"'x' is 'viewfs://.*/x' to Spark, a mount that only Hadoop knows"),
@@ -165,6 +154,35 @@ def test_on_a_local_default_a_path_means_the_local_disk(
         ValueError, match=r"'~/x' is a folder named '~' to Spark; give the whole path, '.+/x'"
     ):
         meaning_of("~/x")
+
+
+@pytest.mark.spark
+@pytest.mark.modes
+@pytest.mark.usefixtures("spark")
+def test_a_pipeline_is_in_one_folder_whatever_its_name(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/p%20q"
+    Pipeline(stages=[TorchRegressor()]).save(uri)
+    assert os.listdir(tmp_path) == ["p%20q"]
+    assert len(Pipeline.load(uri).getStages()) == 1
+
+
+@pytest.mark.spark
+@pytest.mark.modes
+def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folder_of_its_own(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_remote(spark):
+        pytest.skip("Spark Classic asks Hadoop itself")
+    monkeypatch.setattr(spark_paths, "_DEFAULTS", WeakKeyDictionary())
+    spark.conf.set("fs.viewfs.mounttable.table.link./tmp", "file:///tmp")
+    spark.conf.set("fs.defaultFS", "viewfs://table/")
+    try:
+        with pytest.raises(ValueError, match=r"'x' is below a folder that only the .* server knows"):
+            resolve(spark, "x")
+    finally:
+        spark.conf.unset("fs.defaultFS")
+    with pytest.raises(ValueError, match=r"'/x' is 'viewfs://table/x' to Spark, a mount that only Hadoop"):
+        resolve(spark, "/x")
 
 
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from ringspark.estimators.run.folder import make_way
+from ringspark.jobs import cli, score, train
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = ["etl", "train", "score", "demo"]
@@ -53,18 +55,24 @@ def test_a_bad_option_is_one_line(job: str, options: list[str], message: str) ->
     assert done.stderr.startswith(f"{job}: error: ")
 
 
+@pytest.mark.spark
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        ("train", "holds no shards"),
-        ("score", "no model at"),
+        (train, "holds no shards"),
+        (score, "no model at"),
     ],
 )
-def test_a_folder_without_data_is_one_line(job: str, message: str, tmp_path: Path) -> None:
-    done = _run(job, "--data", str(tmp_path))
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(
+    job: ModuleType, message: str, mounts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for data in ("/data/flights", f"viewfs://{mounts.name}/data/flights"):
+        assert cli.main(job.build_parser(), job.run, ["--data", data]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(job.build_parser().prog + ": error: ")
+        assert message in told
+        assert f"{mounts}/flights/" in told
+        assert told.count("\n") == 1
 
 
 def _run_folder(folder: Path, *, checkpoint: bool = False, finished: bool = False) -> Path:

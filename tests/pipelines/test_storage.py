@@ -24,10 +24,12 @@ def test_local_spellings_become_one_absolute_path(tmp_path: Path, monkeypatch: p
         "./a b/",
         f"{tmp_path}/a b",
         f"file://{tmp_path}/a b",
-        f"file:{tmp_path}/a%20b",
+        f"file:{tmp_path}/a b",
         Path("a b"),
     ):
         assert storage.normalize(uri) == expected
+    # As to Spark and to fsspec, a "%" stands for itself.
+    assert storage.normalize(f"file:{tmp_path}/a%20b") == str(tmp_path / "a%20b")
 
 
 def test_other_schemes_are_kept() -> None:
