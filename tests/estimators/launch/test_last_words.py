@@ -73,6 +73,7 @@ class _Aborts(Callback):
             _end_as_a_library_does()
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_training_that_a_library_ends_says_what_the_library_said(spark: Any, tmp_path: Path) -> None:
     table = spark.range(64).selectExpr("array(double(id) / 64) as x", "double(id) / 32 as y")

@@ -46,7 +46,7 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
 @pytest.mark.parametrize(
     ("collective", "changes"),
     [
-        ("horovod", {"checkpoint_every_epochs": 1}),
+        pytest.param("horovod", {"checkpoint_every_epochs": 1}, marks=pytest.mark.slow),
         ("torch", {"checkpoint_every_epochs": 1, "keep": "best"}),
         ("torch", {"sharding": "parameters"}),
     ],
