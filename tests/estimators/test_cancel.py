@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,20 @@ WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, _cancel_all]
 
 
 @pytest.mark.slow
+@contextmanager
+def _job_group(spark: Any) -> Iterator[None]:
+    """Gives this thread's jobs the group by which a notebook cancels a cell; Connect has no such groups."""
+    if IS_CONNECT:
+        yield
+        return
+    spark.sparkContext.setJobGroup("my group", "what a notebook sets for a cell", interruptOnCancel=False)
+    try:
+        yield
+    finally:
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+        spark.sparkContext.setLocalProperty("spark.job.description", None)
+
+
 @pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
 def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
     spark: Any, tmp_path: Path, cancel: Callable[[Any], None]
@@ -87,20 +102,16 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
         finally:
             cancel(spark)
 
-    if not IS_CONNECT:
-        spark.sparkContext.setJobGroup("my group", "what a notebook sets for a cell", interruptOnCancel=False)
     thread = threading.Thread(target=act)
-    thread.start()
-    try:
-        with pytest.raises(
-            TrainingCancelledError, match=r"was cancelled in Spark .*fit again with resume=True"
-        ):
-            estimator.fit(table)
-    finally:
-        thread.join()
-        if not IS_CONNECT:
-            spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
-            spark.sparkContext.setLocalProperty("spark.job.description", None)
+    with _job_group(spark):
+        thread.start()
+        try:
+            with pytest.raises(
+                TrainingCancelledError, match=r"was cancelled in Spark .*fit again with resume=True"
+            ):
+                estimator.fit(table)
+        finally:
+            thread.join()
     assert len(pids) == NUM_WORKERS
     wait_for("the workers' end", lambda: all(map(has_ended, pids)))
     assert folder.has_checkpoint()
@@ -129,17 +140,13 @@ def test_a_cancel_ends_the_wait_for_executors(spark: Any, cancel: Callable[[Any]
         while not is_over.wait(0.2):
             cancel(spark)
 
-    if not IS_CONNECT:
-        spark.sparkContext.setJobGroup("my group", "what a notebook sets for a cell", interruptOnCancel=False)
     thread = threading.Thread(target=act)
-    thread.start()
-    try:
-        with pytest.raises(TrainingCancelledError, match="cancelled while it waited for executors"):
-            supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
-    finally:
-        is_over.set()
-        thread.join()
-        if not IS_CONNECT:
-            spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
-            spark.sparkContext.setLocalProperty("spark.job.description", None)
+    with _job_group(spark):
+        thread.start()
+        try:
+            with pytest.raises(TrainingCancelledError, match="cancelled while it waited for executors"):
+                supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
+        finally:
+            is_over.set()
+            thread.join()
     assert spark.range(8).count() == 8, "all slots are free again"
