@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -93,7 +94,7 @@ class Kind(ABC):
 
         Args:
             values: The array; rows that were null have been filled with zeros or emptied.
-            valid: Boolean NumPy array, false where a row was null; None when none was.
+            valid: Boolean NumPy array, false where a row was null; None if the column keeps no nulls.
 
         Raises:
             ValueError: A value cannot be stored; the text completes "column 'x' ...".
@@ -203,6 +204,31 @@ def make_lists(offsets: NumpyArray, leaf: Any, dtype: str) -> Any:
             "spark.sql.execution.arrow.maxRecordsPerBatch"
         )
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), leaf, type=list_type(dtype))
+
+
+def make_fixed(lists: Any, dtype: str) -> Any:
+    """Returns Arrow lists of one size as binary values of one width: the elements, little-endian."""
+    data = np.ascontiguousarray(numbers(lists), dtype=np.dtype(dtype).newbyteorder("<"))
+    width = pa.binary(data.nbytes // len(lists))
+    return pa.Array.from_buffers(width, len(lists), [None, pa.py_buffer(data)])
+
+
+def decode_fixed(column: Any, dtype: str, shape: Shape) -> NumpyArray:
+    """Returns the rows of a stored column of rows of one size, (rows, *shape), as a view into it.
+
+    Raises:
+        ValueError: The column holds something else.
+    """
+    stored = np.dtype(dtype).newbyteorder("<")
+    width = stored.itemsize * prod(shape)
+    if column.null_count or column.type != pa.binary(width):
+        raise ValueError(f"should hold {width} bytes a row without nulls, but the data is {column.type}")
+    if not len(column):
+        return np.zeros((0, *shape), dtype=dtype)
+    # A byte that is neither 0 nor 1 would be no boolean.
+    raw = np.frombuffer(column.buffers()[1], np.uint8 if dtype == "bool" else stored)
+    rows = raw[column.offset * prod(shape) :][: len(column) * prod(shape)].reshape(len(column), *shape)
+    return rows != 0 if dtype == "bool" else rows.astype(dtype, copy=False)
 
 
 def decode_lists(column: Any, dtype: str) -> RaggedRows:

@@ -61,7 +61,7 @@ class Vector(Array):
             dense = np.zeros(int(offsets[-1]), dtype=self.dtype)
             dense[np.repeat(offsets[:-1], np.diff(vectors.offsets)) + vectors.places()] = leaf
             leaf = dense
-        return Encoded([make_lists(offsets, leaf, self.dtype)], shapes)
+        return Encoded([self.packed(make_lists(offsets, leaf, self.dtype), shapes, valid)], shapes)
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         (low,), (high,) = shapes or ((0,), (0,))

@@ -123,4 +123,5 @@ def _same(column: Any, kind: Any) -> Any:
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)
-    return array if array.type == kind else array.cast(kind)
+    same = array.type == kind or pa.types.is_fixed_size_binary(array.type)
+    return array if same else array.cast(kind)

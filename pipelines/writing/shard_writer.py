@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds import Scalar
+from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
@@ -141,8 +141,7 @@ class _PartitionWriter:
             values, null, valid = columns[index], nulls[index], None
             if keeps:
                 # A null row has no shape; a row that only holds a null has one.
-                if values.null_count:
-                    valid = values.is_valid().to_numpy(zero_copy_only=False)
+                valid = values.is_valid().to_numpy(zero_copy_only=False)
                 values = fill_nulls(values)
             try:
                 encoded = column.kind.encode(values, valid)
@@ -245,8 +244,9 @@ class _PartitionWriter:
         self._refused = True
 
     def _widen(self, index: int, shapes: tuple[Shape, Shape] | None) -> None:
-        known = self._shapes[index]
-        self._shapes[index] = merge_shapes(known, shapes)
+        self._shapes[index] = merged = merge_shapes(self._shapes[index], shapes)
+        if isinstance(self._plan.columns[index].kind, Array) and merged is not None and len(set(merged)) > 1:
+            self._refuse(None)  # `settle` will say why, with the sizes that all tasks saw
 
 
 def merge_shapes(
