@@ -177,16 +177,20 @@ class ShardPlan:
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
         """Returns, for every piece of `read`, its rows within the row group, in the lane's order."""
-        places = [
-            self.deal.lanes[piece.lane].start
-            - read.sequence_start
-            + self.deal.rows(piece.lane, piece.start, piece.stop)
-            for piece in read.pieces
-        ]
+        places = [self._places(read, piece) for piece in read.pieces]
         if not self.plan.shuffle:
-            return places
+            return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
         order = self.plan.row_order(read.row_group)
         return [order[place] for place in places]
+
+    def _places(self, read: RowGroupRead, piece: LanePiece) -> slice | Int64Array:
+        """Returns which rows of a row group, counted in the sequence's order, a piece has."""
+        offset = self.deal.lanes[piece.lane].start - read.sequence_start
+        ends = self.deal.rows_at(piece.lane, np.asarray([piece.start, piece.stop - 1]))
+        first, last = (ends + offset).tolist()
+        if last - first == piece.stop - 1 - piece.start:
+            return slice(first, last + 1)  # a view costs nothing, and most shards own whole lanes
+        return self.deal.rows(piece.lane, piece.start, piece.stop) + offset
 
     def _lane_pieces(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
         """Returns (slot, first position, first local row, local row after the last) of a lane's pieces.

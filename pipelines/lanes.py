@@ -129,7 +129,7 @@ class ShuffledDeal(Deal):
         lane_index = np.repeat(np.arange(len(self.lanes)), [len(rows) for rows in self._owned_rows])
         order = np.argsort(np.concatenate(positions))
         self._positions = np.concatenate(positions)[order]
-        self.lane_cycle = lane_index[order]
+        self.lane_cycle = _shortest_cycle(lane_index[order])
         assert len(self._positions) == NUM_LANES
 
     def rank(self, position: int) -> int:
@@ -191,6 +191,15 @@ class OrderedDeal(Deal):
             return in_last
         in_full = local // self._width * self._batch_size + self._start + local % self._width
         return np.where(local < full, in_full, in_last)
+
+
+def _shortest_cycle(cycle: Int64Array) -> Int64Array:
+    """Returns the start of a cycle that gives the whole of it when repeated."""
+    return next(
+        cycle[:length]
+        for length in range(1, len(cycle) + 1)
+        if len(cycle) % length == 0 and (cycle.reshape(-1, length) == cycle[:length]).all()
+    )
 
 
 def _golden_stride(length: int) -> int:
