@@ -41,6 +41,7 @@ TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
     (optimization.GRADIENT_ACCUMULATION, None),
     (workers.COLLECTIVE, None),
     (places.READER, None),
+    (places.CACHE, None),
     (workers.USE_GPU, None),
 )
 RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (

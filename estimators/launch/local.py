@@ -45,7 +45,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     manifest = ShardManifest.load(config.shards_uri)
     config, _ = check_training(config, objects, manifest)
     collective = LocalCollective()
-    check_on_rank(config, objects, manifest, collective)
+    config = check_on_rank(config, objects, manifest, collective)
     result = train_worker(config, collective, objects, device)
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)

@@ -28,5 +28,5 @@ class TrainTask:
         status.phase = "loading the model"
         objects = user_code.loads(self.objects)
         status.phase = "looking at the memory"
-        check_on_rank(self.config, objects, ShardManifest.load(self.config.shards_uri), collective)
-        return train_worker(self.config, collective, objects, device, status).to_json()
+        config = check_on_rank(self.config, objects, ShardManifest.load(self.config.shards_uri), collective)
+        return train_worker(config, collective, objects, device, status).to_json()

@@ -24,11 +24,14 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, of_machine, of_process, of_spark_workers
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.memory.row_cache import settle_cache
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
+from ringspark.estimators.training.kept_rows import kept_rows
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import shared_generators_kept
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.manifest import SPLITS
 from ringspark.pipelines.readers.demand import rows_in_flight
 
 # Copies of the trained parameters: more than any named optimizer keeps as its state.
@@ -60,39 +63,49 @@ def check_on_driver(
 
 def check_on_rank(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, collective: Collective
-) -> None:
+) -> TrainConfig:
     """Refuses a training that this rank's host cannot hold. Runs on every rank, before it allocates anything.
+
+    Returns:
+        The config with the `cache` that this rank has room for.
 
     Raises:
         ValueError: Like `check_on_driver`.
     """
-    config = replace(config, num_workers=collective.size)
-    check(config, objects, manifest, [of_process(), of_machine(collective.member.local_size)])
+    size, local_size = collective.size, collective.member.local_size
+    limits = [of_process(), of_machine(local_size)]
+    left = check(replace(config, num_workers=size), objects, manifest, limits)
+    cache = settle_cache(config, manifest, collective.rank, size, local_size, left)
     # No rank allocates before all have looked: they may share a host.
     collective.barrier()
+    return replace(config, cache=cache)
 
 
 def check(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limits: list[Available | None]
-) -> None:
-    """Compares a worker's need with the lowest of the limits; None stands for an unknown limit."""
+) -> int | None:
+    """Compares a worker's need with the lowest of the limits; None stands for an unknown limit.
+
+    Returns:
+        The bytes that are left beside the need; None without a limit.
+    """
     known = [limit for limit in limits if limit is not None]
     if not known:
-        return
+        return None
     limit = min(known, key=lambda found: found.num_bytes)
     # A user's network may draw numbers where it is made or run, and Spark uses this process again.
     with torch.random.fork_rng(devices=[]), shared_generators_kept():
-        _check(config, objects, manifest, limit)
+        return _check(config, objects, manifest, limit)
 
 
-def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> None:
+def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> int:
     """Refuses what needs more than the limit; looks closely only where a rough bound does."""
     planner = _planner(config, objects, manifest)
     trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)
     # Most workers have plenty of memory; the step runs only for a training that may be refused.
     if sum(at_most.values()) <= limit.num_bytes:
-        return
+        return limit.num_bytes - sum(at_most.values())
     try:
         needs = worker_needs(config, objects, manifest)
     except MemoryError:
@@ -100,7 +113,7 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
         needs = at_most
     total = sum(needs.values())
     if total <= limit.num_bytes:
-        return
+        return limit.num_bytes - total
     parts = ", ".join(f"{part} {show_bytes(count)}" for part, count in needs.items() if count)
     raise ValueError(
         f"training needs at least {show_bytes(total)} per worker ({parts}), and "
@@ -191,7 +204,12 @@ def _reading(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
         batch_size=config.batch_size,
         shuffle=config.shuffle,
     )
-    return {"row groups in flight": held.row_groups, "batches": held.blocks}
+    kept = 0
+    if config.cache == "memory":
+        kept = sum(kept_rows(config, manifest, split, 0, config.num_workers).least_bytes for split in SPLITS)
+    # What is kept need not be read again, so it is in flight as well only in the first epoch.
+    in_flight = 0 if kept else held.row_groups
+    return {"row groups in flight": in_flight, "kept rows": kept, "batches": held.blocks}
 
 
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:
@@ -201,6 +219,8 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
         first = "set checkpointEverySteps and checkpointEveryEpochs to nothing"
     elif largest == "row groups in flight":
         first = "write the shards with smaller row_group_rows"
+    elif largest == "kept rows":
+        first = "set cache='disk' or cache='auto'"
     elif largest == "batches":
         first = "lower batchSize"
     elif config.num_workers > 1 and config.sharding != "parameters" and len(needs) > 1:

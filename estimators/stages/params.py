@@ -76,6 +76,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
 
     storageUri, getStorageUri, setStorageUri = declared(places.STORAGE_URI)
     reader, getReader, setReader = declared(places.READER)
+    cache, getCache, setCache = declared(places.CACHE)
 
     checkpointEverySteps, getCheckpointEverySteps, setCheckpointEverySteps = declared(
         recovery.CHECKPOINT_EVERY_STEPS

@@ -6,6 +6,7 @@ It takes plain arguments and needs no pyspark, so the same function serves a bar
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.driver_check import build_module, own_optimizer
 from ringspark.estimators.training.history import EpochRecord, RunLog
+from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.optimizers.schedules import make_rates
@@ -38,6 +40,7 @@ from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import seed_rank, shared_generators_kept
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
+from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
 from ringspark.pipelines.typed_json import parse_object, record
 
@@ -101,8 +104,8 @@ def train_worker(
     mesh = Mesh.of(collective)
     recovery = Recovery(config, mesh, status)
     # Seeds are set only inside the fork, so a reused Python worker keeps its own random state.
-    with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept():
-        return _train(config, mesh, objects, torch_device, status, recovery)
+    with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept(), ExitStack() as opened:
+        return _train(config, mesh, objects, torch_device, status, recovery, opened)
 
 
 def _train(
@@ -112,10 +115,11 @@ def _train(
     device: torch.device,
     status: Status,
     recovery: Recovery,
+    opened: ExitStack,
 ) -> TrainResult:
     status.phase = "opening the shards"
     manifest = ShardManifest.load(config.shards_uri)
-    train, validation = _open_readers(config, mesh, manifest)
+    train, validation = _open_readers(config, mesh, manifest, opened)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device)
     start_state = skeleton(module)
@@ -221,8 +225,12 @@ def _callbacks(config: TrainConfig, objects: UserObjects, best: BestCheckpoint |
 
 
 def _open_readers(
-    config: TrainConfig, mesh: Mesh, manifest: ShardManifest
+    config: TrainConfig, mesh: Mesh, manifest: ShardManifest, opened: ExitStack
 ) -> tuple[ShardReader, ShardReader | None]:
+    def opening(split: Split, **settings: Any) -> ShardReader:
+        kept = caching(config, manifest, split, mesh.data_rank, mesh.data_size)
+        return opened.enter_context(closing(open_reader(manifest.select(split), **settings, **kept)))
+
     columns = [manifest.column_of(name).name for name in config.columns]
     shared: dict[str, Any] = {
         "columns": list(dict.fromkeys(columns)),
@@ -232,6 +240,6 @@ def _open_readers(
         "seed": config.seed,
         "engine": config.reader,
     }
-    train = open_reader(manifest.select("train"), shuffle=config.shuffle, **shared)
-    held_out = manifest.select("validation")
-    return train, open_reader(held_out, **shared) if held_out.num_rows else None
+    train = opening("train", shuffle=config.shuffle, **shared)
+    held_out = manifest.select("validation").num_rows
+    return train, opening("validation", **shared) if held_out else None

@@ -7,7 +7,7 @@ To add an engine: subclass `ShardReader` in a file of its own, list it in
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -39,6 +39,7 @@ def open_reader(
     shuffle: bool = True,
     cache: str | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
+    cached_row_groups: Collection[int] | None = None,
 ) -> ShardReader:
     """Opens one shard's reader over all files of `manifest`.
 
@@ -55,6 +56,7 @@ def open_reader(
         cache: "memory" or "disk" keeps decoded row groups for the epochs that follow; None reads the
             files in every epoch.
         cache_bytes: The most bytes that the cache may hold; what does not fit is read again.
+        cached_row_groups: The row groups that the cache may hold, such as `read_again` gives; None for all.
 
     Raises:
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out
@@ -76,7 +78,7 @@ def open_reader(
         batch_size,
         seed,
         shuffle,
-        None if cache is None else CACHES[cache](cache_bytes),
+        None if cache is None else CACHES[cache](cache_bytes, cached_row_groups),
     )
 
 

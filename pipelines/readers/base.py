@@ -112,6 +112,12 @@ class ShardReader(ABC):
             shuffle=self.shuffle,
         )
 
+    def close(self) -> None:
+        """Frees what the reader keeps between epochs. Nothing is read after it."""
+        if self.cache is not None:
+            self.cache.close()
+        self.cache, self._buffers = None, Buffers()
+
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """Yields the shard's batches of an epoch, one for every step from `start_step`.
 

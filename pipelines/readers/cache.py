@@ -1,4 +1,4 @@
-"""Keeps decoded row groups after the first epoch, in memory or in memory-mapped local files.
+"""Keeps decoded row groups after the first epoch, in memory or in a memory-mapped local file.
 
 Every epoch reads every row group once, so nothing is evicted: what fits stays,
 and the rest is read again. Nobody writes to a row group from the cache, because
@@ -8,11 +8,11 @@ the shuffle takes copies.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-import weakref
 from abc import ABC, abstractmethod
-from pathlib import Path
+from collections.abc import Collection
+from math import prod
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,14 +20,26 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, num_bytes
 
 RowGroup = dict[str, Rows]
 
+# Offset in the file, dtype and shape of an array.
+_Place = tuple[int, np.dtype[Any], tuple[int, ...]]
+
+_ALIGNMENT = 64
+
 
 class RowGroupCache(ABC):
-    """Row groups by index, up to a given number of bytes."""
+    """Row groups by index, up to a given number of bytes.
 
-    def __init__(self, max_bytes: int) -> None:
+    Attributes:
+        max_bytes: The most bytes to hold.
+        keep: The row groups worth keeping; None for all.
+        num_bytes: Bytes held.
+    """
+
+    def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
         if max_bytes < 1:
             raise ValueError(f"cache_bytes must be at least 1, got {max_bytes}")
         self.max_bytes = max_bytes
+        self.keep = keep
         self.num_bytes = 0
 
     @abstractmethod
@@ -40,10 +52,16 @@ class RowGroupCache(ABC):
 
     def put(self, index: int, row_group: RowGroup) -> None:
         """Keeps a row group if it fits."""
+        if index in self or (self.keep is not None and index not in self.keep):
+            return
         size = sum(num_bytes(rows) for rows in row_group.values())
-        if index not in self and self.num_bytes + size <= self.max_bytes:
+        if self.num_bytes + size <= self.max_bytes:
             self.num_bytes += size
             self._keep(index, row_group)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what it holds; it is not used any more."""
 
     @abstractmethod
     def _keep(self, index: int, row_group: RowGroup) -> None: ...
@@ -52,8 +70,8 @@ class RowGroupCache(ABC):
 class MemoryCache(RowGroupCache):
     """Cache "memory"."""
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
+    def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
+        super().__init__(max_bytes, keep)
         self._row_groups: dict[int, RowGroup] = {}
 
     def __contains__(self, index: int) -> bool:
@@ -62,65 +80,61 @@ class MemoryCache(RowGroupCache):
     def get(self, index: int) -> RowGroup:
         return self._row_groups[index]
 
+    def close(self) -> None:
+        self._row_groups.clear()
+
     def _keep(self, index: int, row_group: RowGroup) -> None:
         self._row_groups[index] = row_group
 
 
 class DiskCache(RowGroupCache):
-    """Cache "disk": uncompressed files in a temporary folder, mapped on use and removed at the end."""
+    """Cache "disk": one uncompressed temporary file, whose parts are mapped on use.
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self._folder = Path(tempfile.mkdtemp(prefix="ringspark-cache-"))
-        self._row_groups: dict[int, dict[str, int]] = {}  # column name -> number of its parts, 0 if dense
-        self._remove = weakref.finalize(self, _remove, self._folder, os.getpid())
+    The file has no name, so the kernel removes it with the process that made it, however that ends.
+    """
+
+    def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
+        super().__init__(max_bytes, keep)
+        self._file = tempfile.TemporaryFile(prefix="ringspark-cache-")  # noqa: SIM115 (closed by `close`)
+        self._end = 0
+        self._row_groups: dict[int, dict[str, list[_Place]]] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._row_groups
 
     def get(self, index: int) -> RowGroup:
-        return {
-            name: self._load(index, column, parts)
-            for column, (name, parts) in enumerate(self._row_groups[index].items())
-        }
+        row_group: RowGroup = {}
+        for name, places in self._row_groups[index].items():
+            first, *parts = map(self._mapped, places)
+            row_group[name] = RaggedRows(first, tuple(parts)) if parts else first
+        return row_group
+
+    def close(self) -> None:
+        self._row_groups.clear()
+        self._file.close()
 
     def _keep(self, index: int, row_group: RowGroup) -> None:
-        arrays = {}
-        for column, (name, rows) in enumerate(row_group.items()):
-            if isinstance(rows, RaggedRows):
-                compact = rows.compact()
-                self._save(index, column, [compact.offsets, *compact.parts])
-                arrays[name] = len(compact.parts)
-            else:
-                self._save(index, column, [rows])
-                arrays[name] = 0
-        self._row_groups[index] = arrays
+        kept = {}
+        for name, rows in row_group.items():
+            ragged = rows.compact() if isinstance(rows, RaggedRows) else None
+            arrays = [cast("NumpyArray", rows)] if ragged is None else [ragged.offsets, *ragged.parts]
+            kept[name] = [self._append(np.ascontiguousarray(array)) for array in arrays]
+        self._row_groups[index] = kept
 
-    def _save(self, index: int, column: int, arrays: list[NumpyArray]) -> None:
-        for number, array in enumerate(arrays):
-            np.save(self._path(index, column, number), array, allow_pickle=False)
+    def _append(self, array: NumpyArray) -> _Place:
+        place = (self._end, array.dtype, array.shape)
+        data = memoryview(cast("Any", array.reshape(-1).view(np.uint8)))
+        while data:
+            written = os.pwrite(self._file.fileno(), data, self._end)
+            self._end, data = self._end + written, data[written:]
+        self._end += -self._end % _ALIGNMENT
+        return place
 
-    def _load(self, index: int, column: int, parts: int) -> Rows:
-        def mapped(number: int) -> NumpyArray:
-            path = self._path(index, column, number)
-            try:
-                array: NumpyArray = np.load(path, mmap_mode="r", allow_pickle=False)
-            except ValueError:  # an empty array cannot be mapped
-                array = np.load(path, allow_pickle=False)
-            return array
-
-        if not parts:
-            return mapped(0)
-        return RaggedRows(mapped(0), tuple(mapped(number) for number in range(1, parts + 1)))
-
-    def _path(self, index: int, column: int, number: int) -> Path:
-        return self._folder / f"{index}-{column}-{number}.npy"
-
-
-def _remove(folder: Path, owner: int) -> None:
-    # A forked child inherits the cache and may end earlier; it must not remove the folder.
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
+    def _mapped(self, place: _Place) -> NumpyArray:
+        offset, dtype, shape = place
+        if not prod(shape):  # nothing cannot be mapped
+            return np.zeros(shape, dtype)
+        return np.memmap(self._file, dtype, "r", offset, shape)
 
 
 CACHES: dict[str, type[RowGroupCache]] = {"memory": MemoryCache, "disk": DiskCache}

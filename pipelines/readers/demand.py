@@ -1,8 +1,8 @@
-"""Computes from the plan alone how much a reader holds at once, before anything is read."""
+"""Computes from the plan alone what a reader holds at once and reads again, before anything is read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.readers.base import block_steps
 
 # Kinds whose rows all take `row_bytes`; rows of other kinds may take next to nothing.
-_DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets)
+DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets)
 
 # The block in use and the block being made; a queue between them may hold more.
 _BLOCKS = 2
@@ -49,7 +49,7 @@ def rows_in_flight(
         row_groups: Number of rows of every row group.
     """
     widths = [column.kind.row_bytes for column in columns]
-    row_bytes = sum(c.kind.row_bytes for c in columns if isinstance(c.kind, _DENSE))
+    row_bytes = sum(c.kind.row_bytes for c in columns if isinstance(c.kind, DENSE))
     plan = plan_epoch(
         row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0, shuffle=shuffle
     )
@@ -69,3 +69,28 @@ def rows_in_flight(
     return RowsInFlight(
         row_groups=min(held, max(0, own_rows - blocks)) * row_bytes, blocks=blocks * row_bytes
     )
+
+
+def read_again(
+    row_groups: npt.NDArray[np.int64],
+    epochs: Iterable[int],
+    *,
+    num_shards: int,
+    shard: int,
+    batch_size: int,
+    seed: int,
+    shuffle: bool,
+) -> npt.NDArray[np.int64]:
+    """Returns the row groups that one shard reads in two or more of the epochs: those worth keeping.
+
+    In a shuffled epoch a shard reads about 1 / num_shards of the row groups, other ones each time.
+    """
+    times = np.zeros(len(row_groups), dtype=np.int64)
+    for epoch in epochs:
+        plan = plan_epoch(
+            row_groups, num_shards=num_shards, batch_size=batch_size, epoch=epoch, seed=seed, shuffle=shuffle
+        )
+        times[plan.shard(shard).reads().row_groups] += 1
+        if times.min(initial=2) >= 2:
+            break
+    return np.flatnonzero(times >= 2)

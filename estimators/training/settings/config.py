@@ -19,6 +19,7 @@ from ringspark.estimators.training.settings import (
     workers,
 )
 from ringspark.estimators.training.settings.choices import (
+    Cache,
     Compression,
     Keep,
     NonFinite,
@@ -106,6 +107,7 @@ class TrainConfig:
     activation_compression: Compression = memory.ACTIVATION_COMPRESSION.default
     sharding: Sharding = memory.SHARDING.default
     reader: str = places.READER.default
+    cache: Cache = places.CACHE.default
     checkpoint_every_steps: int | None = recovery.CHECKPOINT_EVERY_STEPS.default
     checkpoint_every_seconds: float = recovery.CHECKPOINT_EVERY_SECONDS.default
     checkpoint_every_epochs: int | None = recovery.CHECKPOINT_EVERY_EPOCHS.default

@@ -1,10 +1,11 @@
-"""Settings of the folder for shards and runs, and of the reader."""
+"""Settings of the folder for shards and runs, of the reader and its cache."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from ringspark.estimators.training.settings.declaration import Setting, listed
+from ringspark.estimators.training.settings.choices import Cache
+from ringspark.estimators.training.settings.declaration import Setting, listed, one_of
 from ringspark.pipelines import READERS, default_engine, storage
 
 
@@ -35,4 +36,18 @@ READER = Setting(
     default_words="`'petastorm'` where installed, else `'arrow'`",
     accepts=listed(lambda: READERS),
     may_differ_on_resume=True,
+)
+CACHE = Setting[Cache](
+    name="cache",
+    field="cache",
+    words="where a worker keeps decoded rows that it reads in several epochs: 'memory', 'disk' (an unnamed "
+    "temporary file), 'none', or 'auto': in memory where they take at most half of what is left, otherwise "
+    "on disk by the same rule",
+    default="auto",
+    accepts=one_of(get_args(Cache)),
+    may_differ_on_resume=True,
+    without_effect=(
+        lambda given: given["cache"] in ("memory", "disk") and given["epochs"] == 1,
+        "one epoch reads every row once",
+    ),
 )

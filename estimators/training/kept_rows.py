@@ -1,0 +1,65 @@
+"""Which row groups a rank keeps decoded for later epochs, and how many bytes they take: Param `cache`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.manifest import Split
+from ringspark.pipelines.readers.cache import CACHES
+from ringspark.pipelines.readers.demand import DENSE, read_again
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """The row groups that a rank reads in two epochs or more.
+
+    Attributes:
+        num_bytes: Their bytes; for rows that vary in length, by the kinds' guess.
+        least_bytes: Without rows that vary in length.
+    """
+
+    row_groups: frozenset[int]
+    num_bytes: int
+    least_bytes: int
+
+
+def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int) -> KeptRows:
+    """Returns what one of `size` ranks reads more than once in a whole training."""
+    part = manifest.select(split)
+    row_groups = np.asarray(part.row_groups, dtype=np.int64)
+    is_training = split == "train"
+    # Held-out rows come in the same order after every epoch.
+    epochs = range(config.epochs) if is_training else [0] * min(config.epochs, 2)
+    again = read_again(
+        row_groups,
+        epochs,
+        num_shards=size,
+        shard=rank,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        shuffle=config.shuffle or not is_training,
+    )
+    kinds = {column.name: column.kind for column in map(manifest.column_of, config.columns)}.values()
+    rows = int(row_groups[again].sum())
+    return KeptRows(
+        row_groups=frozenset(again.tolist()),
+        num_bytes=rows * sum(kind.row_bytes for kind in kinds),
+        least_bytes=rows * sum(kind.row_bytes for kind in kinds if isinstance(kind, DENSE)),
+    )
+
+
+def caching(
+    config: TrainConfig, manifest: ShardManifest, split: Split, rank: int, size: int
+) -> dict[str, Any]:
+    """Returns the arguments of `open_reader` that make it keep those row groups where `cache` says."""
+    if config.cache not in CACHES:
+        return {}
+    kept = kept_rows(config, manifest, split, rank, size)
+    if not kept.num_bytes:
+        return {}
+    return {"cache": config.cache, "cache_bytes": kept.num_bytes, "cached_row_groups": kept.row_groups}
