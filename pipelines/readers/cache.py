@@ -7,8 +7,10 @@ the shuffle takes copies.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from math import prod
@@ -95,7 +97,9 @@ class DiskCache(RowGroupCache):
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
         super().__init__(max_bytes, keep)
-        self._file = tempfile.TemporaryFile(prefix="ringspark-cache-")  # noqa: SIM115 (closed by `close`)
+        with tempfile.TemporaryFile(prefix="ringspark-cache-") as file:
+            self.fd = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self.fd)
         self._end = 0
         self._row_groups: dict[int, dict[str, list[_Place]]] = {}
 
@@ -111,7 +115,7 @@ class DiskCache(RowGroupCache):
 
     def close(self) -> None:
         self._row_groups.clear()
-        self._file.close()
+        self._close()
 
     def _keep(self, index: int, row_group: RowGroup) -> None:
         kept = {}
@@ -125,7 +129,7 @@ class DiskCache(RowGroupCache):
         place = (self._end, array.dtype, array.shape)
         data = memoryview(cast("Any", array.reshape(-1).view(np.uint8)))
         while data:
-            written = os.pwrite(self._file.fileno(), data, self._end)
+            written = os.pwrite(self.fd, data, self._end)
             self._end, data = self._end + written, data[written:]
         self._end += -self._end % _ALIGNMENT
         return place
@@ -134,7 +138,10 @@ class DiskCache(RowGroupCache):
         offset, dtype, shape = place
         if not prod(shape):  # nothing cannot be mapped
             return np.zeros(shape, dtype)
-        return np.memmap(self._file, dtype, "r", offset, shape)
+        begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+        length = offset - begin + dtype.itemsize * prod(shape)
+        mapped = mmap.mmap(self.fd, length, offset=begin, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype, prod(shape), offset - begin).reshape(shape)
 
 
 CACHES: dict[str, type[RowGroupCache]] = {"memory": MemoryCache, "disk": DiskCache}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -26,6 +26,8 @@ import pytest
 from ringspark.pipelines import Array, Column, Scalar, ShardFile, ShardManifest, ShardReader, open_reader
 from ringspark.pipelines.readers import Batch
 from ringspark.pipelines.readers.arrow_reader import ArrowReader
+from ringspark.pipelines.readers.cache import DiskCache
+from ringspark.pipelines.readers.demand import read_again
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -481,7 +483,7 @@ def test_a_cache_keeps_to_its_bytes_and_the_rest_is_read_again(
     # The file on the disk has no name that could be left behind, however this process ends.
     assert list(tmp_path.glob("ringspark-cache-*")) == []
     if isinstance(reader.cache, DiskCache):
-        size = os.fstat(reader.cache._file.fileno()).st_size
+        size = os.fstat(reader.cache.fd).st_size
         assert reader.cache.num_bytes <= size <= 7 * 128  # 80 bytes each, from a multiple of 64 on
 
 

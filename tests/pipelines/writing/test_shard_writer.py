@@ -178,3 +178,34 @@ def test_row_groups_of_rows_of_varying_length_are_sized_by_bytes(tmp_path: Path)
     plan = _plan(tmp_path, (Column(name="x", kind=Padded("float64")),), row_group_rows=None)
     (file,) = _write(plan, [_batch(lists)] * 2)["files"]
     assert file["row_groups"] == [1] * 18
+
+
+def test_rows_of_one_size_are_bytes_and_compressed_only_where_it_pays(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    arrays = [
+        draw.random((50, 200), dtype=np.float32),  # zstd takes a tenth off
+        draw.integers(0, 9, (50, 200)).astype(np.float32),
+        draw.random((50, 200), dtype=np.float32),
+    ]
+    columns = tuple(Column(name=name, kind=Array("float32")) for name in ("noise", "digits", "nullable"))
+    plan = _plan(tmp_path, columns, handle_invalid=("error", "error", "keep"))
+    (file,) = _write(plan, [_batch(*(list(values) for values in arrays))])["files"]
+    stored = pq.ParquetFile(tmp_path.parent / file["path"])
+    chunks = [stored.metadata.row_group(0).column(index) for index in range(3)]
+    assert [str(kind) for kind in stored.schema_arrow.types[:2]] == ["fixed_size_binary[800]"] * 2
+    assert pa.types.is_list(stored.schema_arrow.types[2])
+    assert [chunk.compression for chunk in chunks] == ["UNCOMPRESSED", "ZSTD", "UNCOMPRESSED"]
+    assert not any("DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings)
+    assert b"".join(stored.read()["noise"].to_pylist()) == arrays[0].tobytes()
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 0), (0, 3)])
+def test_a_task_that_sees_two_sizes_reports_both_and_writes_nothing(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    column = Column(name="x", kind=Array("float64"))
+    batches = [_batch([[1.0] * size] * 20) for size in sizes]
+    batches = [batch.cast(pa.schema({"c0": pa.list_(pa.float64())})) for batch in batches]
+    report = _write(_plan(tmp_path, (column,)), batches)
+    assert report["shapes"] == [[[min(sizes)], [max(sizes)]]]
+    assert (report["files"], report["problem"], list(tmp_path.iterdir())) == ([], None, [])

@@ -1,0 +1,129 @@
+"""Param `cache`: the same training whatever it is, the bytes that are said, and nothing left at the end."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_training import config_of, weights_of
+
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.memory.available import Available
+from ringspark.estimators.memory.pressure import check, worker_needs
+from ringspark.estimators.memory.row_cache import choose_cache, settle_cache
+from ringspark.estimators.training import worker
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.kept_rows import kept_rows
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, ShardReader
+
+SPEC = ModelSpec("linear", {"in_features": 4, "out_features": 1})
+ROW_BYTES = 4 * 4 + 4
+
+
+class _Fails(Callback):
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 2:
+            raise KeyError("on purpose")
+
+
+def _shards(make_shards: Callable[..., ShardManifest], **settings: Any) -> ShardManifest:
+    x = np.random.default_rng(0).normal(size=(300, 4)).astype(np.float32)
+    return make_shards({"x": x, "y": x.sum(1)}, row_group_rows=10, **settings)
+
+
+def _deleted_files() -> list[str]:
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if link.is_symlink() and "(deleted)" in os.readlink(link)]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_every_cache_trains_alike_and_frees_what_it_kept(
+    make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    manifest = _shards(make_shards, validation=np.arange(300) % 3 == 0)
+    readers: list[ShardReader] = []
+    kept: list[int] = []
+
+    class Counts(Callback):
+        def on_epoch_end(self, state: TrainingState) -> None:
+            kept.append(sum(reader.cache.num_bytes for reader in readers if reader.cache is not None))
+
+    original = worker.open_reader
+
+    def opened(*args: Any, **settings: Any) -> ShardReader:
+        readers.append(original(*args, **settings))
+        return readers[-1]
+
+    monkeypatch.setattr(worker, "open_reader", opened)
+    weights = []
+    for cache in ("none", "memory", "disk"):
+        readers.clear()
+        kept.clear()
+        config = config_of(manifest, tmp_path / cache, model=SPEC.to_json(), epochs=3, cache=cache)
+        objects = UserObjects(callbacks=(Counts(), *([_Fails()] if fails else [])))
+        before = _deleted_files()
+        if fails:
+            with pytest.raises(KeyError):
+                train_here(config, objects)
+        else:
+            weights.append(weights_of(train_here(config, objects), SPEC.build()))
+        parts = [kept_rows(config, manifest, split, 0, 1) for split in ("train", "validation")]
+        said = sum(part.num_bytes for part in parts)
+        assert said == 300 * ROW_BYTES
+        assert set(kept) == {0 if cache == "none" else said}
+        assert all(reader.cache is None for reader in readers)
+        assert (_deleted_files(), list(temporary.glob("ringspark-*"))) == (before, [])
+    assert all(other.equal(weights[0]) for other in weights)
+
+
+def test_a_rank_counts_only_the_rows_that_it_reads_again(make_shards: Any) -> None:
+    manifest = _shards(make_shards)
+    config = config_of(manifest, Path("run"), epochs=2)
+    parts = [kept_rows(config, manifest, "train", rank, 3) for rank in range(3)]
+    # Two epochs deal the row groups to three ranks at random: a third of a third comes to the same one twice.
+    assert all(0 < part.num_bytes < 300 * ROW_BYTES / 2 for part in parts)
+    assert all(part.num_bytes == 10 * len(part.row_groups) * ROW_BYTES for part in parts)
+    assert kept_rows(replace(config, epochs=1), manifest, "train", 0, 3).num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "memory", "disk", "chosen"),
+    [
+        (0, 1000, 1000, "none"),
+        (500, 1000, 0, "memory"),
+        (501, 1000, 1002, "disk"),
+        (501, 1000, 1001, "none"),
+        (1, None, 2, "disk"),
+    ],
+)
+def test_auto_takes_what_has_twice_the_room(
+    num_bytes: int, memory: int | None, disk: int, chosen: str
+) -> None:
+    assert choose_cache(num_bytes, memory, disk) == chosen
+
+
+def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
+    manifest = _shards(make_shards)
+    config = config_of(manifest, Path("run"), model=SPEC.to_json(), cache="memory")
+    needs = worker_needs(config, UserObjects(), manifest)
+    assert needs["kept rows"] == 300 * ROW_BYTES
+    total = sum(needs.values())
+    with pytest.raises(ValueError, match=r"kept rows .*; set cache='disk' or cache='auto', or"):
+        check(config, UserObjects(), manifest, [Available(num_bytes=total - 1, source="here")])
+    asked = replace(config, cache="auto")
+    left = check(asked, UserObjects(), manifest, [Available(num_bytes=total, source="here")])
+    assert left is not None
+    # What "memory" was refused for, "auto" puts on the disk.
+    assert settle_cache(asked, manifest, 0, 1, 1, left) == "disk"
+    assert settle_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES) == "memory"
