@@ -2,10 +2,10 @@
 
 An engine only has to yield row groups, as Arrow tables, in the order it is
 told. `plan_epoch` decides which row belongs to which batch, and this module
-follows it for all engines, so every engine gives the same bytes. The rows of a
-row group get their order when it arrives; batches are put together for many
+follows it for all engines, so every engine gives the same bytes. Row groups are
+permuted and cut into lanes when they arrive; batches are put together for many
 steps at a time (a block), because one large gather is several times faster than
-a small one per step. Reading, ordering and putting together each run ahead in
+a small one per step. Reading, permuting and putting together each run ahead in
 a separate thread; they spend nearly all their time outside Python's lock.
 """
 
@@ -27,16 +27,13 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, LanePiece, RowGroupReads, ShardPlan, plan_epoch
 from ringspark.pipelines.manifest import ShardManifest
-from ringspark.pipelines.readers.blocks import Buffers, LaneBuffer, RowGroup, assemble
+from ringspark.pipelines.readers.blocks import Buffers, LaneBuffer, Piece, RowGroup, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import RaggedRows
 
 Batch = dict[str, npt.NDArray[Any]]
-
-# Rows for a lane: the columns that hold them, and their indexes there.
-_Piece = tuple[LanePiece, RowGroup, npt.NDArray[Any]]
 
 # A block is put together at once, column by column. It is large enough that the cost of NumPy calls does
 # not count (half the rows take a tenth more time), and takes little memory beside the row groups.
@@ -239,9 +236,12 @@ class ShardReader(ABC):
         return row_group
 
     def _batches(self, plan: ShardPlan, start_step: int) -> Iterator[Batch]:
-        with closing(prefetch(self._blocks(plan, start_step), _PREFETCHED_BLOCKS)) as blocks:
-            for block in blocks:
-                yield from block
+        try:
+            with closing(prefetch(self._blocks(plan, start_step), _PREFETCHED_BLOCKS)) as blocks:
+                for block in blocks:
+                    yield from block
+        finally:
+            self._buffers.trim()
 
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
         """Yields lists that each hold the batches of several steps."""
@@ -255,8 +255,8 @@ class ShardReader(ABC):
                 last = min(first + block_steps, num_steps)
                 while waiting and waiting[0] < last:
                     waiting.popleft()
-                    for piece, columns, rows in next(row_groups):
-                        lanes[piece.lane].add(piece.start, columns, rows)
+                    for place, piece in next(row_groups):
+                        lanes[place.lane].add(place.start, piece)
                 bounds = plan.bounds(first, last)
                 block = assemble(lanes, cycle, bounds[0], bounds[-1], empty, self._buffers)
                 yield [
@@ -264,12 +264,13 @@ class ShardReader(ABC):
                     for start, stop in pairwise(bounds)
                 ]
 
-    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[_Piece]]:
-        """Yields the pieces that each row group gives to the lanes, with their rows in the lanes' order."""
+    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[LanePiece, Piece]]]:
+        """Yields the pieces that each row group gives to the lanes, in the lanes' order."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
                 yield [
-                    (piece, row_group, rows) for piece, rows in zip(read.pieces, plan.rows(read), strict=True)
+                    (place, order(row_group, rows, self._buffers))
+                    for place, rows in zip(read.pieces, plan.rows(read), strict=True)
                 ]
 
     def _finish(self, block: RowGroup, start: int, stop: int) -> Batch:

@@ -1,17 +1,19 @@
 """Makes batches from lanes: puts the rows of many steps into the order of positions at once.
 
-Positions take their rows from the lanes in a short repeating cycle (see `lanes`). So the rows of each place
-of the cycle are gathered, from where they were decoded, into a line of their own, and the block is the
-transpose of these lines. Rows are copied twice, within the processor's cache, and never in between.
+Positions take their rows from the lanes in a short repeating cycle (see `lanes`), so place p of the cycle
+gives every n-th row of the block. Wide rows are gathered, from where they were decoded, into a line for each
+place, and the block is the transpose of the lines. Narrow ones would spend more time in NumPy's calls than
+in copies: they are put into the lane's order a whole row group at a time, and copied to their places.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
 from math import prod
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,66 +22,99 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, join, take
 
 RowGroup = dict[str, Rows]
 
-# Columns, and the indexes of some of their rows in the order of a lane.
-_Part = tuple[RowGroup, npt.NDArray[np.int64]]
-
-_MOST_KEPT = 6  # blocks: those that were read ahead, the one in use, and the one being made
+_WIDE_BYTES = 64
 _SLACK_ROWS = 256  # The blocks of an epoch differ by a few rows.
+_KEPT_BYTES = 128 << 20
+
+
+class Piece(NamedTuple):
+    """Rows of a row group for one lane.
+
+    Attributes:
+        columns: The columns; narrow ones hold the rows of this piece alone, in their order.
+        rows: Indexes of the rows in the other columns, in their order.
+    """
+
+    columns: RowGroup
+    rows: npt.NDArray[np.int64]
+
+
+# Some rows of a piece.
+_Part = tuple[Piece, slice]
+
+
+class Buffers:
+    """Arrays that are used again once nobody else refers to them or to a view of them.
+
+    The kernel takes longer to hand out a fresh page than the rows on it take to be copied there.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[NumpyArray]] = {}
+        self._lock = threading.Lock()
+
+    def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
+        """Returns an array of `rows` rows of any content, whose shape and dtype are those of `like`.
+
+        Args:
+            use: Arrays for one use take the place of one another.
+        """
+        with self._lock:  # two epochs may be read at a time
+            kept = self._kept.setdefault(use, [])
+            for number in range(len(kept)):
+                # Referred to by the list and by the call.
+                if sys.getrefcount(kept[number]) == 2:
+                    if len(kept[number]) >= rows:
+                        return kept[number][:rows]
+                    del kept[number]
+                    break
+            kept.append(np.empty((rows + _SLACK_ROWS, *like.shape[1:]), dtype=like.dtype))
+            return kept[-1][:rows]
+
+    def trim(self) -> None:
+        """Frees all arrays if they are so large that making them once an epoch costs little."""
+        with self._lock:
+            if sum(array.nbytes for kept in self._kept.values() for array in kept) > _KEPT_BYTES:
+                self._kept.clear()
+
+
+def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) -> Piece:
+    """Returns the piece of a row group that has these rows, in this order."""
+    columns = dict(row_group)
+    for name, values in row_group.items():
+        if not isinstance(values, RaggedRows) and not _is_wide(values):
+            columns[name] = _take(values, rows, buffers.empty(f"piece of {name}", len(rows), values))
+    return Piece(columns, rows)
 
 
 class LaneBuffer:
     """The rows of one lane that are in memory and not yet used, in order."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[int, _Part]] = deque()  # first local row, the rows from there on
+        self._pieces: deque[tuple[int, Piece]] = deque()  # first local row, the rows from there on
         self._next: int | None = None
 
-    def add(self, start: int, columns: RowGroup, rows: npt.NDArray[np.int64]) -> None:
-        """Takes `rows` of the columns as local rows from `start`. They may come before earlier ones."""
-        self._pieces.append((start, (columns, rows)))
+    def add(self, start: int, piece: Piece) -> None:
+        """Takes a piece as local rows from `start`. It may arrive before those in front of it."""
+        self._pieces.append((start, piece))
         if len(self._pieces) > 1 and self._pieces[-2][0] > start:
-            self._pieces = deque(sorted(self._pieces, key=lambda piece: piece[0]))
+            self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
 
     def take(self, num_rows: int) -> list[_Part]:
-        """Removes the next rows and returns them."""
+        """Removes the next rows; returns the pieces that hold them, each with its range of rows."""
         taken = []
         while num_rows:
-            start, (columns, rows) = self._pieces[0]
+            start, piece = self._pieces[0]
             self._next = start if self._next is None else self._next
             first = self._next - start
-            assert 0 <= first < len(rows), "a lane was read out of order"
-            part = rows[first : first + num_rows]
-            taken.append((columns, part))
-            num_rows -= len(part)
-            self._next += len(part)
-            if first + len(part) == len(rows):
+            assert 0 <= first < len(piece.rows), "a lane was read out of order"
+            last = min(len(piece.rows), first + num_rows)
+            taken.append((piece, slice(first, last, 1)))
+            num_rows -= last - first
+            self._next += last - first
+            if last == len(piece.rows):
                 self._pieces.popleft()
         return taken
-
-
-class Buffers:
-    """Arrays that are used again once nobody else refers to them or to a view of them.
-
-    The kernel takes longer to hand out a fresh page than a row takes to be copied into it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, list[NumpyArray]] = {}
-
-    def empty(self, name: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an array of `rows` rows of any content, whose shape and dtype are those of `like`."""
-        kept = self._kept.setdefault(name, [])
-        for number, array in enumerate(kept):
-            # Referred to by the list, by this loop and by the call.
-            if sys.getrefcount(array) == 3:
-                if len(array) >= rows:
-                    return array[:rows]
-                del kept[number]
-                break
-        made = np.empty((rows + _SLACK_ROWS, *like.shape[1:]), dtype=like.dtype)
-        if len(kept) < _MOST_KEPT:
-            kept.append(made)
-        return made[:rows]
 
 
 def assemble(
@@ -106,15 +141,25 @@ def assemble(
     lines: list[list[_Part]] = [[] for _ in range(step)]
     for index, lane in enumerate(lanes):
         places = _places(lane_cycle, index, start, num_rows)
-        for place, parts in _dealt(lane.take(sum(len(range(at, num_rows, step)) for at in places)), places):
-            lines[place].append(parts)
+        _deal(lane.take(sum(len(range(place, num_rows, step)) for place in places)), places, lines)
     block: RowGroup = {}
     for name, like in empty.items():
         if isinstance(like, RaggedRows):
             block[name] = _gather_ragged(name, lines, num_rows)
-        else:
-            block[name] = _gather(name, lines, num_rows, like, buffers)
+            continue
+        table = buffers.empty(f"block of {name}", -(-num_rows // step) * step, like)
+        (_gather if _is_wide(like) else _copy)(name, lines, table, buffers)
+        block[name] = table[:num_rows]
     return block
+
+
+def _is_wide(rows: NumpyArray) -> bool:
+    return rows.dtype.itemsize * prod(rows.shape[1:]) >= _WIDE_BYTES
+
+
+def _take(values: NumpyArray, rows: npt.NDArray[np.int64], out: NumpyArray) -> NumpyArray:
+    # Without a mode, NumPy would take the rows elsewhere first, to be able to leave `out` as it was.
+    return np.take(values, rows, axis=0, out=out, mode="clip")
 
 
 def _places(lane_cycle: npt.NDArray[np.int64], lane: int, start: int, num_rows: int) -> list[int]:
@@ -123,43 +168,43 @@ def _places(lane_cycle: npt.NDArray[np.int64], lane: int, start: int, num_rows: 
     return [place for place in sorted(turns.tolist()) if place < num_rows]
 
 
-def _dealt(parts: Sequence[_Part], places: Sequence[int]) -> list[tuple[int, _Part]]:
-    """Deals the rows of a lane to its places in the cycle, in turns; returns (place, rows) in order."""
-    if len(places) == 1:
-        return [(places[0], part) for part in parts]
-    dealt, done = [], 0
-    for columns, rows in parts:
+def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]]) -> None:
+    """Deals the rows of a lane to the lines of its places, in turns."""
+    done, turns = 0, len(places)
+    for piece, rows in parts:
         for turn, place in enumerate(places):
-            dealt.append((place, (columns, rows[(turn - done) % len(places) :: len(places)])))
-        done += len(rows)
-    return dealt
+            lines[place].append((piece, slice(rows.start + (turn - done) % turns, rows.stop, turns)))
+        done += rows.stop - rows.start
 
 
-def _gather(
-    name: str, lines: Sequence[Sequence[_Part]], num_rows: int, like: NumpyArray, buffers: Buffers
-) -> NumpyArray:
-    """Returns the block of a dense column: place p of the cycle takes the rows of line p in turn."""
-    step, height = len(lines), -(-num_rows // len(lines))
-    block = buffers.empty(name, step * height, like)
-    # With one line, the block is that line.
-    table = block if step == 1 else buffers.empty(f"{name} in lines", step * height, like)
+def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
+    """Fills a block with wide rows, by way of the lines; with one line, the block is that line."""
+    step, height = len(lines), len(block) // len(lines)
+    table = block if step == 1 else buffers.empty(f"lines of {name}", len(block), block)
     for place, parts in enumerate(lines):
         done = place * height
-        for columns, rows in parts:
-            values = cast("npt.NDArray[Any]", columns[name])
-            # Without a mode, NumPy would copy `out` to be able to give it back unchanged.
-            np.take(values, rows, axis=0, out=table[done : done + len(rows)], mode="clip")
+        for piece, span in parts:
+            rows = piece.rows[span]
+            _take(cast("NumpyArray", piece.columns[name]), rows, table[done : done + len(rows)])
             done += len(rows)
     if step > 1:
-        width = prod(like.shape[1:])
-        block.reshape(height, step, width)[:] = table.reshape(step, height, width).swapaxes(0, 1)
-    return block[:num_rows]
+        block.reshape(height, step, -1)[:] = table.reshape(step, height, -1).swapaxes(0, 1)
+
+
+def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
+    """Fills a block with narrow rows, which are in order."""
+    for place, parts in enumerate(lines):
+        line, done = block[place :: len(lines)], 0
+        for piece, span in parts:
+            rows = cast("NumpyArray", piece.columns[name])[span]
+            line[done : done + len(rows)] = rows
+            done += len(rows)
 
 
 def _gather_ragged(name: str, lines: Sequence[Sequence[_Part]], num_rows: int) -> Rows:
     """Joins the ragged rows of all lines and takes them in the order of their positions."""
-    joined = join([take(columns[name], rows) for parts in lines for columns, rows in parts])
+    joined = join([take(piece.columns[name], piece.rows[span]) for parts in lines for piece, span in parts])
     source = np.empty(num_rows, dtype=np.int64)
-    filled = [np.arange(place, num_rows, len(lines)) for place in range(min(len(lines), num_rows))]
-    source[np.concatenate(filled)] = np.arange(num_rows)
+    places = [np.arange(place, num_rows, len(lines)) for place in range(min(len(lines), num_rows))]
+    source[np.concatenate(places)] = np.arange(num_rows)
     return take(joined, source)
