@@ -52,7 +52,7 @@ class ArrowReader(ShardReader):
         uri, _ = self.locate(index)
         is_local = storage.is_local(uri)
         with ExitStack() as stack:
-            source: Any = pa.memory_map(uri) if is_local else self._range_file(index)
+            source: Any = pa.OSFile(uri) if is_local else self._range_file(index)
             # In a store, one request fetches all columns of a row group that lie side by side.
             file = pq.ParquetFile(stack.enter_context(source), pre_buffer=not is_local)
             problem = row_group_problem(self._located[index][0], file.metadata)

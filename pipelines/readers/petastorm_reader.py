@@ -135,7 +135,7 @@ class _LocalFiles(Files):
     """Opens Arrow's own files: Petastorm never closes its files, and these close without a warning."""
 
     def open(self, path: str) -> Any:
-        return pa.memory_map(path)
+        return pa.OSFile(path)
 
 
 class _RemoteFiles(Files):

@@ -92,13 +92,19 @@ def scalar_data(rows: int) -> DataSet:
     return DataSet(title=f"{len(data)} mixed scalar columns", data=data)
 
 
-def write(data: Data, folder: Path) -> ShardManifest:
+def write(data: Data, folder: Path, row_group_rows: int | None = None) -> ShardManifest:
     """Writes shards as the tasks of `write_shards` do, without Spark; no statistics."""
     name = "_shards-bench"
     (folder / name).mkdir(parents=True)
     kinds = {key: _kind(values) for key, values in data.items()}
     columns = tuple(Column(name=key, kind=kind) for key, kind in kinds.items())
-    plan = WritePlan(uri=str(folder), folder=name, columns=columns, handle_invalid=("error",) * len(columns))
+    plan = WritePlan(
+        uri=str(folder),
+        folder=name,
+        columns=columns,
+        handle_invalid=("error",) * len(columns),
+        row_group_rows=row_group_rows,
+    )
     files: list[ShardFile] = []
     num_rows = len(next(iter(data.values())))
     for part in np.array_split(np.arange(num_rows), NUM_FILES):
