@@ -1,6 +1,6 @@
 """Memory of a rank and rows/s with each `cache`, over data of 4 times the memory that the rank was given.
 
-Every case trains one epoch after another in a process of its own, whose memory check is told that `--given-mib`
+Every case trains in a process of its own, whose memory check is told that `--given-mib`
 are left. That refuses "memory", so it is measured once more without being told, for what it takes.
 
 - own: the most that the process's own memory has grown by, sampled every 5 ms.
