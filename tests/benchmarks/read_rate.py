@@ -1,7 +1,8 @@
 """Reading rows/s of one epoch: the engines against Petastorm's own loader and bare pyarrow.
 
-All cases read the same shards in the same process. The bare reads decode the files in order and drop
-what they decoded: no shuffle, no batches, the floor under any reader. Engines and loader give shuffled
+All cases read the same rows in the same process: the engines from shards, whose arrays are bytes of one
+width, and the others from files that hold lists, as Spark writes them. The bare reads decode the files in
+order and drop what they decoded: no shuffle, no batches. Engines and loader give shuffled
 batches of `BATCH_SIZE` rows as tensors. Petastorm's loader mixes within a window of `WINDOW_ROWS` rows
 that it fills from shuffled row groups; the engines mix the whole epoch. Opening is part of the time, for
 everyone. A cache is filled before, by an epoch that is not counted.
@@ -116,6 +117,22 @@ def write(data: Data, folder: Path, row_group_rows: int | None = None) -> ShardM
     return manifest
 
 
+def with_lists(manifest: ShardManifest, data: Data) -> list[str]:
+    """Writes the rows of an array column once more, as lists; returns these files, or the shards' own."""
+    if any(values.ndim == 1 for values in data.values()):
+        return list(manifest.paths)
+    floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
+    schema = pa.schema([pa.field(name, floats, nullable=False) for name in data])
+    files, start = [], 0
+    for file, path in zip(manifest.files, manifest.paths, strict=True):
+        batches = _arrow_batches(data, start, start + file.num_rows)
+        table = pa.Table.from_batches(batches).cast(schema)
+        files.append(f"{path}-lists.parquet")
+        pq.write_table(table, files[-1], file.row_groups[0], compression="zstd", use_dictionary=False)
+        start += file.num_rows
+    return files
+
+
 def _kind(values: np.ndarray[Any, Any]) -> Scalar | Array:
     return Scalar(values.dtype.name) if values.ndim == 1 else Array(values.dtype.name, values.shape[1:])
 
@@ -133,19 +150,19 @@ def _arrow(values: np.ndarray[Any, Any]) -> Any:
     return pa.ListArray.from_arrays(offsets, values.ravel())
 
 
-def read_bare(manifest: ShardManifest) -> int:
-    """Decodes every row group in one thread, mapped as engine "arrow" maps it; returns the rows."""
+def read_bare(paths: Sequence[str]) -> int:
+    """Decodes every row group in one thread; returns the rows."""
     rows = 0
-    for path in manifest.paths:
-        with pq.ParquetFile(path, memory_map=True) as file:
+    for path in paths:
+        with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 rows += file.read_row_group(group, use_threads=False).num_rows
     return rows
 
 
-def read_bare_threads(manifest: ShardManifest) -> int:
+def read_bare_threads(paths: Sequence[str]) -> int:
     """Decodes everything with pyarrow's scanner and its defaults; returns the rows."""
-    return sum(batch.num_rows for batch in ds.dataset(list(manifest.paths)).to_batches())
+    return sum(batch.num_rows for batch in ds.dataset(list(paths)).to_batches())
 
 
 def read_engine(manifest: ShardManifest, engine: str) -> int:
@@ -183,39 +200,39 @@ def _count(batches: Iterable[Mapping[str, torch.Tensor]]) -> int:
     return sum(len(next(iter(batch.values()))) for batch in batches)
 
 
-def read_loader(manifest: ShardManifest) -> int:
+def read_loader(paths: Sequence[str]) -> int:
     """One shuffled epoch by Petastorm's loader over its reader, with its defaults; returns the rows."""
     from petastorm.pytorch import BatchedDataLoader
 
-    with _petastorm_reader(manifest) as reader:
+    with _petastorm_reader(paths) as reader:
         return _count(BatchedDataLoader(reader, batch_size=BATCH_SIZE, shuffling_queue_capacity=WINDOW_ROWS))
 
 
-def read_petastorm(manifest: ShardManifest) -> int:
+def read_petastorm(paths: Sequence[str]) -> int:
     """Petastorm's reader alone, which gives whole row groups as NumPy columns; returns the rows."""
-    with _petastorm_reader(manifest) as reader:
+    with _petastorm_reader(paths) as reader:
         return sum(len(group[0]) for group in reader)
 
 
 @contextlib.contextmanager
-def _petastorm_reader(manifest: ShardManifest) -> Iterator[Any]:
+def _petastorm_reader(paths: Sequence[str]) -> Iterator[Any]:
     from petastorm import make_batch_reader
 
     # Files, not the folder: it passes over folders whose names begin with "_". It prints when it ends.
     with (
         contextlib.redirect_stdout(io.StringIO()),
-        make_batch_reader([f"file://{path}" for path in manifest.paths]) as reader,
+        make_batch_reader([f"file://{path}" for path in paths]) as reader,
     ):
         yield reader
 
 
-def cases(manifest: ShardManifest) -> dict[str, Callable[[], float]]:
-    """Every case as a function that reads once and returns rows/s."""
+def cases(manifest: ShardManifest, lists: Sequence[str]) -> dict[str, Callable[[], float]]:
+    """Every case as a function that reads once and returns rows/s; the peers read the files `lists`."""
     cached = CachedEpochs(manifest)
     cached.fill()
     reads: dict[str, Callable[[], int]] = {
-        BARE: partial(read_bare, manifest),
-        BARE_THREADS: partial(read_bare_threads, manifest),
+        BARE: partial(read_bare, lists),
+        BARE_THREADS: partial(read_bare_threads, lists),
         'engine "arrow"': partial(read_engine, manifest, "arrow"),
         'engine "arrow", memory cache': cached.read,
     }
@@ -226,8 +243,8 @@ def cases(manifest: ShardManifest) -> dict[str, Callable[[], float]]:
         if find_spec("pyarrow.filesystem") is None:
             print("Petastorm's own loader needs an older pyarrow, as .venv-floor has", file=sys.stderr)
         else:
-            reads[LOADER] = partial(read_loader, manifest)
-            reads["Petastorm make_batch_reader alone"] = partial(read_petastorm, manifest)
+            reads[LOADER] = partial(read_loader, lists)
+            reads["Petastorm make_batch_reader alone"] = partial(read_petastorm, lists)
     return {name: partial(_rate, name, read, manifest.num_rows) for name, read in reads.items()}
 
 
@@ -302,7 +319,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             data_set = make(args.rows)
             manifest = write(data_set.data, Path(folder) / "shards")
-            rates = harness.measure_in_turns(cases(manifest), args.repeats)
+            lists = with_lists(manifest, data_set.data)
+            rates = harness.measure_in_turns(cases(manifest, lists), args.repeats)
         results[data_set.title] = rates
         harness.print_table(
             f"read_rate: rows/s, {args.rows:,} rows, {data_set.title}, {NUM_FILES} files, "

@@ -204,8 +204,8 @@ def test_a_task_that_sees_two_sizes_reports_both_and_writes_nothing(
     tmp_path: Path, sizes: tuple[int, int]
 ) -> None:
     column = Column(name="x", kind=Array("float64"))
-    batches = [_batch([[1.0] * size] * 20) for size in sizes]
-    batches = [batch.cast(pa.schema({"c0": pa.list_(pa.float64())})) for batch in batches]
+    lists = [pa.array([[1.0] * size] * 20, pa.list_(pa.float64())) for size in sizes]
+    batches = [pa.RecordBatch.from_arrays([rows], names=["c0"]) for rows in lists]
     report = _write(_plan(tmp_path, (column,)), batches)
     assert report["shapes"] == [[[min(sizes)], [max(sizes)]]]
     assert (report["files"], report["problem"], list(tmp_path.iterdir())) == ([], None, [])
