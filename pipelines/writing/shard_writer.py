@@ -224,7 +224,7 @@ class _PartitionWriter:
         return values.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
 
     def _write(self, split: Split, arrays: list[list[Any]]) -> None:
-        if self._refused or not len(arrays[0][0]):
+        if not len(arrays[0][0]):
             return
         for index, (column, collector) in enumerate(
             zip(self._plan.stored_columns, self._stats[split], strict=True)
@@ -235,7 +235,8 @@ class _PartitionWriter:
                 present = pc.invert(arrays[mask][0])
                 measured = [array.filter(present) for array in stored]
             collector.add(len(stored[0]), column.kind.measured(measured))
-        self._writers[split].add([array for group in arrays for array in group])
+        if not self._refused:
+            self._writers[split].add([array for group in arrays for array in group])
 
     def _refuse(self, problem: str | None) -> None:
         self._problem = self._problem or problem

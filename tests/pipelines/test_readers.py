@@ -21,7 +21,7 @@ from ringspark.pipelines import (
     storage,
 )
 from ringspark.pipelines.kinds.base import list_type
-from ringspark.pipelines.readers import Batch
+from ringspark.pipelines.readers import Batch, base
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -304,3 +304,21 @@ def test_shards_behind_any_fsspec_uri_are_read(shards: ShardManifest, engine: st
     finally:
         storage.remove(remote.uri, recursive=True)
     assert np.array_equal(ids, _joined(list(open_reader(shards, engine=engine).batches(0))))
+
+
+def test_blocks_that_nobody_holds_are_used_again(
+    ordered_shards: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_BLOCK_ROWS", 16)
+    wide = np.arange(800 * 32, dtype=np.float32).reshape(-1, 32)
+    reader = open_reader(ordered_shards({"x": wide}), batch_size=16, engine=engine)
+    for _ in reader.batches(0):
+        pass
+    in_turns = len(reader._buffers._kept["block of x"])
+    held = list(reader.batches(1))
+    assert in_turns <= 6 < len(held) <= len(reader._buffers._kept["block of x"])
+    # The rows of a batch that is held stay what they are.
+    rows = np.concatenate([batch["x"] for batch in held])
+    assert rows[np.argsort(rows[:, 0])].tobytes() == wide.tobytes()
+    reader.close()
+    assert not reader._buffers._kept
