@@ -84,6 +84,18 @@ class HorovodCollective(ConnectedMember):
         self.traffic.all_reduce(num_bytes([result]))
         return result
 
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        with peer_errors("allreduce"):
+            # The same name in every step, because Horovod keeps what the ranks agreed on by name.
+            handle = self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=f"ringspark.{name}")
+        self.traffic.all_reduce(num_bytes([tensor]))
+
+        def wait() -> None:
+            with peer_errors("allreduce"):
+                self._hvd.synchronize(handle)
+
+        return wait
+
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         if counts is None:
             counts = self._gather(torch.tensor([len(tensor)])).tolist()

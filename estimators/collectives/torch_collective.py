@@ -81,6 +81,17 @@ class TorchCollective(ConnectedMember):
         self.traffic.all_reduce(num_bytes([result]))
         return result
 
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        with peer_errors("allreduce"):
+            work = dist.all_reduce(tensor, async_op=True)
+        self.traffic.all_reduce(num_bytes([tensor]))
+
+        def wait() -> None:
+            with peer_errors("allreduce"):
+                work.wait()
+
+        return wait
+
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         if counts is not None:
             return self._gather_known(tensor.detach(), counts)

@@ -2,8 +2,8 @@
 
 The loops by hand are what anybody would write: two processes that exchange nothing, DDP, one flat all-reduce,
 Horovod a tensor at a time, in one group, and flat. "from memory" is this package's own training on batches
-that its reader read once, which leaves reading out; "from shards" is all of it. Steady state leaves out starts:
-epochs after the first, by the history. Every process has one thread.
+that its reader read once, which leaves reading out; "from shards" is all of it. Steady state means the epochs
+after the first, by the history. Every process has one thread.
 
 With `--sweep` it measures instead where buckets that overlap with the backward pass begin to beat one flat
 exchange: both ways of each collective, over widths of the network.

@@ -18,12 +18,12 @@ class Seen(NamedTuple):
 
     Attributes:
         losses: Each head's weighted loss summed over the rows, (num_heads,).
-        weights: The rows' weight in each of them, (num_heads,).
+        weights: The rows' weight in each of them, (num_heads,); one number if rows have no weights.
         pairs: Output and label of each head, (rows, ...), if metrics need them; else empty.
     """
 
     losses: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor | float
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
@@ -64,8 +64,8 @@ class Sums:
             if finite_only:
                 finite = losses.isfinite()
                 losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
-            self._losses[0] += losses
-            self._losses[1] += weights
+            self._losses[0].add_(losses)
+            self._losses[1].add_(weights)
             for metric_set, (output, label) in zip(self._metrics, pairs, strict=False):
                 if finite_only:
                     kept = output.reshape(len(output), -1).isfinite().all(1)
