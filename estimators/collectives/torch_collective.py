@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
     shared_nonce,
 )
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
+from ringspark.estimators.collectives.shared_sum import SharedSum, open_shared_sum
 from ringspark.estimators.collectives.traffic import Member
 
 
@@ -35,10 +37,14 @@ class TorchCollective(ConnectedMember):
 
     name = "torch"
 
-    def __init__(self, member: Member, use_gpu: bool, client: RendezvousClient) -> None:
+    def __init__(
+        self, member: Member, use_gpu: bool, client: RendezvousClient, timeout_seconds: float
+    ) -> None:
         super().__init__(member)
         self._use_gpu = use_gpu
         self._client = client
+        self._timeout_seconds = timeout_seconds
+        self._shared_sums: dict[tuple[str, torch.Size, torch.dtype], SharedSum | None] = {}
 
     @classmethod
     def connect(
@@ -52,7 +58,7 @@ class TorchCollective(ConnectedMember):
                 _join(member, MemberStore(client, guard, timeout_seconds), timeout_seconds, use_gpu)
             # Every pair is connected, so any later connection to Gloo's port is a stranger's.
             guard.shut()
-            collective = cls(member, use_gpu, client)
+            collective = cls(member, use_gpu, client, timeout_seconds)
             try:
                 collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret, timeout_seconds)
@@ -82,9 +88,16 @@ class TorchCollective(ConnectedMember):
         return result
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        key = (name, tensor.shape, tensor.dtype)
+        if key not in self._shared_sums:
+            self._shared_sums[key] = open_shared_sum(self, tensor, self._timeout_seconds)
+        self.traffic.all_reduce(num_bytes([tensor]))
+        shared = self._shared_sums[key]
+        if shared is not None:
+            shared.start(tensor)
+            return partial(shared.finish, tensor)
         with peer_errors("allreduce"):
             work = dist.all_reduce(tensor, async_op=True)
-        self.traffic.all_reduce(num_bytes([tensor]))
 
         def wait() -> None:
             with peer_errors("allreduce"):
@@ -173,6 +186,8 @@ class TorchCollective(ConnectedMember):
         self.close()
 
     def close(self) -> None:
+        for shared in filter(None, self._shared_sums.values()):
+            shared.close()
         # The peers see the connection close only when the last reference to the group is gone.
         self._release()
         gc.collect()

@@ -1,6 +1,6 @@
 """Lays gradients end to end in buffers that travel between the ranks, with a note of who had which.
 
-Invariant: all ranks make equal buckets from equal parameters, because they sum the buffers element by element.
+Invariant: all ranks make equal buckets from equal parameters, as they sum the buffers element by element.
 """
 
 from __future__ import annotations

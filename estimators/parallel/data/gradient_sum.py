@@ -1,4 +1,4 @@
-"""Sums gradients over the ranks: in one exchange for a small network, during the backward pass for a large one.
+"""Sums gradients over the ranks: in one exchange for a small network, in the backward pass for a large one.
 
 A small network pays for the number of exchanges, not for their bytes, so all its gradients travel in one
 buffer after the step's last backward pass. The gradients of a large one travel in buckets, each as soon as
