@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,9 @@ from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
 from ringspark.estimators.collectives.traffic import Member
+
+# Seconds between two looks whether a sum is complete.
+_LOOK_SECONDS = 20e-6
 
 # Label of a build that binds to the interface it is told, see scripts/setup_environment.py.
 _MENDED = "+iface"
@@ -92,6 +96,9 @@ class HorovodCollective(ConnectedMember):
 
         def wait() -> None:
             with peer_errors("allreduce"):
+                # Horovod itself looks only every millisecond, which a small network takes for its whole step.
+                while not self._hvd.poll(handle):
+                    time.sleep(_LOOK_SECONDS)
                 self._hvd.synchronize(handle)
 
         return wait

@@ -129,7 +129,7 @@ def open_shared_sum(collective: Collective, tensor: torch.Tensor, timeout: float
 
 
 def _open_door(stack: ExitStack, timeout: float) -> socket.socket | None:
-    """Returns a listening socket in a folder that only this user may enter; None if there is no place for it."""
+    """Returns a listening socket in a folder of this user alone; None if there is no place for it."""
     with suppress(OSError):
         folder = stack.enter_context(TemporaryDirectory(prefix="ringspark-"))
         door = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -47,6 +47,7 @@ class Sums:
         # float64, so that the mean over many millions of rows stays exact to the printed digits.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._losses = torch.zeros((2, len(heads)), dtype=dtype, device=device)
+        self._loss_sums, self._weight_sums = self._losses  # views
         self._metrics = [
             MetricSet(head.metrics if with_metrics else (), head.width, device, head.ignored)
             for head in heads
@@ -64,8 +65,8 @@ class Sums:
             if finite_only:
                 finite = losses.isfinite()
                 losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
-            self._losses[0].add_(losses)
-            self._losses[1].add_(weights)
+            self._loss_sums.add_(losses)
+            self._weight_sums.add_(weights)
             for metric_set, (output, label) in zip(self._metrics, pairs, strict=False):
                 if finite_only:
                     kept = output.reshape(len(output), -1).isfinite().all(1)
