@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -211,6 +212,8 @@ def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": door.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(door.port),
+        # Gradients come in buckets; fusion would copy several into a buffer of its own, and back.
+        "HOROVOD_FUSION_THRESHOLD": os.environ.get("HOROVOD_FUSION_THRESHOLD", "0"),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout_seconds))),
     }
     if interface := interface_of(member.host):
