@@ -151,7 +151,9 @@ def _deal(door: socket.socket, size: int, num_bytes: int) -> tuple[int, dict[int
     for _ in range(1, size):
         link, _address = door.accept()
         with link:
-            rank = link.recv(1)[0]
+            if not (told := link.recv(1)):
+                raise OSError("a rank ended while they met")
+            rank = told[0]
             socket.send_fds(link, [b"1"], [memory, *(end.fileno() for _, end in sorted(ends[rank].items()))])
         for end in ends[rank].values():
             end.close()
