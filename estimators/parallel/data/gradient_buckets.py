@@ -28,7 +28,7 @@ class GradientBucket:
         sizes = [p.numel() for p in self.parameters]
         first = self.parameters[0]
         self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *pieces, self._counts = self.buffer.split([*sizes, len(sizes)])
+        *pieces, self._counts = torch.split(self.buffer, [*sizes, len(sizes)])
         self._views = [_shaped_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
         self._missing: list[int] = []
         self.await_all()
@@ -45,12 +45,13 @@ class GradientBucket:
             ValueError: A gradient is sparse.
         """
         gradients = [p.grad for p in self.parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
+        self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None:
                 refuse_sparse(name, gradient)
-        self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         if not self._missing:
-            torch._foreach_copy_(self._views, gradients)
+            torch._foreach_copy_(self._views, present)
             # Sums of 1 and 0 over up to 256 ranks are small whole numbers, exact in 16 bits as well.
             self._counts.fill_(1)
         else:
@@ -92,7 +93,7 @@ def make_buckets(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> li
     """
     full: list[dict[str, nn.Parameter]] = []
     open_by_kind: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
-    for name, parameter in reversed(named.items()):
+    for name, parameter in reversed(list(named.items())):
         kind = (parameter.dtype, parameter.device)
         bucket = open_by_kind.setdefault(kind, {})
         bucket[name] = parameter
