@@ -205,22 +205,28 @@ def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
     assert [counts["all_gather"] for counts in results] == lengths[name]
 
 
-def _fails_on_rank_one(collective: Collective, device: str, status: Status) -> str:
+def _fails_on_rank_one(by: str, collective: Collective, device: str, status: Status) -> str:
     for step in range(5):
         status.phase = f"step {step}"
         if step == 3 and collective.rank == 1:
             raise KeyError("lost")
-        collective.all_reduce(torch.ones(4))
+        if by == "all_reduce":
+            collective.all_reduce(torch.ones(4))
+        else:
+            values = torch.arange(4.0) * (collective.rank + step)
+            collective.start_sum(values, "values")()
+            assert values.tolist() == [(3 + 3 * step) * n for n in range(4)]
     return "unreachable"
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
-def test_a_failing_rank_ends_its_peers_and_is_named(name: str) -> None:
+@pytest.mark.parametrize("by", ["all_reduce", "start_sum"])
+def test_a_failing_rank_ends_its_peers_and_is_named(name: str, by: str) -> None:
     with pytest.raises(
         WorkerError, match=r"rank 1 on host .* failed in phase 'step 3': KeyError: 'lost'"
     ) as caught:
-        run_spawned(3, name, _fails_on_rank_one, timeout_seconds=60)
+        run_spawned(3, name, partial(_fails_on_rank_one, by), timeout_seconds=60)
     peers = {failure.rank: failure.from_peer for failure in caught.value.failures}
     assert peers == {0: True, 1: False, 2: True}
 
