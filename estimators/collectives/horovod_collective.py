@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringspark.estimators.collectives.base import (
-    ConnectedMember,
     ReduceOp,
     contiguous,
     num_bytes,
@@ -20,6 +19,7 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
+from ringspark.estimators.collectives.shared_sum import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 
 # Seconds between two looks whether a sum is complete.
@@ -29,15 +29,15 @@ _LOOK_SECONDS = 20e-6
 _MENDED = "+iface"
 
 
-class HorovodCollective(ConnectedMember):
+class HorovodCollective(SharingMember):
     """The connected half of the collective; exists after `hvd.init`."""
 
     name = "horovod"
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, timeout_seconds: float) -> None:
         import horovod.torch as hvd
 
-        super().__init__(member)
+        super().__init__(member, timeout_seconds)
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
         self._operations = 0
@@ -60,7 +60,7 @@ class HorovodCollective(ConnectedMember):
                 # Horovod reads its environment only in init, so the settings need not stay.
                 with environment(settings), peer_errors("joining the Horovod ring"):
                     hvd.init()
-            collective = cls(member)
+            collective = cls(member, timeout_seconds)
             try:
                 collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret)
@@ -89,11 +89,10 @@ class HorovodCollective(ConnectedMember):
         self.traffic.all_reduce(num_bytes([result]))
         return result
 
-    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         with peer_errors("allreduce"):
             # The same name in every step, because Horovod keeps what the ranks agreed on by name.
             handle = self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=f"ringspark.{name}")
-        self.traffic.all_reduce(num_bytes([tensor]))
 
         def wait() -> None:
             with peer_errors("allreduce"):

@@ -14,15 +14,52 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 
-from ringspark.estimators.collectives.base import Collective, CollectiveError, gather_bytes
+from ringspark.estimators.collectives.base import (
+    Collective,
+    CollectiveError,
+    ConnectedMember,
+    gather_bytes,
+    num_bytes,
+)
+from ringspark.estimators.collectives.traffic import Member
 
 # Each rank reads the tensors of all others, so a library's ring is faster for large ones.
 LARGEST_BYTES = 4 << 20
+
+
+class SharingMember(ConnectedMember):
+    """Base of the collectives over a network: small sums on one host go through shared memory."""
+
+    def __init__(self, member: Member, timeout_seconds: float) -> None:
+        super().__init__(member)
+        self._timeout_seconds = timeout_seconds
+        self._shared_sums: dict[tuple[str, torch.Size, torch.dtype], SharedSum | None] = {}
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        key = (name, tensor.shape, tensor.dtype)
+        if key not in self._shared_sums:
+            made = open_shared_sum(cast("Collective", self), tensor, self._timeout_seconds)
+            self._shared_sums[key] = made
+            if made is not None:
+                self.on_leave(made.close)
+        self.traffic.all_reduce(num_bytes([tensor]))
+        shared = self._shared_sums[key]
+        if shared is None:
+            return self._start_sum(tensor, name)
+        shared.start(tensor)
+        return partial(shared.finish, tensor)
+
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        """Like `start_sum`, by the library."""
+        raise NotImplementedError
 
 
 class SharedSum:

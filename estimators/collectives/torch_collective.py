@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringspark.estimators.collectives.base import (
-    ConnectedMember,
     ReduceOp,
     contiguous,
     num_bytes,
@@ -28,11 +26,11 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
     shared_nonce,
 )
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
-from ringspark.estimators.collectives.shared_sum import SharedSum, open_shared_sum
+from ringspark.estimators.collectives.shared_sum import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 
 
-class TorchCollective(ConnectedMember):
+class TorchCollective(SharingMember):
     """The connected half of the collective; it owns the default process group."""
 
     name = "torch"
@@ -40,11 +38,9 @@ class TorchCollective(ConnectedMember):
     def __init__(
         self, member: Member, use_gpu: bool, client: RendezvousClient, timeout_seconds: float
     ) -> None:
-        super().__init__(member)
+        super().__init__(member, timeout_seconds)
         self._use_gpu = use_gpu
         self._client = client
-        self._timeout_seconds = timeout_seconds
-        self._shared_sums: dict[tuple[str, torch.Size, torch.dtype], SharedSum | None] = {}
 
     @classmethod
     def connect(
@@ -87,15 +83,7 @@ class TorchCollective(ConnectedMember):
         self.traffic.all_reduce(num_bytes([result]))
         return result
 
-    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
-        key = (name, tensor.shape, tensor.dtype)
-        if key not in self._shared_sums:
-            self._shared_sums[key] = open_shared_sum(self, tensor, self._timeout_seconds)
-        self.traffic.all_reduce(num_bytes([tensor]))
-        shared = self._shared_sums[key]
-        if shared is not None:
-            shared.start(tensor)
-            return partial(shared.finish, tensor)
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         with peer_errors("allreduce"):
             work = dist.all_reduce(tensor, async_op=True)
 
@@ -186,8 +174,6 @@ class TorchCollective(ConnectedMember):
         self.close()
 
     def close(self) -> None:
-        for shared in filter(None, self._shared_sums.values()):
-            shared.close()
         # The peers see the connection close only when the last reference to the group is gone.
         self._release()
         gc.collect()

@@ -107,7 +107,8 @@ def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collect
     weights = _own_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):
         return float(global_rows)
-    total = data.all_reduce(weights)
+    total = weights.clone()
+    data.start_sum(total, "weights")()
     # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
     return torch.where(total > 0, total, torch.ones_like(total))
 
