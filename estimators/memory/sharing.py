@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.collectives.shared_sum import LARGEST_BYTES
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -48,4 +49,6 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
         # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
     # Every gradient has a place in a bucket, with a number that says how many ranks had it.
-    return gradients + 4 * len(trained)
+    buckets = gradients + 4 * len(trained)
+    # Small ones also have two places in memory that the ranks share, if those are on one host.
+    return 3 * buckets if buckets * config.num_workers <= LARGEST_BYTES else buckets
