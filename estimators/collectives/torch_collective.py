@@ -188,8 +188,8 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
     values = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
         values["GLOO_SOCKET_IFNAME"] = interface
-    # An optimizer's first step imports this module. If that happens while a group exists, the module holds the
-    # group, and the port that Gloo listens on, as long as the process lives.
+    # An optimizer imports this module. If that happens while a group exists, the module holds the group, and
+    # the port that Gloo listens on, as long as the process lives.
     import torch._dynamo  # noqa: F401
 
     with environment(values):
