@@ -256,12 +256,15 @@ def newest_change(uri: str) -> float | None:
         return max((fs.modified(name).timestamp() for name in names), default=None)
 
 
-def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
+def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool = True) -> None:
     """Writes a small file so that no reader ever sees a part of it.
 
     On a local disk, a temporary file beside it is flushed to disk and then renamed.
     On object stores a put is atomic already. Elsewhere (HDFS), a temporary file is moved;
     to overwrite, the old file has to be removed first, so for a moment there is none.
+
+    Args:
+        durable: Whether the file outlives a crash of the machine; false saves the local disk a flush.
 
     Raises:
         FileExistsError: There is a file and `overwrite` is false. If several write at once, exactly one
@@ -284,7 +287,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True) -> None:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             if overwrite:
                 os.replace(temporary, path)
             else:

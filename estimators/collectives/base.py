@@ -68,6 +68,18 @@ class Collective(Protocol):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Returns the reduction of `tensor` over all ranks, in its dtype and on its device."""
 
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        """Begins to overwrite `tensor` with its sum over all ranks.
+
+        Args:
+            tensor: Contiguous; it must not be used until the sum is complete.
+            name: Name of the sum, equal on all ranks. A name comes back with the same shape in every step,
+                so that a library can keep what it agreed on, and is used by one sum at a time.
+
+        Returns:
+            A function that waits for the sum. Sums of other names may be under way meanwhile.
+        """
+
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Returns every rank's tensor, in the order of ranks.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ringspark.estimators.collectives.base import (
-    ConnectedMember,
     ReduceOp,
     contiguous,
     num_bytes,
@@ -18,21 +19,25 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
+from ringspark.estimators.collectives.shared_sum import SharingMember
 from ringspark.estimators.collectives.traffic import Member
+
+# Seconds between two looks whether a sum is complete.
+_LOOK_SECONDS = 20e-6
 
 # Label of a build that binds to the interface it is told, see scripts/setup_environment.py.
 _MENDED = "+iface"
 
 
-class HorovodCollective(ConnectedMember):
+class HorovodCollective(SharingMember):
     """The connected half of the collective; exists after `hvd.init`."""
 
     name = "horovod"
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, timeout_seconds: float) -> None:
         import horovod.torch as hvd
 
-        super().__init__(member)
+        super().__init__(member, timeout_seconds)
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
         self._operations = 0
@@ -55,7 +60,7 @@ class HorovodCollective(ConnectedMember):
                 # Horovod reads its environment only in init, so the settings need not stay.
                 with environment(settings), peer_errors("joining the Horovod ring"):
                     hvd.init()
-            collective = cls(member)
+            collective = cls(member, timeout_seconds)
             try:
                 collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret)
@@ -83,6 +88,20 @@ class HorovodCollective(ConnectedMember):
             result: torch.Tensor = self._hvd.allreduce(tensor, op=ops[op], name=self._name("allreduce"))
         self.traffic.all_reduce(num_bytes([result]))
         return result
+
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        with peer_errors("allreduce"):
+            # The same name in every step, because Horovod keeps what the ranks agreed on by name.
+            handle = self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=f"ringspark.{name}")
+
+        def wait() -> None:
+            with peer_errors("allreduce"):
+                # Horovod itself looks only every millisecond, which a small network takes for its whole step.
+                while not self._hvd.poll(handle):
+                    time.sleep(_LOOK_SECONDS)
+                self._hvd.synchronize(handle)
+
+        return wait
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         if counts is None:
@@ -192,6 +211,8 @@ def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": door.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(door.port),
+        # Gradients come in buckets; fusion would copy several into a buffer of its own, and back.
+        "HOROVOD_FUSION_THRESHOLD": os.environ.get("HOROVOD_FUSION_THRESHOLD", "0"),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout_seconds))),
     }
     if interface := interface_of(member.host):

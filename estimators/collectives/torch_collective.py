@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ringspark.estimators.collectives.base import (
-    ConnectedMember,
     ReduceOp,
     contiguous,
     num_bytes,
@@ -27,16 +26,19 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
     shared_nonce,
 )
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
+from ringspark.estimators.collectives.shared_sum import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 
 
-class TorchCollective(ConnectedMember):
+class TorchCollective(SharingMember):
     """The connected half of the collective; it owns the default process group."""
 
     name = "torch"
 
-    def __init__(self, member: Member, use_gpu: bool, client: RendezvousClient) -> None:
-        super().__init__(member)
+    def __init__(
+        self, member: Member, use_gpu: bool, client: RendezvousClient, timeout_seconds: float
+    ) -> None:
+        super().__init__(member, timeout_seconds)
         self._use_gpu = use_gpu
         self._client = client
 
@@ -52,7 +54,7 @@ class TorchCollective(ConnectedMember):
                 _join(member, MemberStore(client, guard, timeout_seconds), timeout_seconds, use_gpu)
             # Every pair is connected, so any later connection to Gloo's port is a stranger's.
             guard.shut()
-            collective = cls(member, use_gpu, client)
+            collective = cls(member, use_gpu, client, timeout_seconds)
             try:
                 collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, timeout_seconds), secret, timeout_seconds)
@@ -80,6 +82,16 @@ class TorchCollective(ConnectedMember):
             dist.all_reduce(result, op=ops[op])
         self.traffic.all_reduce(num_bytes([result]))
         return result
+
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        with peer_errors("allreduce"):
+            work = dist.all_reduce(tensor, async_op=True)
+
+        def wait() -> None:
+            with peer_errors("allreduce"):
+                work.wait()
+
+        return wait
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         if counts is not None:
@@ -176,8 +188,8 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
     values = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
         values["GLOO_SOCKET_IFNAME"] = interface
-    # DistributedDataParallel imports this module. If that happens while a group exists, the module holds the
-    # group, and the port that Gloo listens on, as long as the process lives.
+    # An optimizer imports this module. If that happens while a group exists, the module holds the group, and
+    # the port that Gloo listens on, as long as the process lives.
     import torch._dynamo  # noqa: F401
 
     with environment(values):

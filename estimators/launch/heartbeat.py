@@ -195,7 +195,8 @@ class Heartbeat:
         # Errors of the store's client do not matter here, whatever their type.
         with suppress(Exception):
             data = json.dumps(asdict(self._beat)).encode()
-            storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data)
+            # The next beat replaces it, so a flush to disk would only disturb the training.
+            storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data, durable=False)
 
     def _look_for_successor(self) -> None:
         """Stops rank 0 if somebody else writes into the run directory."""

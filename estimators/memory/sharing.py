@@ -1,17 +1,16 @@
 """Computes what one rank alone does not show: its share of sharded state, and communication buffers.
 
-Adjust these formulas if a collective or a strategy changes what it holds. They count memory that is
-written to: Horovod reserves its whole fusion buffer, but writes no more of it than the gradients fill.
+Adjust these formulas if a collective or a strategy changes what it holds.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.collectives.shared_sum import LARGEST_BYTES
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -23,9 +22,6 @@ SHARDED_PARTS: dict[str, tuple[str, ...]] = {
     "gradients": ("optimizer_state", "gradients"),
     "parameters": ("optimizer_state", "gradients", "parameters"),
 }
-
-# Horovod's default; the environment variable overrides it, on the ranks too.
-_FUSION_BYTES = 128 * 1024 * 1024
 
 
 def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
@@ -52,8 +48,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     if config.sharding != "none":
         # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
-    if config.collective == "horovod":
-        threshold = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES))
-        return min(threshold, gradients)
-    # DistributedDataParallel copies every gradient into a bucket, and flags the used ones.
-    return gradients + 4 * len(trained)
+    # Every gradient has a place in a bucket, with a number that says how many ranks had it.
+    buckets = gradients + 4 * len(trained)
+    # Small ones also have two places in memory that the ranks share, if those are on one host.
+    return 3 * buckets if buckets * config.num_workers <= LARGEST_BYTES else buckets

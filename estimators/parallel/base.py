@@ -22,6 +22,19 @@ class Scaler(Protocol):
         """Lets the optimizer take its step, unless its gradients overflowed."""
 
 
+def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    """Refuses a gradient that the ranks cannot exchange; no hook can make it dense, autograd forbids that.
+
+    Raises:
+        ValueError: The gradient of parameter `name` is sparse.
+    """
+    if gradient.is_sparse:
+        raise ValueError(
+            f"parameter {name!r} got a sparse gradient, and ranks would wait for one without rows; leave "
+            "sparse=True out where the model's forward looks it up, or set numWorkers=1"
+        )
+
+
 class GradientSync(Protocol):
     """Keeps one module and its optimizer equal on all ranks.
 

@@ -94,13 +94,18 @@ class RunLog:
         if self._showing is not None:
             self._showing.join(END_SECONDS)
 
+    @property
+    def wants_progress(self) -> bool:
+        """Whether the position was not written for some time, and no write of it is under way."""
+        if not self._writes or time.monotonic() - self._last_progress < PROGRESS_SECONDS:
+            return False
+        return self._showing is None or not self._showing.is_alive()
+
     def progress(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if not self._writes or now - self._last_progress < PROGRESS_SECONDS:
+        """Writes the position in a thread of its own, if the log wants it now."""
+        if not self.wants_progress:
             return
-        if self._showing is not None and self._showing.is_alive():
-            return
-        self._last_progress = now
+        self._last_progress = time.monotonic()
         self._showing = threading.Thread(
             target=self._show, args=(progress,), name="ringspark-progress-file", daemon=True
         )

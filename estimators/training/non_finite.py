@@ -65,23 +65,25 @@ class FirstBadLoss:
     def __init__(self, device: torch.device) -> None:
         self.at_once = device.type == "cpu"
         self._first = torch.full((), _NEVER, dtype=torch.int64, device=device)
+        self._first_at_once = _NEVER
 
     def note(self, losses: torch.Tensor, step: int) -> None:
         """Checks the losses of one step, (num_losses,), without waiting for the device."""
         if not self.at_once:
             self._first = torch.minimum(self._first, torch.where(losses.isfinite().all(), _NEVER, step))
-        elif not all(map(math.isfinite, losses.tolist())):
-            self._first.fill_(min(int(self._first), step))
+        elif not all(map(math.isfinite, losses.numpy().tolist())):  # torch's own tolist copies each number
+            self._first_at_once = min(self._first_at_once, step)
 
     @property
     def step(self) -> int | None:
         """The noted step, or None; waits for the device."""
-        first = int(self._first)
+        first = self._first_at_once if self.at_once else int(self._first)
         return None if first == _NEVER else first
 
     def reset(self) -> None:
         """Forgets the noted step."""
         self._first.fill_(_NEVER)
+        self._first_at_once = _NEVER
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:

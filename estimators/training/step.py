@@ -35,7 +35,7 @@ class Recipe:
 
 
 def forward_backward(
-    recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor, *, keeps_outputs: bool
+    recipe: Recipe, sync: GradientSync, batch: Batch, divisor: torch.Tensor | float, *, keeps_outputs: bool
 ) -> Seen:
     """Adds to the gradients those of these rows' share of the global mean loss.
 
@@ -48,7 +48,7 @@ def forward_backward(
     loss = recipe.criterion.total(losses / divisor)
     if recipe.config.on_non_finite != "stop":
         loss = poisoned(loss)
-    scaled = recipe.scaler.scale(loss * sync.loss_factor)
+    scaled = recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
     with backward_errors():
         scaled.backward()  # type: ignore[no-untyped-call]
     return seen
@@ -93,26 +93,31 @@ def forward(
     return losses, Seen(losses.detach(), _own_weights(recipe, batch), pairs)
 
 
-def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collective) -> torch.Tensor:
-    """Returns the weight of all ranks' rows, (num_heads,), which divides the losses. Runs on every rank.
+def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collective) -> torch.Tensor | float:
+    """Returns the weight of all ranks' rows, which divides the losses. Runs on every rank.
 
     Args:
         batch: All of this rank's rows of the step.
         global_rows: Rows of all ranks; without row weights they are the divisor.
         data: Collective of the ranks that share the global batch.
+
+    Returns:
+        One number for all losses if rows have no weights, else one for each, (num_heads,).
     """
-    criterion = recipe.criterion
-    if batch.weight is None and criterion.row_weights(batch.labels) is None:
-        return torch.full((criterion.num_losses,), float(global_rows), device=recipe.device)
-    total = data.all_reduce(_own_weights(recipe, batch))
+    weights = _own_weights(recipe, batch)
+    if not isinstance(weights, torch.Tensor):
+        return float(global_rows)
+    total = weights.clone()
+    data.start_sum(total, "weights")()
     # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _own_weights(recipe: Recipe, batch: Batch) -> torch.Tensor:
-    """Returns the weight of these rows in the mean of each head's loss, (num_heads,)."""
+def _own_weights(recipe: Recipe, batch: Batch) -> torch.Tensor | float:
+    """Returns the weight of these rows in the mean of each head's loss, like `global_weights`."""
     weights = recipe.criterion.row_weights(batch.labels)
     if weights is None:
-        total = float(batch.num_rows) if batch.weight is None else batch.weight.sum()
-        return torch.ones(recipe.criterion.num_losses, device=recipe.device) * total
+        if batch.weight is None:
+            return float(batch.num_rows)
+        return batch.weight.sum().expand(recipe.criterion.num_losses).contiguous()
     return (weights if batch.weight is None else weights * batch.weight[:, None]).sum(0)

@@ -122,16 +122,17 @@ class Trainer:
                 running.step_in_epoch = step + 1
                 if running.callbacks.has_step_end:
                     self._call("on_step_end")
-                running.log.progress(
-                    Progress(
-                        epoch=epoch + 1,
-                        epochs=self._config.epochs,
-                        step=state.step,
-                        num_steps=state.num_steps,
-                        rows=rows,
-                        seconds=self._recovery.seconds,
+                if running.log.wants_progress:
+                    running.log.progress(
+                        Progress(
+                            epoch=epoch + 1,
+                            epochs=self._config.epochs,
+                            step=state.step,
+                            num_steps=state.num_steps,
+                            rows=rows,
+                            seconds=self._recovery.seconds,
+                        )
                     )
-                )
                 if self._recovery.due.after_step(state.step):
                     # After the last step, the epoch's record and its callbacks come before the checkpoint.
                     is_due = step + 1 == reader.num_steps
@@ -142,7 +143,6 @@ class Trainer:
 
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
-        # Without the argument set_to_none, which Horovod's zero_grad lacks.
         self._sync.optimizer.zero_grad()
         # If the step is undone, so are its changes of running statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []

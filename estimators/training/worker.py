@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES, strategy_key
+from ringspark.estimators.parallel.base import refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -176,29 +177,21 @@ def _build(
     module = module.to(device)
     accept_single_rows(module)
     if config.num_workers > 1:
-        _make_gradients_dense(module)
+        # The exchange of whole gradients looks by itself, without the cost of a hook per parameter.
+        _make_gradients_dense(module, with_hooks=config.sharding != "none")
     if config.precision != "fp32":
         keep_norms_fp32(module)
     return module
 
 
-def _make_gradients_dense(module: nn.Module) -> None:
+def _make_gradients_dense(module: nn.Module, with_hooks: bool) -> None:
     """Makes embeddings give dense gradients, since ranks would wait for the indices of one without rows."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             layer.sparse = False
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_refuse_sparse, name))  # type: ignore[no-untyped-call]
-
-
-def _refuse_sparse(name: str, gradient: torch.Tensor) -> None:
-    # No hook can make it dense: autograd refuses to change the type.
-    if gradient.is_sparse:
-        raise ValueError(
-            f"parameter {name!r} got a sparse gradient, and ranks would wait for one without rows; leave "
-            "sparse=True out where the model's forward looks it up, or set numWorkers=1"
-        )
+        if parameter.requires_grad and with_hooks:
+            parameter.register_hook(partial(refuse_sparse, name))  # type: ignore[no-untyped-call]
 
 
 def _final_weights(

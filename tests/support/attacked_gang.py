@@ -97,7 +97,7 @@ def _train(
         before, result = (0, 0), ""
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-        sync = synchronize(module, torch.optim.Adam(module.parameters(), lr=0.01), collective, 1)
+        sync = synchronize(module, torch.optim.Adam(module.parameters(), lr=0.01), collective)
         scaler: Any = torch.amp.GradScaler("cpu", enabled=False)
         for step in range(steps):
             rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + collective.rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -50,6 +51,7 @@ class Criterion:
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
         self._factors = tuple(head.weight for head in heads)
+        self._is_plain_sum = all(factor == 1 for factor in self._factors)
         pairs = zip(self._losses, heads, strict=True)
         self._row_weights = [row_weights(loss, head.ignored) for loss, head in pairs]
 
@@ -59,11 +61,13 @@ class Criterion:
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the value of each loss per row, (batch, num_losses), before loss weights."""
-        with torch.autocast(outputs[0].device.type, enabled=False):
+        kind = outputs[0].device.type
+        is_on = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if is_on else nullcontext():
             columns = [
                 loss(*pair) for loss, *pair in zip(self._losses, outputs, labels, strict=True)
             ]  # each (batch,)
-        return torch.stack(columns, dim=1)
+        return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(columns, dim=1)
 
     def row_weights(self, labels: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns each row's weight in each loss, (batch, num_losses); None, on every rank, if all are 1."""
@@ -77,4 +81,4 @@ class Criterion:
 
     def total(self, means: torch.Tensor) -> torch.Tensor:
         """Returns the loss to minimise, from the mean of each loss, (num_losses,)."""
-        return (means * means.new_tensor(self._factors)).sum()
+        return (means if self._is_plain_sum else means * means.new_tensor(self._factors)).sum()

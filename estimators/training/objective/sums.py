@@ -18,12 +18,12 @@ class Seen(NamedTuple):
 
     Attributes:
         losses: Each head's weighted loss summed over the rows, (num_heads,).
-        weights: The rows' weight in each of them, (num_heads,).
+        weights: The rows' weight in each of them, (num_heads,); one number if rows have no weights.
         pairs: Output and label of each head, (rows, ...), if metrics need them; else empty.
     """
 
     losses: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor | float
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
@@ -47,6 +47,7 @@ class Sums:
         # float64, so that the mean over many millions of rows stays exact to the printed digits.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._losses = torch.zeros((2, len(heads)), dtype=dtype, device=device)
+        self._loss_sums, self._weight_sums = self._losses  # views
         self._metrics = [
             MetricSet(head.metrics if with_metrics else (), head.width, device, head.ignored)
             for head in heads
@@ -64,8 +65,8 @@ class Sums:
             if finite_only:
                 finite = losses.isfinite()
                 losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
-            self._losses[0] += losses
-            self._losses[1] += weights
+            self._loss_sums.add_(losses)
+            self._weight_sums.add_(weights)
             for metric_set, (output, label) in zip(self._metrics, pairs, strict=False):
                 if finite_only:
                     kept = output.reshape(len(output), -1).isfinite().all(1)

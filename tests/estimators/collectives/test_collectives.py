@@ -26,8 +26,8 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import environment, interface_of
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.data.all_reduce import AllReduceSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.training.phase import Status
 
 SIZES = [(name, 1 if name == "local" else size) for name in COLLECTIVES for size in (2, 3)]
@@ -174,7 +174,7 @@ def _traffic(collective: Collective, device: str, status: Status) -> str:
     module = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Linear(5, 1))
     module[0].bias.requires_grad_(False)
     sync = synchronize(
-        module, torch.optim.SGD([p for p in module.parameters() if p.requires_grad]), collective, 2
+        module, torch.optim.SGD([p for p in module.parameters() if p.requires_grad]), collective
     )
     sent("synchronize")
     for last in (False, True):
@@ -192,10 +192,9 @@ def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
     for rank, counts in enumerate(results):
         assert counts["connecting"] == counts["barrier"] == counts["synchronize"] == 0
         assert counts["all_reduce"] == 2 * (size - 1) * 240 // size
-        # 10 weights, 5 weights and a bias: the frozen bias sends nothing, two micro-batches send once.
-        # DistributedDataParallel adds its anchor, and for each of four tensors whether it was used.
-        extra = 4 + 4 * 4 if name == "torch" else 0
-        assert counts["step"] == 2 * (size - 1) * (16 * 4 + extra) // size
+        # 10 weights, 5 weights and a bias: the frozen bias sends nothing, two micro-batches send once. For
+        # each of the three tensors, a number says how many ranks had a gradient.
+        assert counts["step"] == 2 * (size - 1) * (16 + 3) * 4 // size
         # The ring starts at its root, rank 1, so it ends at rank 0.
         assert counts["broadcast"] == (36 if rank else 0)
     lengths = {
@@ -206,22 +205,28 @@ def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
     assert [counts["all_gather"] for counts in results] == lengths[name]
 
 
-def _fails_on_rank_one(collective: Collective, device: str, status: Status) -> str:
+def _fails_on_rank_one(by: str, collective: Collective, device: str, status: Status) -> str:
     for step in range(5):
         status.phase = f"step {step}"
         if step == 3 and collective.rank == 1:
             raise KeyError("lost")
-        collective.all_reduce(torch.ones(4))
+        if by == "all_reduce":
+            collective.all_reduce(torch.ones(4))
+        else:
+            values = torch.arange(4.0) * (collective.rank + step)
+            collective.start_sum(values, "values")()
+            assert values.tolist() == [(3 + 3 * step) * n for n in range(4)]
     return "unreachable"
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
-def test_a_failing_rank_ends_its_peers_and_is_named(name: str) -> None:
+@pytest.mark.parametrize("by", ["all_reduce", "start_sum"])
+def test_a_failing_rank_ends_its_peers_and_is_named(name: str, by: str) -> None:
     with pytest.raises(
         WorkerError, match=r"rank 1 on host .* failed in phase 'step 3': KeyError: 'lost'"
     ) as caught:
-        run_spawned(3, name, _fails_on_rank_one, timeout_seconds=60)
+        run_spawned(3, name, partial(_fails_on_rank_one, by), timeout_seconds=60)
     peers = {failure.rank: failure.from_peer for failure in caught.value.failures}
     assert peers == {0: True, 1: False, 2: True}
 
@@ -271,19 +276,19 @@ def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch: Any, name: 
 
 
 def _tie(
-    by: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer, collective: Collective, rounds: int
+    by: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer, collective: Collective
 ) -> GradientSync:
-    """The exchange by the library's own means, or the one for collectives that have none of their own."""
-    if by == "library":
-        return synchronize(module, optimizer, collective, rounds)
-    return AllReduceSync(module, optimizer, collective)
+    """One exchange for all gradients, or one for each parameter during the backward pass."""
+    if by == "flat":
+        return synchronize(module, optimizer, collective)
+    return SummedGradients(module, optimizer, collective, flat_bytes=0, bucket_bytes=1)
 
 
 def _gradients(by: str, collective: Collective, device: str, status: Status) -> str:
     """Rank r differentiates its share of the mean over 1 + 2 + ... rows; the last rank has none."""
     torch.manual_seed(0)
     module = torch.nn.Linear(2, 1)
-    sync = _tie(by, module, torch.optim.SGD(module.parameters(), lr=1.0), collective, 1)
+    sync = _tie(by, module, torch.optim.SGD(module.parameters(), lr=1.0), collective)
     counts = [r + 1 for r in range(collective.size)]
     counts[-1] = 0 if collective.size > 1 else counts[-1]
     rows = torch.arange(2.0 * sum(counts)).reshape(-1, 2)
@@ -303,7 +308,7 @@ def _gradients(by: str, collective: Collective, device: str, status: Status) -> 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "size", "by"),
-    [*((*pair, "library") for pair in sorted(set(SIZES))), *((name, 3, "all_reduce") for name in GANGS)],
+    [*((*pair, "flat") for pair in sorted(set(SIZES))), *((name, 3, "buckets") for name in GANGS)],
 )
 def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int, by: str) -> None:
     for text in run_spawned(size, name, partial(_gradients, by)):
@@ -337,7 +342,7 @@ def _branches(by: str, collective: Collective, device: str, status: Status) -> s
     """The weights, and who had a gradient, after steps with decay; in two micro-batches where rows allow."""
     module = Branching()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
-    sync = _tie(by, module, optimizer, collective, 2)
+    sync = _tie(by, module, optimizer, collective)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     had: list[list[str]] = []
     for step in STEPS:
@@ -361,10 +366,10 @@ def _branches(by: str, collective: Collective, device: str, status: Status) -> s
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
-@pytest.mark.parametrize(("size", "by"), [(1, "library"), (2, "library"), (2, "all_reduce")])
+@pytest.mark.parametrize(("size", "by"), [(1, "flat"), (2, "flat"), (2, "buckets")])
 def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int, by: str) -> None:
     """Zeros in their place would let weight decay and momentum move them, by the number of workers."""
-    expected_had, expected = json.loads(_branches("library", LocalCollective(), "cpu", Status("here")))
+    expected_had, expected = json.loads(_branches("flat", LocalCollective(), "cpu", Status("here")))
     used, unused = ["always", "positive", "zero"], ["always", "zero"]
     assert expected_had == [unused, used, unused, used, used, unused]
     for text in run_spawned(size, name, partial(_branches, by)):

@@ -111,8 +111,8 @@ def test_each_way_of_sharding_leaves_a_rank_its_share() -> None:
 
 def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> None:
     assert plan_memory(DEEP, BATCH, collective="horovod").communication == 0
-    assert plan_memory(DEEP, BATCH, collective="horovod", numWorkers=2).communication == DEEP_PARAMETERS
-    assert plan_memory(DEEP, BATCH, collective="torch", numWorkers=2).communication >= DEEP_PARAMETERS
+    for collective in ("horovod", "torch"):
+        assert plan_memory(DEEP, BATCH, collective=collective, numWorkers=2).communication >= DEEP_PARAMETERS
 
 
 def test_a_plan_does_not_depend_on_how_the_batch_is_given() -> None:

@@ -487,7 +487,7 @@ def _weights(collective: Collective, device: str, status: Status) -> str:
     for name, (make, spec, groups) in CASES.items():
         status.phase = name
         module = make()
-        sync = synchronize(module, build_optimizer(spec, module, groups, 0.005, 0.1), collective, 1)
+        sync = synchronize(module, build_optimizer(spec, module, groups, 0.005, 0.1), collective)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         for batch in rows:
             mine = batch[collective.rank :: collective.size]
@@ -510,24 +510,3 @@ def test_factories_and_our_own_optimizers_train_alike_on_several_ranks(name: str
             tolerance = 2e-3 if "8bit" in case else 1e-5
             difference = torch.tensor(weights) - torch.tensor(expected[case])
             assert difference.abs().max() < tolerance, case
-
-
-class NeedsArgument(torch.optim.SGD):
-    def __init__(self, params: Any, scale: float) -> None:
-        super().__init__(params, lr=scale)
-
-
-def _foreign(collective: Collective, device: str, status: Status) -> str:
-    module = _module()
-    try:
-        synchronize(module, NeedsArgument(module.parameters(), 0.1), collective, 1)
-    except ValueError as error:
-        return str(error)
-    return "made"
-
-
-@pytest.mark.distributed
-def test_an_optimizer_that_horovod_cannot_make_anew_is_refused_with_the_remedy() -> None:
-    for text in run_spawned(2, "horovod", _foreign):
-        assert "optimizer NeedsArgument must be constructible from its parameter groups alone" in text
-        assert "collective='torch'" in text

@@ -1,0 +1,88 @@
+"""Sums gradients over the ranks: in one exchange for a small network, in the backward pass for a large one.
+
+A small network pays for the number of exchanges, not for their bytes, so all its gradients travel in one
+buffer after the step's last backward pass. The gradients of a large one travel in buckets, each as soon as
+it is complete, while the layers before it still compute (Li et al. 2020, "PyTorch Distributed").
+
+Invariant: every rank sends every bucket once a step, in the same order, whatever rows it has and whichever
+parameters they use. A bucket that is not complete in the backward pass leaves after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.data.gradient_buckets import make_buckets
+from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
+
+# Gradients of at most so many bytes travel in one exchange; `slope --sweep` shows where buckets are faster.
+FLAT_BYTES = 32 << 20
+
+
+class SummedGradients(PlainSync):
+    """Gradients summed by the collective; a rank without rows in a step adds zeros."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+        *,
+        flat_bytes: int = FLAT_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__(module, optimizer)
+        self._collective = collective
+        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        trained = {name: p for name, p in module.named_parameters() if p in held}
+        is_flat = num_bytes(trained.values()) <= flat_bytes
+        self._buckets = make_buckets(trained, None if is_flat else bucket_bytes)
+        self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
+        self._is_last = True
+        self._always = nullcontext()
+        if not is_flat:
+            for number, bucket in enumerate(self._buckets):
+                for index, parameter in enumerate(bucket.parameters):
+                    hook = partial(self._on_gradient, number, index)
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        self._is_last = last
+        return self._always
+
+    def _on_gradient(self, number: int, index: int, _: torch.Tensor) -> None:
+        """Notes that a gradient is complete; sends the buckets that are now complete, in order."""
+        if not self._is_last:
+            return
+        if number < len(self._sums):
+            raise ValueError(
+                "a gradient came again after it was exchanged; checkpoint the model's layers with "
+                "use_reentrant=False, which gives each parameter one gradient per backward pass"
+            )
+        self._buckets[number].awaited.discard(index)
+        while len(self._sums) < len(self._buckets) and not self._buckets[len(self._sums)].awaited:
+            self._send()
+
+    def _send(self) -> None:
+        """Begins the exchange of the next bucket."""
+        number = len(self._sums)
+        bucket = self._buckets[number]
+        bucket.take()
+        self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
+
+    def reduce(self) -> None:
+        while len(self._sums) < len(self._buckets):
+            self._send()
+        for bucket, wait in zip(self._buckets, self._sums, strict=True):
+            wait()
+            bucket.give()
+            bucket.await_all()
+        self._sums.clear()

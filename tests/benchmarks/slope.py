@@ -1,0 +1,339 @@
+"""Training rows/s of 2 ranks in steady state, beside the same network by hand with its batches in memory.
+
+The loops by hand are what anybody would write: two processes that exchange nothing, DDP, one flat all-reduce,
+Horovod a tensor at a time, in one group, and flat. "from memory" is this package's own training on batches
+that its reader read once, which leaves reading out; "from shards" is all of it. Steady state means the epochs
+after the first, by the history. Every process has one thread.
+
+With `--sweep` it measures instead where buckets that overlap with the backward pass begin to beat one flat
+exchange: both ways of each collective, over widths of the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+import torch
+from step_calls import StepCalls, calls_of, operations_of, waiting_operations
+from torch import nn
+from torch.nn import functional
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.collectives.network import environment
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.training import worker
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.jobs import cli
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, write_shards
+
+LEARNING_RATE = 1e-3
+WARM_UP_STEPS = 10
+SWEEP_WIDTHS = (256, 512, 1024, 2048, 3072)
+SWEEP_ROWS = 128
+DDP, FLAT, BARE = "DDP", "one flat all-reduce", "no exchange"
+HOROVOD = {"Horovod, a tensor at a time": 0, "Horovod, one group": 1, "Horovod, flat": None}
+OURS = {"torch + arrow": ("torch", "arrow"), "Horovod + petastorm": ("horovod", "petastorm")}
+
+Step = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def flat_gradients(module: nn.Module) -> torch.Tensor:
+    """One buffer, of which every parameter's gradient is a view."""
+    parameters = list(module.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters))
+    for parameter, view in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = view.view_as(parameter)
+    return buffer
+
+
+def make_step(name: str, module: nn.Module) -> Step:
+    """One step of a loop by hand: forward, backward, exchange, update."""
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    buffer = flat_gradients(module) if name in (FLAT, "Horovod, flat") else None
+    called: nn.Module = module
+    exchange: Callable[[], object] = lambda: None  # noqa: E731
+    if name == DDP:
+        called = nn.parallel.DistributedDataParallel(module)
+    elif name == FLAT:
+        exchange = partial(torch.distributed.all_reduce, buffer)
+    elif name in HOROVOD:
+        import horovod.torch as hvd
+
+        if buffer is None:
+            groups = {"num_groups": HOROVOD[name]} if HOROVOD[name] else {}
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, named_parameters=module.named_parameters(), op=hvd.Sum, **groups
+            )
+        else:
+            exchange = partial(hvd.allreduce_, buffer, op=hvd.Sum, name="gradients")
+
+    def step(features: torch.Tensor, label: torch.Tensor) -> None:
+        if buffer is None:
+            optimizer.zero_grad()
+        else:
+            buffer.zero_()
+        functional.mse_loss(called(features).squeeze(-1), label).backward()  # type: ignore[no-untyped-call]
+        exchange()
+        optimizer.step()
+
+    return step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop by hand on one rank, over rows of its own in memory; the text is its seconds for an epoch."""
+
+    name: str
+    rank_rows: int
+    steps: int
+
+    def __call__(self, collective: Collective, device: str, status: Status) -> str:
+        generator = torch.Generator().manual_seed(collective.rank)
+        batches = [
+            (torch.rand(self.rank_rows, harness.DIM, generator=generator), torch.rand(self.rank_rows))
+            for _ in range(self.steps)
+        ]
+        torch.manual_seed(0)
+        step = make_step(self.name, harness.MLP.build())
+        for batch in batches[:WARM_UP_STEPS]:
+            step(*batch)
+        collective.barrier()
+        start = time.perf_counter()
+        for batch in batches:
+            step(*batch)
+        collective.barrier()
+        return json.dumps(time.perf_counter() - start)
+
+
+def loop_rate(name: str, rank_rows: int, rows: int) -> float:
+    """Rows/s of a loop by hand on 2 ranks."""
+    steps = max(1, rows // (rank_rows * harness.NUM_WORKERS))
+    library = "horovod" if name in HOROVOD else "torch"
+    loop = Loop(name=name, rank_rows=rank_rows, steps=steps)
+    # Horovod's own default, because a loop by hand exchanges a tensor at a time.
+    with environment({"HOROVOD_FUSION_THRESHOLD": str(128 << 20)}):
+        texts = run_spawned(harness.NUM_WORKERS, library, loop, timeout_seconds=120)
+    return steps * rank_rows * harness.NUM_WORKERS / max(map(json.loads, texts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepLoop:
+    """Steps of a network of some width by this package's exchange; the text is the seconds of one step."""
+
+    width: int
+    is_flat: bool
+    steps: int
+
+    def __call__(self, collective: Collective, device: str, status: Status) -> str:
+        torch.manual_seed(0)
+        module = wide(self.width)
+        options = {} if self.is_flat else {"flat_bytes": 0}
+        optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+        sync = SummedGradients(module, optimizer, collective, **({"flat_bytes": 1 << 40} | options))
+        scaler = LossScaler("fp32", torch.device("cpu"))
+        rows = torch.rand(SWEEP_ROWS, harness.DIM)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with sync.micro_batch(last=True):
+                sync.module(rows).square().mean().backward()  # type: ignore[no-untyped-call]
+            sync.reduce()
+            sync.step(scaler)
+
+        step()
+        collective.barrier()
+        return json.dumps(harness.seconds_of(lambda: [step() for _ in range(self.steps)]) / self.steps)
+
+
+def wide(width: int) -> nn.Module:
+    """A network of 8 layers whose gradients are large beside its arithmetic."""
+    return ModelSpec("mlp", {"in_features": harness.DIM, "hidden": [width] * 8, "out_features": 1}).build()
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Prints the seconds of a step with one exchange, and with buckets, over sizes of the network."""
+    lines = []
+    for width in SWEEP_WIDTHS[: 1 if options.tiny else None]:
+        gradient_bytes = num_bytes(wide(width).parameters())
+        for library in ("torch", "horovod"):
+
+            def seconds(is_flat: bool, library: str = library, width: int = width) -> float:
+                steps = max(2, 10 * SWEEP_WIDTHS[0] // width)
+                loop = SweepLoop(width=width, is_flat=is_flat, steps=steps)
+                return max(json.loads(text) for text in run_spawned(harness.NUM_WORKERS, library, loop))
+
+            cases = {name: partial(seconds, name == "flat") for name in ("flat", "buckets")}
+            times = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
+            flat, buckets = (1000 * median(times[name]) for name in cases)
+            ratio = harness.median_ratio(times["buckets"], times["flat"])
+            size = f"{gradient_bytes / 2**20:.1f}"
+            lines.append(
+                [f"{library}, {size} MiB of gradients", f"{flat:.1f}", f"{buckets:.1f}", f"{ratio:.2f}"]
+            )
+    harness.print_table(
+        f"slope --sweep: ms of a step, {harness.NUM_WORKERS} ranks, {SWEEP_ROWS} rows each, "
+        f"{options.repeats} rounds",
+        ["", "one exchange", "buckets", "ratio"],
+        lines,
+    )
+
+
+class KeptReader:
+    """A reader that reads its first epoch from the shards and gives the same batches in all of them."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._batches: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
+        """The batches of the first epoch."""
+        self._batches = self._batches or list(self._reader.batches(0))
+        yield from self._batches
+
+
+def from_memory(task: TrainTask, collective: Collective, device: str, status: Status) -> str:
+    """Trains, in a process of its own, with batches that are read once."""
+    opened = worker.open_reader
+    worker.open_reader = lambda *args, **options: KeptReader(opened(*args, **options))  # type: ignore[assignment,return-value]
+    return task(collective, device, status)
+
+
+def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | None = None) -> float:
+    """Rows/s of this package's training on 2 ranks, in the epochs after the first."""
+    objects = objects or UserObjects()
+    config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
+    task = TrainTask(config=config, objects=user_code.dumps(objects))
+    work = partial(from_memory, task) if in_memory else task
+    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=120)
+    later = TrainResult.from_json(texts[0]).history[1:]
+    return sum(record.rows for record in later) / sum(record.seconds for record in later)
+
+
+def config_of(shards_uri: str, folder: Path, rank_rows: int, epochs: int, name: str) -> TrainConfig:
+    """Everything that is measured, as the settings of a training."""
+    collective, reader = OURS[name]
+    return TrainConfig(
+        shards_uri=shards_uri,
+        run_uri=str(folder / uuid.uuid4().hex),
+        task="regression",
+        model=harness.MLP.to_json(),
+        losses=("mse",),
+        input_columns=("features",),
+        label_columns=("label",),
+        optimizer="sgd",
+        learning_rate=LEARNING_RATE,
+        epochs=epochs,
+        batch_size=rank_rows * harness.NUM_WORKERS,
+        num_workers=harness.NUM_WORKERS,
+        collective=collective,
+        reader=reader,
+    )
+
+
+def table_rows(rates: dict[str, list[float]]) -> list[list[str]]:
+    """Rates with their ratios to DDP and to the best loop by hand of the same library."""
+    ratios = harness.rate_rows(rates, DDP)
+    libraries = {
+        False: [name for name in (DDP, FLAT) if name in rates],
+        True: [name for name in HOROVOD if name in rates],
+    }
+    for line in ratios:
+        best = max(libraries["Horovod" in line[0]], key=lambda name: sum(rates[name]), default=DDP)
+        line.append(f"{harness.median_ratio(rates[line[0]], rates[best]):.2f}")
+    return ratios
+
+
+def measure(options: argparse.Namespace, shards_uri: str, folder: Path, rank_rows: int) -> None:
+    """Prints the table of one batch size."""
+    cases: dict[str, Callable[[], float]] = {
+        name: partial(loop_rate, name, rank_rows, options.rows) for name in (BARE, DDP, FLAT, *HOROVOD)
+    }
+    for name in OURS:
+        for place in ("memory", "shards"):
+
+            def rate(name: str = name, place: str = place) -> float:
+                config = config_of(shards_uri, folder, rank_rows, options.epochs, name)
+                return training_rate(config, place == "memory")
+
+            cases[f"ringspark, {name}, from {place}"] = rate
+    cases = {
+        name: case for name, case in cases.items() if not options.only or options.only in name or name == DDP
+    }
+    rates = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
+    harness.print_table(
+        f"slope: rows/s over {harness.NUM_WORKERS} ranks, {rank_rows:,} rows per rank and step, "
+        f"{options.rows:,} rows x {harness.DIM} fp32, MLP 32-128-128-1, SGD, {options.repeats} rounds",
+        ["", "median", "min", "max", "to DDP", "to the library's best loop"],
+        table_rows(rates),
+    )
+
+
+def count_operations(config: TrainConfig, folder: Path) -> list[str]:
+    """One line: the operations of one step of a rank, with ours beside those of the loop by hand."""
+    path = folder / f"{uuid.uuid4().hex}.json"
+    training_rate(config, True, UserObjects(callbacks=(StepCalls(path),)))
+    operations, waits = calls_of(path)
+    waits += waiting_operations(operations)
+    return [f"ringspark, {config.collective}", str(len(operations)), str(len(waits))]
+
+
+def count(options: argparse.Namespace, shards_uri: str, folder: Path) -> None:
+    """Prints how many operations a step dispatches, and how many calls wait for a device."""
+    rows, label = torch.rand(64, harness.DIM), torch.rand(64)
+    bare = operations_of(partial(make_step(BARE, harness.MLP.build()), rows, label))
+    lines = [["bare loop", str(len(bare)), str(len(waiting_operations(bare)))]]
+    rank_rows = options.rows // 20  # so that an epoch has some steps, and not many
+    lines += [count_operations(config_of(shards_uri, folder, rank_rows, 2, name), folder) for name in OURS]
+    harness.print_table("slope: one step of a rank", ["", "operations", "that wait for a device"], lines)
+
+
+def main() -> None:
+    """Writes the shards once, then measures each batch size in turns."""
+    parser = harness.parser(__doc__, rows=(1_000_000, 4_096), epochs=(3, 2))
+    parser.add_argument(
+        "--rank-rows", type=cli.positive_int, nargs="+", metavar="N", help="rows per rank and step"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="measure DDP and the cases that contain this"
+    )
+    parser.add_argument("--sweep", action="store_true", help="measure sizes of the network instead")
+    options = parser.parse_args()
+    if options.sweep:
+        sweep(options)
+        return
+    rank_rows = options.rank_rows or ([256] if options.tiny else [1_024, 8_192])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with cli.spark("ringspark bench slope", harness.MASTER) as spark:
+            manifest = write_shards(harness.random_frame(spark, options.rows), str(folder / "shards"))
+        for size in rank_rows:
+            measure(options, manifest.uri, folder, size)
+        if not options.only:
+            count(options, manifest.uri, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What one step of a real training asks torch for: operations, and calls that wait for a device."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+
+# Each gives Python a number, or moves a tensor, so a GPU would have to be waited for.
+WAITING = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero")
+
+
+class Operations(TorchDispatchMode):
+    """Notes the name of every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Waits(TorchFunctionMode):
+    """Notes the calls of Python code that wait for a device; on a CPU not all of them are operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = (resolve_name(func) or getattr(func, "__name__", "")).rpartition(".")[2]
+        if name in WAITING:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class StepCalls(Callback):
+    """Writes, on rank 0, what one step asked for: from the end of step 4 to that of step 5."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._modes: tuple[ExitStack, Operations, Waits] | None = None
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 4:
+            stack = ExitStack()
+            self._modes = stack, stack.enter_context(Operations()), stack.enter_context(Waits())
+        elif self._modes is not None:
+            stack, operations, waits = self._modes
+            self._modes = None
+            stack.close()
+            if state.rank == 0:
+                self._path.write_text(json.dumps([operations.names, waits.names]))
+
+
+def calls_of(path: Path) -> tuple[list[str], list[str]]:
+    """The operations and the waiting calls that were written."""
+    operations, waits = json.loads(path.read_text())
+    return operations, waits
+
+
+def waiting_operations(operations: list[str]) -> list[str]:
+    """Those that copy a number or a tensor to or from a device."""
+    return [name for name in operations if name.startswith(("aten._local_scalar_dense", "aten._to_copy"))]
+
+
+def operations_of(step: Any) -> list[str]:
+    """The operations of one call."""
+    with Operations() as operations:
+        step()
+    return operations.names
