@@ -89,7 +89,7 @@ def batches_on(
     if device.type != "cuda":
         yield from (to_batch(columns_of, config, device) for columns_of in columns)
         return
-    stream = torch.cuda.Stream(device)
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ahead: tuple[Batch, torch.cuda.Event] | None = None
     for columns_of in columns:
         with torch.cuda.stream(stream):

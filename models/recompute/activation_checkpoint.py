@@ -74,9 +74,8 @@ def compile_segments(net: nn.Module, mode: str | None) -> bool:
 
     A module that holds recomputed ones stays as it is: a segment has to see their calls.
     """
-    recomputed = [
-        f for f in (vars(module).get("forward") for module in net.modules()) if type(f) is _Recompute
-    ]
+    forwards = [vars(module).get("forward") for module in net.modules()]
+    recomputed = [forward for forward in forwards if isinstance(forward, _Recompute)]
     for stand_in in recomputed:
         held = {id(module) for module in stand_in.module.modules()} - {id(stand_in.module)}
         if not any(id(other.module) in held for other in recomputed):

@@ -1,4 +1,4 @@
-"""Weak scaling: rows/s of 1, 2 and 3 ranks, each pinned to one core, on a network that computes much per byte.
+"""Weak scaling: rows/s of 1, 2 and 3 ranks, each pinned to a core, on a network that computes much per byte.
 
 Every rank reads and trains the same number of rows per step, from real shards, over both collectives; the
 rate is that of the last epoch, so starts are left out. Efficiency is rows/s of n ranks / (n x rows/s of 1).
@@ -37,7 +37,7 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-SEQ_LEN, VOCAB, BATCH = 64, 512, 32  # rows per step and rank
+SEQ_LEN, VOCAB, BATCH = 64, 512, 128  # rows per step and rank
 SPEC = ModelSpec(
     "transformer_classifier",
     {
@@ -139,7 +139,7 @@ def tokens(rows: int) -> dict[str, np.ndarray[Any, Any]]:
 
 def main() -> None:
     """Measures every gang and the loops beside it in turns."""
-    options = harness.parse(__doc__, rows=(BATCH * 24, BATCH * 2))
+    options = harness.parse(__doc__, rows=(BATCH * 6, BATCH))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifests = {n: write(tokens(options.rows * n), folder / f"shards-{n}") for n in RANKS}

@@ -29,22 +29,21 @@ from ringspark.estimators.training.optimizers.sm3 import SM3
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
 
-def _fused(parameters: list[Any]) -> dict[str, bool]:
-    """Returns the option for one kernel per step, for parameters that are all on GPUs.
+def _fused(parameters: list[Any]) -> bool | None:
+    """Returns True, for one kernel per step, if all parameters are on GPUs, else None for torch's default.
 
-    The CPU keeps torch's default. So does SGD, whose fused form refuses the sparse gradients of embeddings.
+    SGD stays as it is, because its fused form refuses the sparse gradients of embeddings.
     """
     groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
-    is_on_gpus = all(p.device.type == "cuda" for group in groups for p in group)
-    return {"fused": True} if is_on_gpus else {}
+    return all(p.device.type == "cuda" for group in groups for p in group) or None
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
     "momentum": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd, momentum=0.9),
-    "adam": lambda p, lr, wd: torch.optim.Adam(p, lr=lr, weight_decay=wd, **_fused(p)),
-    "adamw": lambda p, lr, wd: torch.optim.AdamW(p, lr=lr, weight_decay=wd, **_fused(p)),
+    "adam": lambda p, lr, wd: torch.optim.Adam(p, lr=lr, weight_decay=wd, fused=_fused(p)),
+    "adamw": lambda p, lr, wd: torch.optim.AdamW(p, lr=lr, weight_decay=wd, fused=_fused(p)),
     "adamax": lambda p, lr, wd: torch.optim.Adamax(p, lr=lr, weight_decay=wd),
     "nadam": lambda p, lr, wd: torch.optim.NAdam(p, lr=lr, weight_decay=wd),
     "radam": lambda p, lr, wd: torch.optim.RAdam(p, lr=lr, weight_decay=wd),

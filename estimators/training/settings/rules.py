@@ -94,8 +94,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "compile with sharding='parameters'",
         lambda c: bool(c.compile) and c.sharding == "parameters" and c.num_workers > 1,
-        "compile fuses operations over the whole network, and sharding 'parameters' gathers its weights block "
-        "by block in between; set sharding='gradients', or compile=False",
+        "compile fuses operations over the whole network, and sharding 'parameters' gathers its weights "
+        "block by block in between; set sharding='gradients', or compile=False",
     ),
     Combination(
         "compile with activationOffload or activationCompression",
@@ -113,8 +113,9 @@ COMBINATIONS: tuple[Combination, ...] = (
             and (c.gradient_accumulation > 1 or c.gradient_checkpointing != "none")
         ),
         "compile '{compile}' records CUDA graphs, which write each pass over the one before, and "
-        "gradientAccumulation ({gradient_accumulation}) or gradientCheckpointing ('{gradient_checkpointing}') "
-        "runs several before their results are used; set compile='max-autotune-no-cudagraphs' or True",
+        "gradientAccumulation ({gradient_accumulation}) or gradientCheckpointing "
+        "('{gradient_checkpointing}') runs several before their results are used; set "
+        "compile='max-autotune-no-cudagraphs' or True",
     ),
     Combination(
         "collective='local' with numWorkers > 1",
