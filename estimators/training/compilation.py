@@ -42,8 +42,9 @@ def compiled(network: nn.Module, setting: bool | str, device: torch.device) -> I
     if not compile_segments(network, mode):
         network.compile(mode=mode, dynamic=True)
     try:
-        # In this thread: a rank has its own core, and torch's pool of compiling processes would outlive it.
-        with config.patch(compile_threads=1):
+        # In this thread, since a rank has its own core and torch's pool of compiling processes would outlive
+        # it. Random numbers are drawn as without compilation, so that a training differs by rounding alone.
+        with config.patch(compile_threads=1, fallback_random=True):
             yield
     except BackendCompilerFailed as error:
         reason = str(error.inner_exception).strip().partition("\n")[0]
@@ -57,7 +58,7 @@ def compiled(network: nn.Module, setting: bool | str, device: torch.device) -> I
 
 
 def single_rows_eager(setting: bool | str, num_rows: int) -> AbstractContextManager[object]:
-    """Returns the context of a forward pass, in which nothing is compiled for a single row."""
+    """Returns the context of a pass, forward or backward, in which nothing is compiled for a single row."""
     return torch.compiler.set_stance("force_eager") if setting and num_rows == 1 else nullcontext()
 
 

@@ -50,7 +50,8 @@ def forward_backward(
     if recipe.config.on_non_finite != "stop":
         loss = poisoned(loss)
     scaled = recipe.scaler.scale(loss * sync.loss_factor)
-    with backward_errors():
+    # Recomputed modules run again in here.
+    with single_rows_eager(recipe.config.compile, batch.num_rows), backward_errors():
         scaled.backward()  # type: ignore[no-untyped-call]
     return seen
 

@@ -1,13 +1,14 @@
 """What the setting `compile` gives on the CPU: rows/s of one rank without and with it, and what it costs.
 
 One rank trains from real shards without Spark, on one thread. The rate is that of the last epoch, when all is
-compiled; the cost is what the first epoch took longer than the last one, with an empty cache of torch's
-compiler, as a new worker has it. "Steps to win it back" is that cost by the seconds won per step.
+compiled. "Compiles, s" is what the first epoch took longer than the last one where torch's cache on disk is
+empty, "cached, s" the same where such a training has filled it. Once per host torch also compiles its
+headers, before all that; the title says how long. "Steps to win it back" are the seconds of an empty cache
+by those won per step.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import uuid
@@ -40,18 +41,30 @@ TRANSFORMER = ModelSpec(
         "out_features": 2,
     },
 )
-MODES: dict[str, dict[str, Any]] = {"plain": {}, "compiled": {"compile": True}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A network, the rows of its steps, and the columns that it trains on."""
+    """A network, its precision, and the steps of an epoch."""
 
     name: str
     spec: ModelSpec
+    precision: Any
     batch_size: int
     steps: int
-    changes: dict[str, Any]
+
+
+def cases_of(options: Any) -> list[Case]:
+    """The networks; the one that takes the least time first."""
+    few = max(2, options.steps // 10)
+    transformer: dict[str, Any] = {"spec": TRANSFORMER, "batch_size": 32, "steps": few}
+    mlp: dict[str, Any] = {"spec": harness.MLP, "precision": "fp32"}
+    return [
+        Case(name="MLP, 1,024 rows", batch_size=1024, steps=10 * few, **mlp),
+        Case(name="MLP, 8,192 rows", batch_size=8192, steps=2 * few, **mlp),
+        Case(name="transformer, 32 rows", precision="fp32", **transformer),
+        Case(name="transformer, 32 rows, bf16", precision="bf16", **transformer),
+    ]
 
 
 def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
@@ -64,10 +77,8 @@ def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
     return {"x": x, "y": x[:, 0] - x[:, 1] * x[:, 2]}
 
 
-def rate(case: Case, manifest: ShardManifest, folder: Path, costs: list[float], mode: str) -> float:
-    """Rows/s of the last epoch; notes how much longer the first one took."""
-    # As on a worker that has compiled nothing yet.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache-{uuid.uuid4().hex}")
+def rate(case: Case, manifest: ShardManifest, folder: Path, extra: list[float], *, compiles: bool) -> float:
+    """Rows/s of the last epoch; notes the seconds that the first one took longer."""
     is_classifier = case.spec is TRANSFORMER
     config = TrainConfig(
         shards_uri=manifest.uri,
@@ -79,63 +90,55 @@ def rate(case: Case, manifest: ShardManifest, folder: Path, costs: list[float], 
         label_columns=("y",),
         batch_size=case.batch_size,
         epochs=3,
+        precision=case.precision,
         reader="arrow",
-        **case.changes,
-        **MODES[mode],
+        compile=compiles,
     )
     first, *_, last = train_here(config).history
-    costs.append(first.seconds - last.seconds)
+    extra.append(first.seconds - last.seconds)
     return manifest.num_rows / last.seconds
+
+
+def measure(case: Case, folder: Path, repeats: int) -> list[str]:
+    """One line of the table."""
+    manifest = write(data_of(case), folder / f"shards-{uuid.uuid4().hex}")
+    extra: dict[bool, list[float]] = {False: [], True: []}
+    turns: dict[str, Callable[[], float]] = {
+        name: partial(rate, case, manifest, folder, extra[compiles], compiles=compiles)
+        for name, compiles in (("plain", False), ("compiled", True))
+    }
+    # The round that warms up also fills the cache.
+    rates = harness.measure_in_turns(turns, repeats)
+    plain, compiled = median(rates["plain"]), median(rates["compiled"])
+    usual = median(extra[False])
+    cold, warm = extra[True][0] - usual, median(extra[True][1:]) - usual
+    won = case.batch_size * (1 / plain - 1 / compiled)
+    return [
+        case.name,
+        f"{plain:,.0f}",
+        f"{compiled:,.0f}",
+        f"{harness.median_ratio(rates['compiled'], rates['plain']):.2f}",
+        f"{cold:.1f}",
+        f"{warm:.1f}",
+        f"{cold / won:,.0f}" if won > 0 else "never",
+    ]
 
 
 def main() -> None:
     """Measures each network plain and compiled, in turns."""
-    options = harness.parse(__doc__, steps=(40, 2))
+    parser = harness.parser(__doc__, steps=(100, 2))
+    parser.add_argument("--only", default="", metavar="TEXT", help="networks whose name holds this")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    tiny = options.tiny
-    cases = [
-        Case(name="MLP, 1,024 rows", spec=harness.MLP, batch_size=1024, steps=10 * options.steps, changes={}),
-        Case(name="MLP, 8,192 rows", spec=harness.MLP, batch_size=8192, steps=options.steps, changes={}),
-        Case(
-            name="transformer, 32 rows",
-            spec=TRANSFORMER,
-            batch_size=32,
-            steps=math.ceil(options.steps / 4),
-            changes={},
-        ),
-        Case(
-            name="transformer, 32 rows, bf16",
-            spec=TRANSFORMER,
-            batch_size=32,
-            steps=math.ceil(options.steps / 4),
-            changes={"precision": "bf16"},
-        ),
-    ]
-    rows = []
+    cases = [case for case in cases_of(options) if options.only in case.name]
     with tempfile.TemporaryDirectory() as name:
-        for number, case in enumerate(cases[:1] if tiny else cases):
-            manifest = write(data_of(case), Path(name) / f"shards-{number}")
-            costs: dict[str, list[float]] = {mode: [] for mode in MODES}
-            turns: dict[str, Callable[[], float]] = {
-                mode: partial(rate, case, manifest, Path(name), costs[mode], mode) for mode in MODES
-            }
-            rates = harness.measure_in_turns(turns, options.repeats, warm_ups=0)
-            plain, compiled = (median(rates[mode]) for mode in MODES)
-            cost = median(costs["compiled"]) - median(costs["plain"])
-            won = case.batch_size * (1 / plain - 1 / compiled)
-            rows.append(
-                [
-                    case.name,
-                    f"{plain:,.0f}",
-                    f"{compiled:,.0f}",
-                    f"{harness.median_ratio(rates['compiled'], rates['plain']):.2f}",
-                    f"{cost:.1f}",
-                    f"{cost / won:,.0f}" if won > 0 else "never",
-                ]
-            )
+        # As on a host that has compiled nothing yet.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(name) / "cache")
+        headers = harness.seconds_of(lambda: torch.compile(torch.sin)(torch.ones(8)))
+        rows = [measure(case, Path(name), options.repeats) for case in (cases[:1] if options.tiny else cases)]
     harness.print_table(
-        f"compile_rate: one rank, one thread, {options.repeats} rounds",
-        ["network, step", "rows/s", "compiled", "ratio", "compilation, s", "steps to win it back"],
+        f"compile_rate: one rank, one thread, {options.repeats} rounds; torch's headers {headers:.1f} s",
+        ["network, step", "rows/s", "compiled", "ratio", "compiles, s", "cached, s", "steps to win it back"],
         rows,
     )
 

@@ -26,7 +26,10 @@ from ringspark.pipelines import ShardManifest
 # torch says so of its own modules when it imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
-MODEL = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16, 16], "out_features": 1, "norm": "layer"})
+MODEL = ModelSpec(
+    "mlp",
+    {"in_features": 4, "hidden": [16, 16, 16], "out_features": 1, "norm": "layer", "dropout": 0.1},
+)
 
 
 def shards(make_shards: Any, rows: int, **options: Any) -> ShardManifest:
