@@ -37,7 +37,7 @@ from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-SEQ_LEN, VOCAB, BATCH = 64, 512, 128  # rows per step and rank
+SEQ_LEN, VOCAB, BATCH = 64, 512, 64  # rows per step and rank
 SPEC = ModelSpec(
     "transformer_classifier",
     {
@@ -49,7 +49,6 @@ SPEC = ModelSpec(
         "out_features": 2,
     },
 )
-RANKS = (1, 2, 3)
 BARE = "plain loops, nothing shared"
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -139,12 +138,13 @@ def tokens(rows: int) -> dict[str, np.ndarray[Any, Any]]:
 
 def main() -> None:
     """Measures every gang and the loops beside it in turns."""
-    options = harness.parse(__doc__, rows=(BATCH * 6, BATCH))
+    options = harness.parse(__doc__, rows=(BATCH * 6, BATCH), ranks=(3, 2))
+    counts = range(1, options.ranks + 1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        manifests = {n: write(tokens(options.rows * n), folder / f"shards-{n}") for n in RANKS}
+        manifests = {n: write(tokens(options.rows * n), folder / f"shards-{n}") for n in counts}
         cases: dict[str, Callable[[], float]] = {}
-        for num_ranks in RANKS:
+        for num_ranks in counts:
             cases[f"{BARE} {num_ranks}"] = partial(bare_rate, options.rows, num_ranks)
             for collective in ("horovod", "torch"):
                 cases[f"{collective} {num_ranks}"] = partial(
@@ -153,7 +153,7 @@ def main() -> None:
         rates = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
     rows = []
     for case in (BARE, "horovod", "torch"):
-        for num_ranks in RANKS:
+        for num_ranks in counts:
             found, one = rates[f"{case} {num_ranks}"], rates[f"{case} 1"]
             efficiency = harness.median_ratio(found, one) / num_ranks
             bound = harness.median_ratio(rates[f"{BARE} {num_ranks}"], rates[f"{BARE} 1"]) / num_ranks
