@@ -155,7 +155,9 @@ class _Step:
             labels=tuple(c.empty(self._device) for c in labels),
             weight=None,
         )
-        self._meter.assign([*batch.inputs, *batch.labels], "batch")
+        # On a GPU the next batch is there too, see `feed.batches_on`.
+        ahead = [c.empty(self._device) for c in (*inputs, *labels) if self._device.type == "cuda"]
+        self._meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
         self._module.train()
         self._meter.restart()
         divisor = global_weights(self._recipe, batch, batch.num_rows, LocalCollective())

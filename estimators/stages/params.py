@@ -61,6 +61,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     numWorkers, getNumWorkers, setNumWorkers = declared(workers.NUM_WORKERS)
     useGpu, getUseGpu, setUseGpu = declared(workers.USE_GPU)
     collective, getCollective, setCollective = declared(workers.COLLECTIVE)
+    compile, getCompile, setCompile = declared(workers.COMPILE)
     showProgress, getShowProgress, setShowProgress = declared(workers.SHOW_PROGRESS)
 
     precision, getPrecision, setPrecision = declared(memory.PRECISION)

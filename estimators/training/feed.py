@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,46 @@ def zeros(array: BatchArray, rows: int) -> torch.Tensor:
     return torch.from_numpy(np.zeros((rows, *array.shape), network_dtype(array.dtype)))
 
 
+def batches_on(
+    device: torch.device, columns: Iterable[dict[str, Array]], config: TrainConfig
+) -> Iterator[Batch]:
+    """Yields the reader's batches on `device`, in order.
+
+    On a GPU each batch is copied, on a stream of its own, while the step before it computes. So one batch
+    more than that of the step is on the GPU, and the host waits for no copy.
+    """
+    if device.type != "cuda":
+        yield from (to_batch(columns_of, config, device) for columns_of in columns)
+        return
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    for columns_of in columns:
+        with torch.cuda.stream(stream):
+            batch = to_batch(columns_of, config, device)
+            copied = stream.record_event()
+        if ahead is not None:
+            yield _arrived(*ahead, device)
+        ahead = batch, copied
+    if ahead is not None:
+        yield _arrived(*ahead, device)
+
+
+def _arrived(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """Has the stream that computes wait for the copy of the batch."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    tensors = (*batch.inputs, *batch.labels, *(() if batch.weight is None else (batch.weight,)))
+    for tensor in tensors:
+        # Its memory is of the other stream, which must not reuse it before this one is done with it.
+        tensor.record_stream(current)
+    return batch
+
+
 def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
-    """Returns one column on the device; a copy to a GPU is pinned and does not block."""
+    """Returns one column on the device; a copy to a GPU is pinned and does not block.
+
+    torch keeps the pinned memory, and hands it out again once the copy from it has ended.
+    """
     tensor = torch.from_numpy(as_input(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.training.compilation import single_rows_eager
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.non_finite import poisoned
 from ringspark.estimators.training.objective.criterion import Criterion
@@ -49,7 +50,8 @@ def forward_backward(
     if recipe.config.on_non_finite != "stop":
         loss = poisoned(loss)
     scaled = recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
-    with backward_errors():
+    # Recomputed modules run again in here.
+    with single_rows_eager(recipe.config.compile, batch.num_rows), backward_errors():
         scaled.backward()  # type: ignore[no-untyped-call]
     return seen
 
@@ -73,7 +75,8 @@ def forward(
         device=recipe.device,
     )
     # Sharded parameters are gathered in here, which fails if a peer is lost.
-    with autocast(config.precision, recipe.device), hooks, backward_errors():
+    eager = single_rows_eager(config.compile, batch.num_rows)
+    with autocast(config.precision, recipe.device), hooks, eager, backward_errors():
         outputs = as_outputs(module(*batch.inputs))
     if len(outputs) != criterion.num_losses:
         mode = "train" if network.training else "validation"
@@ -89,7 +92,9 @@ def forward(
     losses = rows.sum(0)
     pairs = []
     if keeps_outputs:
-        pairs = [(output.detach(), label) for output, label in zip(outputs, batch.labels, strict=True)]
+        # A CUDA graph writes its outputs anew in every pass, and metrics may hold them for longer.
+        own = torch.clone if config.compile and recipe.device.type == "cuda" else torch.Tensor.detach
+        pairs = [(own(output.detach()), label) for output, label in zip(outputs, batch.labels, strict=True)]
     return losses, Seen(losses.detach(), _own_weights(recipe, batch), pairs)
 
 

@@ -17,7 +17,7 @@ import torch
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint.resume import Recovery
-from ringspark.estimators.training.feed import Batch, to_batch
+from ringspark.estimators.training.feed import Batch, batches_on
 from ringspark.estimators.training.history import EpochRecord, Progress
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
 from ringspark.estimators.training.objective.sums import Seen
@@ -112,11 +112,11 @@ class Trainer:
         self._sync.module.train()
         # Closed also when the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
-            for step, columns in enumerate(batches, first):
+            for step, batch in enumerate(batches_on(running.device, batches, self._config), first):
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
                 global_rows = plan.global_rows(step)
-                self._train_step(to_batch(columns, self._config, running.device), global_rows, step + 1)
+                self._train_step(batch, global_rows, step + 1)
                 rows += global_rows
                 state.step += 1
                 running.step_in_epoch = step + 1
@@ -227,9 +227,8 @@ class Trainer:
         self._share_buffers()
         network.eval()
         with torch.no_grad():
-            for columns in reader.batches(0):
+            for batch in batches_on(running.device, reader.batches(0), self._config):
                 self._status.tick()
-                batch = to_batch(columns, self._config, running.device)
                 if not batch.num_rows:
                     # The other ranks may need this rank's parts of the weights.
                     with backward_errors():

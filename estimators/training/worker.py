@@ -23,6 +23,7 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import save_together
+from ringspark.estimators.training.compilation import compiled
 from ringspark.estimators.training.driver_check import build_module, own_optimizer
 from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.kept_rows import caching
@@ -141,7 +142,7 @@ def _train(
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
-    with RunLog(config.run_uri, writes=mesh.writes) as log:
+    with RunLog(config.run_uri, writes=mesh.writes) as log, compiled(sync.network, config.compile, device):
         running = Running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device)
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()

@@ -69,6 +69,20 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
     return net
 
 
+def compile_segments(net: nn.Module, mode: str | None) -> bool:
+    """Has every recomputed module compiled by itself, by torch.compile; returns whether there is one.
+
+    A module that holds recomputed ones stays as it is: a segment has to see their calls.
+    """
+    forwards = [vars(module).get("forward") for module in net.modules()]
+    recomputed = [forward for forward in forwards if isinstance(forward, _Recompute)]
+    for stand_in in recomputed:
+        held = {id(module) for module in stand_in.module.modules()} - {id(stand_in.module)}
+        if not any(id(other.module) in held for other in recomputed):
+            stand_in.compiled = torch.compile(stand_in.plain_forward(), mode=mode, dynamic=True)
+    return bool(recomputed)
+
+
 def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
     """Cuts a chain into consecutive segments whose lengths differ by at most one; longer ones first."""
     size, extra = divmod(num_blocks, num_segments)
@@ -243,12 +257,17 @@ class _Recompute(_StandIn):
         super().__init__(module)
         self.places = tuple(places)
         self.buffers = MovingBuffers()
+        self.compiled: Callable[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is compiled belongs to this module, not to a copy.
+        return {**vars(self), "compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again = take_rerun(self.module)
         if again is not None:
             return again()
-        forward = self.plain_forward()
+        forward = self.compiled or self.plain_forward()
         if not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         current = _PASS.get()

@@ -28,12 +28,22 @@ from ringspark.estimators.training.optimizers.sm3 import SM3
 
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
+
+def _fused(parameters: list[Any]) -> bool | None:
+    """Returns True, for one kernel per step, if all parameters are on GPUs, else None for torch's default.
+
+    SGD stays as it is, because its fused form refuses the sparse gradients of embeddings.
+    """
+    groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
+    return all(p.device.type == "cuda" for group in groups for p in group) or None
+
+
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
     "momentum": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd, momentum=0.9),
-    "adam": lambda p, lr, wd: torch.optim.Adam(p, lr=lr, weight_decay=wd),
-    "adamw": lambda p, lr, wd: torch.optim.AdamW(p, lr=lr, weight_decay=wd),
+    "adam": lambda p, lr, wd: torch.optim.Adam(p, lr=lr, weight_decay=wd, fused=_fused(p)),
+    "adamw": lambda p, lr, wd: torch.optim.AdamW(p, lr=lr, weight_decay=wd, fused=_fused(p)),
     "adamax": lambda p, lr, wd: torch.optim.Adamax(p, lr=lr, weight_decay=wd),
     "nadam": lambda p, lr, wd: torch.optim.NAdam(p, lr=lr, weight_decay=wd),
     "radam": lambda p, lr, wd: torch.optim.RAdam(p, lr=lr, weight_decay=wd),
@@ -64,4 +74,5 @@ def make_optimizer(
         ValueError: The name is unknown.
     """
     check_name("optimizer", name, OPTIMIZERS)
+    parameters = list(parameters)  # type: ignore[assignment]
     return OPTIMIZERS[name](parameters, learning_rate, weight_decay)

@@ -56,6 +56,7 @@ class TrainConfig:
         keep: Whether the model is that of the last epoch or of the best.
         batch_size: Rows per optimizer step over all ranks together.
         learning_rate: Rate of the optimizer; never scaled by the number of ranks.
+        compile: Whether the network is trained compiled; a mode of torch.compile, or True for its default.
         gradient_checkpointing: See `ringspark.models.apply_activation_checkpoint`; a tuple names submodules.
         activation_offload: Place of saved activations until the backward pass: see `saved_tensors`.
         activation_compression: Encoding of saved activations: see `saved_tensors`.
@@ -100,6 +101,7 @@ class TrainConfig:
     num_workers: int = workers.NUM_WORKERS.default
     use_gpu: bool = workers.USE_GPU.default
     collective: str = workers.COLLECTIVE.default
+    compile: bool | str = workers.COMPILE.default
     precision: Precision = memory.PRECISION.default
     gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING
     gradient_accumulation: int = optimization.GRADIENT_ACCUMULATION.default

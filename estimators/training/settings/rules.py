@@ -92,6 +92,32 @@ COMBINATIONS: tuple[Combination, ...] = (
         "activations; set both to 'none', or sharding='gradients'",
     ),
     Combination(
+        "compile with sharding='parameters'",
+        lambda c: bool(c.compile) and c.sharding == "parameters" and c.num_workers > 1,
+        "compile fuses operations over the whole network, and sharding 'parameters' gathers its weights "
+        "block by block in between; set sharding='gradients', or compile=False",
+    ),
+    Combination(
+        "compile with activationOffload or activationCompression",
+        lambda c: bool(c.compile) and (c.activation_offload, c.activation_compression) != ("none", "none"),
+        "compile decides itself what is kept for the backward pass, and activationOffload "
+        "('{activation_offload}') or activationCompression ('{activation_compression}') pack what single "
+        "operations keep; set both to 'none', or compile=False",
+    ),
+    Combination(
+        "compile='reduce-overhead' or 'max-autotune' with useGpu and gradientAccumulation or "
+        "gradientCheckpointing",
+        lambda c: (
+            c.compile in ("reduce-overhead", "max-autotune")
+            and c.use_gpu
+            and (c.gradient_accumulation > 1 or c.gradient_checkpointing != "none")
+        ),
+        "compile '{compile}' records CUDA graphs, which write each pass over the one before, and "
+        "gradientAccumulation ({gradient_accumulation}) or gradientCheckpointing "
+        "('{gradient_checkpointing}') runs several before their results are used; set "
+        "compile='max-autotune-no-cudagraphs' or True",
+    ),
+    Combination(
         "collective='local' with numWorkers > 1",
         lambda c: c.collective == "local" and c.num_workers > 1,
         "collective 'local' serves one worker, got numWorkers={num_workers}; "

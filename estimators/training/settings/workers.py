@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from ringspark.estimators.training.settings.declaration import Setting, at_least, listed
+from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, listed
 
 
 def _collectives() -> Iterable[str]:
@@ -37,6 +37,22 @@ COLLECTIVE = Setting(
     default="torch" if find_spec("horovod") is None else "horovod",
     default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
     accepts=listed(_collectives),
+    may_differ_on_resume=True,
+)
+# The modes of torch.compile; those that record CUDA graphs do so on a GPU alone.
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILE = Setting[bool | str](
+    name="compile",
+    field="compile",
+    words="whether workers train the network compiled by torch.compile, which takes them seconds to minutes "
+    "before the first step and a C++ compiler: False, True or a mode",
+    default=False,
+    convert=lambda value: value,
+    accepts=Range(
+        lambda value: isinstance(value, bool) or value in _MODES,
+        lambda: f"must be False, True or one of {', '.join(map(repr, _MODES))}",
+    ),
+    # It rounds otherwise, like another number of workers.
     may_differ_on_resume=True,
 )
 SHOW_PROGRESS = Setting(

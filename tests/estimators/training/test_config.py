@@ -41,6 +41,11 @@ def test_json_gives_the_same_config_back() -> None:
         ({"timeout_seconds": 0.0}, "timeoutSeconds must be above 0"),
         ({"precision": "fp8"}, "precision must be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
         ({"gradient_checkpointing": "some"}, "got 'some'"),
+        ({"compile": "fast"}, "compile must be False, True or one of 'default'.*, got 'fast'"),
+        ({"compile": 1}, "compile must be False, True .*, got 1"),
+        ({"compile": True, "sharding": "parameters", "collective": "torch"}, "or compile=False"),
+        ({"compile": "default", "activation_compression": "bits"}, "activationCompression .'bits'. pack"),
+        ({"compile": "max-autotune", "use_gpu": True, "gradient_accumulation": 2}, "records CUDA graphs"),
         ({"collective": "local"}, "serves one worker, got numWorkers=2"),
     ],
 )

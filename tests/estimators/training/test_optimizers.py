@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
@@ -47,6 +48,20 @@ def test_every_optimizer_lowers_a_quadratic(name: str) -> None:
         optimizer.step()
     # Adadelta starts at steps of a thousandth of its rate.
     assert abs(parameter.item()) < (2.9999 if name == "adadelta" else 2.5)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_is_fused_on_gpus_alone(name: str) -> None:
+    """On fake tensors, which need no GPU; the step is torch's own for such parameters."""
+    with FakeTensorMode():
+        on_gpu, on_cpu = (nn.Parameter(torch.ones(4, device=device)) for device in ("cuda", "cpu"))
+        on_gpu.grad = torch.ones(4, device="cuda")
+        fused = make_optimizer(name, [{"params": [on_gpu], "lr": 0.5}], 0.1, 0.0)
+        fused.step()
+        mixed = make_optimizer(name, iter([on_gpu, on_cpu]), 0.1, 0.0)
+    assert [optimizer.param_groups[0]["fused"] for optimizer in (fused, mixed)] == [True, None]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in (fused, mixed)] == [0.5, 0.1]
+    assert fused.state[on_gpu]["step"].device.type == "cuda"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     read_info,
     save_checkpoint,
 )
-from ringspark.estimators.training.feed import as_input, to_batch, to_tensor
+from ringspark.estimators.training.feed import as_input, batches_on, to_batch, to_tensor
 from ringspark.estimators.training.settings.config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -81,3 +82,31 @@ def test_what_no_network_dtype_holds_is_refused() -> None:
     """As int64, a complex number would lose its imaginary part and its fraction."""
     with pytest.raises(ValueError, match="got dtype complex64; give real and imaginary parts as two columns"):
         as_input(np.array([1.5 + 2j], dtype="complex64"))
+
+
+def test_on_the_cpu_a_batch_is_made_when_its_step_comes() -> None:
+    read: list[int] = []
+
+    def columns() -> Iterator[dict[str, np.ndarray]]:
+        for number in range(3):
+            read.append(number)
+            yield {"x": np.full((2, 1), number, np.float32), "y": np.full(2, number)}
+
+    config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
+    for number, batch in enumerate(batches_on(CPU, columns(), config)):
+        assert read == list(range(number + 1))
+        assert torch.equal(batch.labels[0], torch.full((2,), number))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_arrive_on_a_gpu_in_order_while_it_computes() -> None:
+    device, rows = torch.device("cuda:0"), 1 << 20
+    columns = ({"x": np.full((rows, 8), n, np.float32), "y": np.full(rows, n)} for n in range(20))
+    config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
+    busy, sums = torch.rand(4096, 4096, device=device), []
+    for batch in batches_on(device, columns, config):
+        busy = busy @ busy  # keeps the stream behind the copies
+        sums.append(batch.inputs[0].sum())
+        del batch
+    assert [value.item() for value in sums] == [n * rows * 8 for n in range(20)]

@@ -1,0 +1,148 @@
+"""What the setting `compile` gives on the CPU: rows/s of one rank without and with it, and what it costs.
+
+One rank trains from real shards without Spark, on one thread. The rate is that of the last epoch, when all is
+compiled. "Compiles, s" is what the first epoch took longer than the last one where torch's cache on disk is
+empty, "cached, s" the same where such a training has filled it. Once per host torch also compiles its
+headers, before all that; the title says how long. "Steps to win it back" are the seconds of an empty cache
+by those won per step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from read_rate import write
+
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+SEQ_LEN, VOCAB = 64, 512
+TRANSFORMER = ModelSpec(
+    "transformer_classifier",
+    {
+        "vocab_size": VOCAB,
+        "max_seq_len": SEQ_LEN,
+        "dim": 128,
+        "depth": 4,
+        "num_heads": 4,
+        "out_features": 2,
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A network, its precision, and the steps of an epoch."""
+
+    name: str
+    spec: ModelSpec
+    precision: Any
+    batch_size: int
+    steps: int
+
+
+def cases_of(options: Any) -> list[Case]:
+    """The networks; the one that takes the least time first."""
+    few = max(2, options.steps // 10)
+    transformer: dict[str, Any] = {"spec": TRANSFORMER, "batch_size": 32, "steps": few}
+    mlp: dict[str, Any] = {"spec": harness.MLP, "precision": "fp32"}
+    return [
+        Case(name="MLP, 1,024 rows", batch_size=1024, steps=10 * few, **mlp),
+        Case(name="MLP, 8,192 rows", batch_size=8192, steps=2 * few, **mlp),
+        Case(name="transformer, 32 rows, fp32", precision="fp32", **transformer),
+        Case(name="transformer, 32 rows, bf16", precision="bf16", **transformer),
+    ]
+
+
+def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
+    """The rows of one epoch."""
+    draw, rows = np.random.default_rng(0), case.batch_size * case.steps
+    if case.spec is TRANSFORMER:
+        ids = draw.integers(0, VOCAB, size=(rows, SEQ_LEN), dtype=np.int64)
+        return {"x": ids, "y": ids[:, 0] % 2}
+    x = draw.random((rows, harness.DIM), dtype=np.float32)
+    return {"x": x, "y": x[:, 0] - x[:, 1] * x[:, 2]}
+
+
+def rate(case: Case, manifest: ShardManifest, folder: Path, extra: list[float], *, compiles: bool) -> float:
+    """Rows/s of the last epoch; notes the seconds that the first one took longer."""
+    is_classifier = case.spec is TRANSFORMER
+    config = TrainConfig(
+        shards_uri=manifest.uri,
+        run_uri=str(folder / f"run-{uuid.uuid4().hex}"),
+        task="classification" if is_classifier else "regression",
+        model=case.spec.to_json(),
+        losses=("cross_entropy" if is_classifier else "mse",),
+        input_columns=("x",),
+        label_columns=("y",),
+        batch_size=case.batch_size,
+        epochs=3,
+        precision=case.precision,
+        reader="arrow",
+        compile=compiles,
+    )
+    first, *_, last = train_here(config).history
+    extra.append(first.seconds - last.seconds)
+    return manifest.num_rows / last.seconds
+
+
+def measure(case: Case, folder: Path, repeats: int) -> list[str]:
+    """One line of the table."""
+    manifest = write(data_of(case), folder / f"shards-{uuid.uuid4().hex}")
+    extra: dict[bool, list[float]] = {False: [], True: []}
+    turns: dict[str, Callable[[], float]] = {
+        name: partial(rate, case, manifest, folder, extra[compiles], compiles=compiles)
+        for name, compiles in (("plain", False), ("compiled", True))
+    }
+    # The round that warms up also fills the cache.
+    rates = harness.measure_in_turns(turns, repeats)
+    plain, compiled = median(rates["plain"]), median(rates["compiled"])
+    usual = median(extra[False])
+    cold, warm = extra[True][0] - usual, median(extra[True][1:]) - usual
+    won = case.batch_size * (1 / plain - 1 / compiled)
+    return [
+        case.name,
+        f"{plain:,.0f}",
+        f"{compiled:,.0f}",
+        f"{harness.median_ratio(rates['compiled'], rates['plain']):.2f}",
+        f"{cold:.1f}",
+        f"{warm:.1f}",
+        f"{cold / won:,.0f}" if won > 0 else "never",
+    ]
+
+
+def main() -> None:
+    """Measures each network plain and compiled, in turns."""
+    parser = harness.parser(__doc__, steps=(100, 2))
+    parser.add_argument("--only", default="", metavar="TEXT", help="networks whose name holds this")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [case for case in cases_of(options) if options.only in case.name]
+    with tempfile.TemporaryDirectory() as name:
+        if not options.tiny:
+            # As on a host that has compiled nothing yet.
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(name) / "cache")
+        headers = harness.seconds_of(lambda: torch.compile(torch.sin)(torch.ones(8)))
+        rows = [measure(case, Path(name), options.repeats) for case in (cases[:1] if options.tiny else cases)]
+    harness.print_table(
+        f"compile_rate: one rank, one thread, {options.repeats} rounds; torch's headers {headers:.1f} s",
+        ["network, step", "rows/s", "compiled", "ratio", "compiles, s", "cached, s", "steps to win it back"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
