@@ -33,8 +33,9 @@ def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: 
     part = manifest.select(split)
     row_groups = np.asarray(part.row_groups, dtype=np.int64)
     is_training = split == "train"
-    # Held-out rows come in the same order after every epoch.
-    epochs = range(config.epochs) if is_training else [0] * min(config.epochs, 2)
+    # Held-out rows come in the same order after every epoch, as rows that are not shuffled do.
+    differ = is_training and config.shuffle
+    epochs = range(config.epochs) if differ else [0] * min(config.epochs, 2)
     again = read_again(
         row_groups,
         epochs,
