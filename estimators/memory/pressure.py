@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -26,13 +25,11 @@ from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.row_cache import settle_cache
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
-from ringspark.estimators.training.kept_rows import kept_rows
+from ringspark.estimators.training.kept_rows import reading_needs
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import shared_generators_kept
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.manifest import SPLITS
-from ringspark.pipelines.readers.demand import rows_in_flight
 
 # Copies of the trained parameters: more than any named optimizer keeps as its state.
 _MOST_STATE = 3
@@ -67,7 +64,7 @@ def check_on_rank(
     """Refuses a training that this rank's host cannot hold. Runs on every rank, before it allocates anything.
 
     Returns:
-        The config with the `cache` that this rank has room for.
+        The config, in which a `cache` of "auto" is what this rank has room for.
 
     Raises:
         ValueError: Like `check_on_driver`.
@@ -75,10 +72,10 @@ def check_on_rank(
     size, local_size = collective.size, collective.member.local_size
     limits = [of_process(), of_machine(local_size)]
     left = check(replace(config, num_workers=size), objects, manifest, limits)
-    cache = settle_cache(config, manifest, collective.rank, size, local_size, left)
+    config = settle_cache(config, manifest, collective.rank, size, local_size, left)
     # No rank allocates before all have looked: they may share a host.
     collective.barrier()
-    return replace(config, cache=cache)
+    return config
 
 
 def check(
@@ -174,7 +171,7 @@ def _needs(
         "parameters": int(whole * share.get("parameters", 1.0)),
         "optimizer state": int(state * share.get("optimizer_state", 1.0)),
     }
-    reading = _reading(config, manifest)
+    reading = reading_needs(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
     # Rank 0 copies parameters and state while the training waits; the gradients are freed by then.
     copy = {"copy for a checkpoint": parameters + state}
@@ -193,23 +190,6 @@ def _checkpoints(config: TrainConfig, num_rows: int) -> tuple[bool, bool]:
     num_steps = config.epochs * -(-num_rows // config.batch_size)
     steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
     return steps is not None and steps < num_steps, epochs is not None and epochs < config.epochs
-
-
-def _reading(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
-    columns = {column.name: column for column in map(manifest.column_of, config.columns)}
-    held = rows_in_flight(
-        list(columns.values()),
-        np.asarray(manifest.select("train").row_groups, dtype=np.int64),
-        num_shards=config.num_workers,
-        batch_size=config.batch_size,
-        shuffle=config.shuffle,
-    )
-    kept = 0
-    if config.cache == "memory":
-        kept = sum(kept_rows(config, manifest, split, 0, config.num_workers).least_bytes for split in SPLITS)
-    # What is kept need not be read again, so it is in flight as well only in the first epoch.
-    in_flight = 0 if kept else held.row_groups
-    return {"row groups in flight": in_flight, "kept rows": kept, "batches": held.blocks}
 
 
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:

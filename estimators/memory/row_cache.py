@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 
 from ringspark.estimators.training.kept_rows import kept_rows
 from ringspark.estimators.training.settings.choices import Cache
@@ -30,15 +31,15 @@ def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
 
 def settle_cache(
     config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
-) -> Cache:
-    """Returns the config's `cache`, or what "auto" means for this rank. Runs on every rank.
+) -> TrainConfig:
+    """Returns the config with what "auto" means for this rank. Runs on every rank.
 
     Args:
         local_size: Number of ranks on this host, which share its disk.
         memory: As for `choose_cache`.
     """
     if config.cache != "auto":
-        return config.cache
+        return config
     parts = [kept_rows(config, manifest, split, rank, size) for split in SPLITS]
     free = shutil.disk_usage(tempfile.gettempdir()).free // local_size
-    return choose_cache(sum(part.num_bytes for part in parts), memory, free)
+    return replace(config, cache=choose_cache(sum(part.num_bytes for part in parts), memory, free))

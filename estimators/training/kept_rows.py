@@ -1,4 +1,4 @@
-"""Which row groups a rank keeps decoded for later epochs, and how many bytes they take: Param `cache`."""
+"""What a rank's readers hold: rows on their way into batches, and rows that `cache` keeps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.manifest import Split
+from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.readers.cache import CACHES
-from ringspark.pipelines.readers.demand import DENSE, read_again
+from ringspark.pipelines.readers.demand import DENSE, read_again, rows_in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,9 @@ def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: 
     part = manifest.select(split)
     row_groups = np.asarray(part.row_groups, dtype=np.int64)
     is_training = split == "train"
-    # Held-out rows come in the same order after every epoch.
-    epochs = range(config.epochs) if is_training else [0] * min(config.epochs, 2)
+    # Held-out rows come in the same order after every epoch, as rows that are not shuffled do.
+    differ = is_training and config.shuffle
+    epochs = range(config.epochs) if differ else [0] * min(config.epochs, 2)
     again = read_again(
         row_groups,
         epochs,
@@ -51,6 +52,24 @@ def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: 
         num_bytes=rows * sum(kind.row_bytes for kind in kinds),
         least_bytes=rows * sum(kind.row_bytes for kind in kinds if isinstance(kind, DENSE)),
     )
+
+
+def reading_needs(config: TrainConfig, manifest: ShardManifest) -> dict[str, int]:
+    """Returns, for each part, the least bytes that a rank's readers hold in the middle of an epoch."""
+    columns = {column.name: column for column in map(manifest.column_of, config.columns)}
+    held = rows_in_flight(
+        list(columns.values()),
+        np.asarray(manifest.select("train").row_groups, dtype=np.int64),
+        num_shards=config.num_workers,
+        batch_size=config.batch_size,
+        shuffle=config.shuffle,
+    )
+    kept = 0
+    if config.cache == "memory":
+        kept = sum(kept_rows(config, manifest, split, 0, config.num_workers).least_bytes for split in SPLITS)
+    # Kept rows are on their way into batches as well; they count once.
+    in_flight = max(0, held.row_groups - kept)
+    return {"row groups in flight": in_flight, "kept rows": kept, "batches": held.blocks}
 
 
 def caching(

@@ -125,5 +125,5 @@ def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
     left = check(asked, UserObjects(), manifest, [Available(num_bytes=total, source="here")])
     assert left is not None
     # What "memory" was refused for, "auto" puts on the disk.
-    assert settle_cache(asked, manifest, 0, 1, 1, left) == "disk"
-    assert settle_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES) == "memory"
+    assert settle_cache(asked, manifest, 0, 1, 1, left).cache == "disk"
+    assert settle_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES).cache == "memory"
