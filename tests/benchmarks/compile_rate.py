@@ -1,10 +1,10 @@
 """What the setting `compile` gives on the CPU: rows/s of one rank without and with it, and what it costs.
 
 One rank trains from real shards without Spark, on one thread. The rate is that of the median step after the
-first epoch, when all is compiled. "Compiles, s" is what the first epoch took longer than the last one where torch's cache on disk is
-empty, "cached, s" the same where such a training has filled it. Once per host torch also compiles its
-headers, before all that; the title says how long. "Steps to win it back" are the seconds of an empty cache
-by those won per step.
+first epoch, when all is compiled. "Compiles, s" is what the first epoch took longer than the last one where
+torch's cache on disk is empty, "cached, s" the same where such a training has filled it. Before its first
+network a process imports torch's compiler, and a host compiles its headers once; the title says how long both
+took. "Steps to win it back" are the seconds of an empty cache by those won per step.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def main() -> None:
         if not options.tiny:
             # As on a host that has compiled nothing yet.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(name) / "cache")
-        headers = harness.seconds_of(lambda: torch.compile(torch.sin)(torch.ones(8)))
+        ready = harness.seconds_of(lambda: torch.compile(torch.sin)(torch.ones(8)))
         rows = [measure(case, Path(name), options.repeats) for case in (cases[:1] if options.tiny else cases)]
     harness.print_table(
-        f"compile_rate: one rank, one thread, {options.repeats} rounds; torch's headers {headers:.1f} s",
+        f"compile_rate: one rank, one thread, {options.repeats} rounds; the compiler itself {ready:.1f} s",
         ["network, step", "rows/s", "compiled", "ratio", "compiles, s", "cached, s", "steps to win it back"],
         rows,
     )
