@@ -14,6 +14,7 @@ to the results of earlier runs, which then share the table, but not one state of
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -147,6 +148,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """Runs the rounds, and prints the tables after the last."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no contestant outlives this
     args = options()
     folder = Path(args.results).resolve()
     folder.mkdir(parents=True, exist_ok=True)
