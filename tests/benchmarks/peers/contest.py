@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,14 @@ def run(contestant: Callable[[Entry], Figures]) -> None:
     print(f"\n{MARK}{json.dumps(figures)}", flush=True)
 
 
+def timed(what: str, function: Callable[[], object]) -> float:
+    """Seconds of one call, also told in the contestant's log."""
+    print(f"{time.strftime('%X')} {what} ...", flush=True)
+    seconds = harness.seconds_of(function)
+    print(f"{time.strftime('%X')} {what}: {seconds:.2f} s", flush=True)
+    return seconds
+
+
 def network() -> nn.Module:
     """The network of job "network", the same weights for everybody."""
     torch.manual_seed(0)
@@ -94,11 +103,11 @@ def measure_network(
     frame = spark.read.parquet(entry.numbers).cache()
     assert frame.count() == entry.num_rows
     models: list[Any] = []
-    first = harness.seconds_of(lambda: models.append(fit(frame, EPOCHS)))
-    short, long = (harness.seconds_of(lambda: fit(frame, epochs)) for epochs in SLOPE_EPOCHS)  # noqa: B023
+    first = timed(f"first fit, {EPOCHS} epochs", lambda: models.append(fit(frame, EPOCHS)))
+    short, long = (timed(f"fit, {epochs} epochs", partial(fit, frame, epochs)) for epochs in SLOPE_EPOCHS)
     slope = entry.num_rows * (SLOPE_EPOCHS[1] - SLOPE_EPOCHS[0]) / (long - short)
     predicted = predict(models[0], frame)
-    transform = harness.seconds_of(lambda: predicted.write.format("noop").mode("overwrite").save())
+    transform = timed("transform", lambda: predicted.write.format("noop").mode("overwrite").save())
     judged = predicted.select("prediction", "label").limit(JUDGED_ROWS).collect()
     # An array of one number, where a contestant's prediction is the network's whole output.
     errors = [float(np.ravel(row["prediction"])[0]) - row["label"] for row in judged]
@@ -133,9 +142,9 @@ def measure_flights(
     from sklearn.metrics import roc_auc_score
 
     models: list[Any] = []
-    fit_seconds = harness.seconds_of(lambda: models.append(fit()))
+    fit_seconds = timed("fit", lambda: models.append(fit()))
     scored: list[tuple[Any, Any]] = []
-    transform = harness.seconds_of(lambda: scored.append(predict(models[0])))
+    transform = timed("transform", lambda: scored.append(predict(models[0])))
     labels, probabilities = scored[0]
     return {
         "fit": fit_seconds,

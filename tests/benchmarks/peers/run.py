@@ -14,6 +14,7 @@ to the results of earlier runs, which then share the table, but not one state of
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -115,14 +116,15 @@ def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -
             scratch=scratch,
         )
         command = [str(contestant.python), str(HERE / f"{contestant.program}.py"), entry.to_json()]
-        with Path(scratch, "log").open("w+") as log:
+        log_file = Path(args.results, re.sub(r"\W+", "-", f"{contestant.job} {contestant.name}") + ".log")
+        with log_file.open("w+") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=scratch
             )
             try:
                 status = process.wait(args.limit)
             except subprocess.TimeoutExpired:
-                return {"failed": f"no result in {args.limit} s"}
+                return {"failed": f"no result in {args.limit} s, see {log_file}"}
             finally:
                 end(process)
             log.seek(0)
@@ -130,8 +132,7 @@ def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -
     if status == 0 and lines and lines[-1].startswith(contest.MARK):
         figures: dict[str, Any] = json.loads(lines[-1].removeprefix(contest.MARK))
         return figures
-    print("\n".join(lines[-30:]), file=sys.stderr)
-    return {"failed": lines[-1][:200] if lines else f"exit status {status}"}
+    return {"failed": f"{lines[-1][:200] if lines else f'exit status {status}'}, see {log_file}"}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
