@@ -134,20 +134,28 @@ def bars(axes: Any, results: Results, job: str, figure: str, title: str) -> None
     for row, value in enumerate(medians):
         axes.annotate(written.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
     axes.set(title=title, xlim=(0, 1.25 * max(medians, default=1.0)))
+    axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()
 
 
 def points(axes: Any, results: Results) -> None:
-    """One point a contestant of job "flights", its name beside it."""
-    for (job, name), (rounds, _) in results.items():
-        if job == "flights" and rounds:
-            seconds, auc = (median(values(results, job, name, figure)) for figure in ("fit", "auc"))
-            axes.plot(seconds, auc, "o", color=color(name))
-            axes.annotate(name, (seconds, auc), (7, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set(title=TITLES["flights"], xlabel="seconds of a first fit", ylabel="ROC AUC", xscale="log")
-    axes.margins(x=0.35, y=0.15)
+    """One point a contestant of job "flights", its name towards the middle."""
+    names = [name for (job, name), (rounds, _) in results.items() if job == "flights" and rounds]
+    places = {
+        name: [median(values(results, "flights", name, figure)) for figure in ("fit", "auc")]
+        for name in names
+    }
+    middle = median(seconds for seconds, _ in places.values()) if places else 0.0
+    for name, (seconds, auc) in places.items():
+        axes.plot(seconds, auc, "o", color=color(name))
+        shift, side = (7, "left") if seconds <= middle else (-7, "right")
+        axes.annotate(
+            name, (seconds, auc), (shift, 0), textcoords="offset points", va="center", ha=side, fontsize=9
+        )
+    axes.set(title="flights, test months", xlabel="seconds of a first fit", ylabel="ROC AUC")
+    axes.margins(x=0.3, y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 
 
