@@ -11,7 +11,7 @@ ARGS ?=
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor demo test test-all test-floor lint bench faults package clean
+.PHONY: help python setup setup-floor setup-peers demo test test-all test-floor lint bench bench-peers faults package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ setup: python ## Build .venv from the pins, with Horovod; a second run is a no-o
 
 setup-floor: python ## Build .venv, and .venv-floor: the oldest Spark, Arrow, NumPy, pandas, Petastorm
 	@$(PYTHON) scripts/setup_environment.py --floor
+
+setup-peers: python ## Build .venv, .venv-floor and the .venv-peers-*: what bench-peers compares with
+	@$(PYTHON) scripts/setup_environment.py --peers
 
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
@@ -52,6 +55,10 @@ lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 
 bench: setup ## Measure, and print the tables; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/run.py $(ARGS)
+
+# An hour and a half; `ARGS="--tiny"` takes minutes and measures nothing.
+bench-peers: setup-peers ## Measure against horovod.spark, TorchDistributor and others; options in ARGS="..."
+	@$(VENV_PYTHON) tests/benchmarks/peers/run.py $(ARGS)
 
 faults: setup ## Break trainings at random moments, and print what they survive; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/fault_matrix.py $(ARGS)

@@ -1,7 +1,9 @@
-"""Builds the development environment `.venv`; with --floor also `.venv-floor`. A second run is a no-op.
+"""Builds the development environment `.venv`, and others on top of it. A second run is a no-op.
 
-`.venv` holds the newest of everything. `.venv-floor` holds the oldest Spark, Arrow, NumPy, pandas and
-Petastorm that ringspark supports, and nothing else: it sees the packages of `.venv` behind its own.
+`.venv` holds the newest of everything. The others hold what differs from it and nothing else, and see the
+packages of `.venv`, torch and Horovod among them, behind their own: `.venv-floor` (--floor) the oldest Spark,
+Arrow, NumPy, pandas and Petastorm that ringspark supports; `.venv-peers-*` (--peers) what `make bench-peers`
+compares ringspark with.
 
 Needs only the standard library, and is run by whatever Python the Makefile finds. It checks the
 machine first (Python, Java, a C++17 compiler, CMake), then installs what `requirements/` pins, then
@@ -88,6 +90,9 @@ class Environment:
 
 MAIN = Environment(".venv", ("lock.txt", "petastorm.txt", "horovod.txt", "cmake.txt"))
 FLOOR = Environment(".venv-floor", ("floor.txt", *MAIN.files))
+PEERS = tuple(
+    Environment(f".venv-peers-{name}", (f"peers_{name}.txt", *MAIN.files)) for name in ("horovod", "xgboost")
+)
 LOCK, PETASTORM, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
 # In the version of a build that `edit_horovod_sources` has mended, by which the package knows it.
 HOROVOD_LABEL = "+iface"
@@ -304,8 +309,8 @@ def make_venv(environment: Environment) -> None:
                 shutil.rmtree(metadata)
         return
     with phase(f"virtual environment {environment.name}"):
-        # Of its own pip and setuptools the floor would see those, and not the ones of `.venv`.
-        without = ["--without-pip"] if environment is FLOOR else []
+        # Of its own pip and setuptools a layer would see those, and not the ones of `.venv`.
+        without = [] if environment is MAIN else ["--without-pip"]
         run([sys.executable, "-m", "venv", "--clear", *without, str(environment.folder)])
 
 
@@ -526,28 +531,30 @@ def set_up() -> int:
     return status
 
 
-def set_up_floor() -> None:
-    """Brings `.venv-floor` to what its inputs ask for; `.venv` stands."""
-    inputs = inputs_hash(FLOOR)
-    if is_current(FLOOR, inputs):
-        say(f"{FLOOR.name} is up to date")
+def set_up_layer(environment: Environment) -> None:
+    """Brings an environment on top of `.venv` to what its inputs ask for; `.venv` stands."""
+    inputs = inputs_hash(environment)
+    if is_current(environment, inputs):
+        say(f"{environment.name} is up to date")
         return
-    make_venv(FLOOR)
-    FLOOR.stamp.unlink(missing_ok=True)
-    link = FLOOR.packages / "base.pth"
-    link.unlink(missing_ok=True)  # pip is to see the floor's own packages only
-    with phase(f"what differs from {MAIN.name}"):
-        own = str(FLOOR.requirements[0])
-        run(pip("--python", str(FLOOR.python), "install", "--no-deps", "--requirement", own))
+    make_venv(environment)
+    environment.stamp.unlink(missing_ok=True)
+    link = environment.packages / "base.pth"
+    link.unlink(missing_ok=True)  # pip is to see the layer's own packages only
+    with phase(f"what {environment.name} has beside {MAIN.name}"):
+        own = str(environment.requirements[0])
+        run(pip("--python", str(environment.python), "install", "--no-deps", "--requirement", own))
     # With the .pth files in there, one of which is ringspark's own; a plain line would leave them out.
     link.write_text(f"import site; site.addsitedir({str(MAIN.packages)!r})\n")
-    write_stamp(FLOOR, {"inputs": inputs})
+    write_stamp(environment, {"inputs": inputs})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Build the development environment.")
     parser.add_argument("--floor", action="store_true", help=f"build {FLOOR.name} too")
+    names = " and ".join(environment.name for environment in PEERS)
+    parser.add_argument("--peers", action="store_true", help=f"build {FLOOR.name}, {names} too")
     parser.add_argument("--check", action="store_true", help="check the machine's tools, install nothing")
     options = parser.parse_args(arguments)
     try:
@@ -559,8 +566,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # two `make`s in one checkout: the second finds it done
             status = set_up()
-            if options.floor and status == 0:
-                set_up_floor()
+            layers = (FLOOR, *PEERS) if options.peers else (FLOOR,) if options.floor else ()
+            for layer in layers if status == 0 else ():
+                set_up_layer(layer)
             return status
     except SetupError as error:
         print(error, file=sys.stderr)

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
 LOCK = "requirements/lock.txt"
 FLOOR = "requirements/floor.txt"
+LAYERS = {".venv-floor": FLOOR} | {
+    f".venv-peers-{name}": f"requirements/peers_{name}.txt" for name in ("horovod", "xgboost")
+}
 
 # Stands in for `.venv/bin/python`: writes down what pip was asked for, and answers as pip would.
 FAKE_PYTHON = """#!{python}
@@ -198,11 +201,12 @@ class Checkout:
 
     def set_up(self, **env: str) -> subprocess.CompletedProcess[str]:
         options = [self.name.replace(".venv-", "--")] if self.name != ".venv" else []
+        return run_script(self.root, *options, env=self.environment(**env))
+
+    def environment(self, **env: str) -> dict[str, str]:
         # Java and a compiler that answer at once: the real ones are looked at above.
         path = f"{self.root / 'tools'}{os.pathsep}{os.environ['PATH']}"
-        return run_script(
-            self.root, *options, env=environment(XDG_CACHE_HOME=str(self.cache), **{"PATH": path} | env)
-        )
+        return environment(XDG_CACHE_HOME=str(self.cache), **{"PATH": path} | env)
 
     def calls(self) -> list[str]:
         """What pip was asked for since the last look."""
@@ -483,6 +487,18 @@ def test_changed_input_runs_its_own_environments(
     for each in environments:
         each.set_up()
     assert {each.name for each in environments if each.calls()} == concerned
+
+
+def test_peers_are_set_up_beside_the_floor_each_by_its_own_pins(checkout: Checkout) -> None:
+    layers = [with_stand_in(Checkout(checkout.root, checkout.cache, name)) for name in LAYERS]
+    done = run_script(checkout.root, "--peers", env=checkout.environment())
+    assert done.returncode == 0, done.stderr
+    for layer in layers:
+        assert layer.calls() == [f"install --no-deps --requirement {layer.root / LAYERS[layer.name]}"]
+    with (checkout.root / LAYERS[".venv-peers-horovod"]).open("a") as file:
+        file.write("\n# changed\n")
+    run_script(checkout.root, "--peers", env=checkout.environment())
+    assert [layer.name for layer in layers if layer.calls()] == [".venv-peers-horovod"]
 
 
 def pins(file: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch
 from namespaces import refusal
 
 RUN = Path(__file__).with_name("run.py")
+PEERS = RUN.parent / "peers" / "run.py"
 BENCHMARKS = runpy.run_path(str(RUN))["benchmarks"]()
 # Two columns and more, underlined; below the rows the machine, as harness.print_table closes every table.
 TABLE = re.compile(r"^-+(  -+)+\n(.+\n)+\d+ cores, load average ", re.MULTILINE)
@@ -43,3 +44,35 @@ def test_a_tiny_run_prints_its_table(name: str, root: Path, tmp_path: Path) -> N
     if refusal() and NO_HOSTS.search(done.stdout):
         return
     assert TABLE.search(done.stdout), done.stdout[-4000:]
+
+
+def run_peers(root: Path, *options: str) -> str:
+    """What the peers' program prints, run tiny; its results lie beside the flights."""
+    folders = ["--root", str(root), "--results", str(root.parent / "peers")]
+    done = subprocess.run(
+        [sys.executable, str(PEERS), "--tiny", *folders, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_the_peers_of_this_environment_take_part(root: Path, tmp_path: Path) -> None:
+    """The others, in environments that only `make bench-peers` builds, are left to it."""
+    chart = tmp_path / "chart.png"
+    names = "torch and Arrow,Horovod and Petastorm,pyarrow loader,Multilayer,scikit-learn"
+    printed = run_peers(root, "--only", names, "--chart", str(chart))
+    assert len(TABLE.findall(printed)) == 2
+    assert "failed" not in printed
+    assert chart.stat().st_size > 0
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_peer_that_hangs_has_the_reason_in_its_row_and_stops_no_other(root: Path) -> None:
+    printed = run_peers(root, "--only", "scikit-learn", "--limit", "1")
+    assert len(re.findall("^scikit-learn .*failed: no result in 1 s, ", printed, re.MULTILINE)) == 2, printed

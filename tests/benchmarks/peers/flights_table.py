@@ -1,0 +1,35 @@
+"""The encoded rows of jobs/etl.py as plain Parquet, which every contestant reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ringspark.jobs import flights, score
+from ringspark.pipelines import ShardManifest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def write(spark: SparkSession, root: Path, folder: Path) -> None:
+    """Writes `train.parquet` and `test.parquet`: `categorical`, `numeric`, `label`; then `sizes.json`."""
+    from pyspark.ml import PipelineModel
+    from pyspark.ml.functions import vector_to_array
+    from pyspark.sql import functions as F
+
+    features = PipelineModel.load(str(root / "features"))
+    numeric = vector_to_array(F.col("numeric"), "float32").alias("numeric")
+    test = features.transform(spark.read.parquet(str(root / "test"))).select("categorical", numeric, "label")
+    test.write.mode("overwrite").parquet(str(folder / "test.parquet"))
+    # The training rows are there as shards alone, whose files only a reader understands.
+    train = score.read_split(ShardManifest.load(str(root / "shards")), "train")
+    columns = {name: pa.array(list(train[name])) for name in ("categorical", "numeric", "label")}
+    pq.write_table(pa.table(columns), folder / "train.parquet", row_group_size=1 << 16)
+    cardinalities, num_numeric = flights.feature_sizes(features)
+    sizes = {"cardinalities": cardinalities, "num_numeric": num_numeric}
+    (folder / "sizes.json").write_text(json.dumps(sizes))

@@ -1,0 +1,95 @@
+"""ringspark in the three jobs; the variant names collective and reader, or the reader alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import contest
+import harness
+import torch
+
+from ringspark.estimators import TorchClassifier, TorchRegressor
+from ringspark.jobs import cli, recipes
+from ringspark.pipelines import open_reader, write_shards
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+def network(entry: contest.Entry) -> contest.Figures:
+    """SGD at the batch size of the others."""
+    collective, reader = entry.variant.split("+")
+
+    def fit(frame: DataFrame, epochs: int) -> Any:
+        return TorchRegressor(
+            model=contest.network(),
+            optimizer="sgd",
+            learningRate=contest.LEARNING_RATE,
+            epochs=epochs,
+            batchSize=contest.BATCH_SIZE * harness.NUM_WORKERS,
+            numWorkers=harness.NUM_WORKERS,
+            collective=collective,
+            reader=reader,
+            storageUri=entry.scratch,
+            showProgress=False,
+        ).fit(frame)
+
+    with cli.spark("ringspark", harness.MASTER) as spark:
+        return contest.measure_network(spark, entry, fit, lambda model, frame: model.transform(frame))
+
+
+def flights(entry: contest.Entry) -> contest.Figures:
+    """The recipe of jobs/recipes.py, as jobs/train.py follows it, three networks as in the demo."""
+    collective, reader = entry.variant.split("+")
+    sizes = json.loads(Path(entry.flights, "sizes.json").read_text())
+    estimator = TorchClassifier(
+        model=recipes.NETWORK.spec(3, sizes["cardinalities"], sizes["num_numeric"]),
+        loss="bce_with_logits_per_member",
+        inputCols=["categorical", "numeric"],
+        optimizer="adamw",
+        lrSchedule="one_cycle",
+        epochs=recipes.NETWORK.epochs,
+        learningRate=recipes.NETWORK.learning_rate,
+        weightDecay=recipes.NETWORK.weight_decay,
+        numWorkers=harness.NUM_WORKERS,
+        collective=collective,
+        reader=reader,
+        storageUri=entry.scratch,
+        showProgress=False,
+    )
+    with cli.spark("ringspark", harness.MASTER) as spark:
+        return contest.measure_flights_on_spark(
+            spark, entry, estimator.fit, lambda model, frame: model.transform(frame)
+        )
+
+
+def reading(entry: contest.Entry) -> contest.Figures:
+    """One engine over shards of the same rows; opening is part of the first epoch alone, as in a training."""
+    with cli.spark("ringspark", harness.MASTER) as spark:
+        manifest = write_shards(spark.read.parquet(entry.numbers), f"{entry.scratch}/shards")
+    reader = open_reader(manifest, batch_size=contest.BATCH_SIZE, engine=entry.variant)
+    return contest.measure_reading(entry, lambda epoch: count(reader.batches(epoch)))
+
+
+def count(batches: Iterable[Mapping[str, Any]]) -> int:
+    """Makes tensors of all batches; returns the rows."""
+    rows = 0
+    for batch in batches:
+        tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+        rows += len(tensors["label"])
+    return rows
+
+
+def contestant(entry: contest.Entry) -> contest.Figures:
+    """The job is part of the variant: "network:torch+arrow"."""
+    job, variant = entry.variant.split(":")
+    jobs = {"network": network, "flights": flights, "reading": reading}
+    return jobs[job](replace(entry, variant=variant))
+
+
+if __name__ == "__main__":
+    contest.run(contestant)

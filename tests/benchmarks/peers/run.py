@@ -1,0 +1,180 @@
+"""ringspark against what others offer for the same job: same rows, same network, same epochs, same run.
+
+    make bench-peers
+    make bench-peers ARGS="--chart docs/peers.png"
+    make bench-peers ARGS="--tiny"
+    make bench-peers ARGS="--only horovod.spark,TorchDistributor --repeats 1 --keep"
+
+Every contestant runs in a process of its own, which starts a session of its own, in the environment that it
+needs; in turns, `--repeats` rounds. One that fails or needs longer than `--limit` seconds has the reason in
+its row, and the others go on. `--only` takes those whose job and name contain one of the words; `--keep` adds
+to the results of earlier runs, which then share the table, but not one state of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import contest
+import flights_table
+import harness
+import psutil
+import tables
+
+from ringspark.jobs import cli
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who takes part in a job, by which program of this folder, in which environment of the checkout."""
+
+    job: str
+    name: str
+    program: str
+    variant: str = ""
+    environment: str = ".venv"
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter; for what needs no more than this process has, the one that runs here."""
+        return Path(sys.executable) if self.environment == ".venv" else ROOT / self.environment / "bin/python"
+
+
+# The first of each job is what the others are held against.
+CONTESTANTS = (
+    Contestant("network", "ringspark, torch and Arrow", "ours", "network:torch+arrow"),
+    Contestant("network", "ringspark, Horovod and Petastorm", "ours", "network:horovod+petastorm"),
+    Contestant(
+        "network", "horovod.spark TorchEstimator", "horovod_estimator", environment=".venv-peers-horovod"
+    ),
+    Contestant("network", "TorchDistributor, DDP, pyarrow loader", "torch_distributor", "arrow"),
+    Contestant("network", "TorchDistributor, DDP, Petastorm", "torch_distributor", "batched", ".venv-floor"),
+    Contestant("reading", "ringspark, engine arrow", "ours", "reading:arrow", ".venv-floor"),
+    Contestant("reading", "ringspark, engine petastorm", "ours", "reading:petastorm", ".venv-floor"),
+    Contestant(
+        "reading", "Petastorm BatchedDataLoader", "petastorm_loaders", "BatchedDataLoader", ".venv-floor"
+    ),
+    Contestant("reading", "Petastorm DataLoader", "petastorm_loaders", "DataLoader", ".venv-floor"),
+    Contestant("flights", "ringspark, torch and Arrow", "ours", "flights:torch+arrow"),
+    Contestant("flights", "ringspark, Horovod and Petastorm", "ours", "flights:horovod+petastorm"),
+    Contestant(
+        "flights", "xgboost.spark SparkXGBClassifier", "xgboost_stage", environment=".venv-peers-xgboost"
+    ),
+    Contestant("flights", "Spark MultilayerPerceptronClassifier", "spark_perceptron"),
+    Contestant("flights", "scikit-learn boosting, one process", "scikit_learn", "boosting"),
+    Contestant("flights", "scikit-learn MLPClassifier, one process", "scikit_learn", "perceptron"),
+)
+
+
+def options() -> Any:
+    """The command line."""
+    parser = harness.parser(__doc__, rows=(1_000_000, 20_000), repeats=(5, 1), limit=(300, 120))
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="contestants with one of these words, a,b"
+    )
+    parser.add_argument("--keep", action="store_true", help="add to the results of earlier runs")
+    parser.add_argument("--results", default="artifacts/peers", metavar="DIR", help="rows and results")
+    return parser.parse_args()
+
+
+def write_rows(args: Any, folder: Path) -> tuple[Path, Path]:
+    """Writes the rows of the jobs where they are not there yet; returns their folders."""
+    numbers = folder / f"numbers-{args.rows}"
+    flights = folder / ("flights-tiny" if args.tiny else "flights")
+    # Each is complete where its last file is.
+    if (numbers / "_SUCCESS").exists() and (flights / "sizes.json").exists():
+        return numbers, flights
+    root = harness.flights_root(args)
+    with cli.spark("rows for the peers", harness.MASTER) as spark:
+        harness.random_frame(spark, args.rows).write.mode("overwrite").parquet(str(numbers))
+        flights_table.write(spark, root, flights)
+    return numbers, flights
+
+
+def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -> dict[str, Any]:
+    """Lets one contestant run; its figures, or the reason why there are none under "failed"."""
+    if not contestant.python.exists():
+        return {"failed": f"{contestant.environment} is missing; `make bench-peers` builds it"}
+    with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
+        entry = contest.Entry(
+            variant=contestant.variant,
+            numbers=str(numbers),
+            num_rows=args.rows,
+            flights=str(flights),
+            scratch=scratch,
+        )
+        command = [str(contestant.python), str(HERE / f"{contestant.program}.py"), entry.to_json()]
+        log_file = Path(args.results, re.sub(r"\W+", "-", f"{contestant.job} {contestant.name}") + ".log")
+        with log_file.open("w+") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=scratch
+            )
+            try:
+                status = process.wait(args.limit)
+            except subprocess.TimeoutExpired:
+                return {"failed": f"no result in {args.limit} s, see {log_file}"}
+            finally:
+                end(process)
+            log.seek(0)
+            lines = [line for line in log.read().splitlines() if line.strip()]
+    if status == 0 and lines and lines[-1].startswith(contest.MARK):
+        figures: dict[str, Any] = json.loads(lines[-1].removeprefix(contest.MARK))
+        return figures
+    return {"failed": f"{lines[-1][:200] if lines else f'exit status {status}'}, see {log_file}"}
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what still runs of a contestant: the program, its JVM, Spark's Python workers, their children."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        member.kill()
+    process.kill()
+    process.wait()
+
+
+def main() -> None:
+    """Runs the rounds, and prints the tables after the last."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no contestant outlives this
+    args = options()
+    folder = Path(args.results).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, flights = write_rows(args, folder)
+    words = args.only.split(",")
+    chosen = [one for one in CONTESTANTS if any(word in f"{one.job} {one.name}" for word in words)]
+    if not chosen:
+        raise SystemExit(f"no contestant has one of the words {args.only!r}")
+    results = folder / ("results-tiny.jsonl" if args.tiny else "results.jsonl")
+    if not args.keep:
+        results.unlink(missing_ok=True)
+    for number in range(args.repeats):
+        for contestant in chosen:
+            start = time.perf_counter()
+            outcome = take_turn(contestant, numbers, flights, args)
+            line = {"job": contestant.job, "name": contestant.name, "rows": args.rows, **outcome}
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"round {number + 1}, {time.perf_counter() - start:.0f} s: {line}", flush=True)
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    order = [(one.job, one.name) for one in CONTESTANTS]
+    tables.print_all(tables.by_contestant(found, order))
+    if args.chart:
+        tables.draw(args.chart, tables.by_contestant(found, order))
+
+
+if __name__ == "__main__":
+    main()

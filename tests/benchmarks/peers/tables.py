@@ -1,0 +1,164 @@
+"""Turns the contestants' results into a table for each job, and a chart of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import harness
+
+# Job -> figure -> its heading, how it is written, and whether less of it is better.
+FIGURES: dict[str, dict[str, tuple[str, str, bool]]] = {
+    "network": {
+        "first_fit": ("first fit, s", "{:.1f}", True),
+        "start": ("of it start, s", "{:.1f}", True),
+        "slope": ("slope, rows/s", "{:,.0f}", False),
+        "transform": ("transform, s", "{:.2f}", True),
+    },
+    "reading": {"rate": ("rows/s", "{:,.0f}", False)},
+    "flights": {
+        "fit": ("fit, s", "{:.1f}", True),
+        "transform": ("transform, s", "{:.2f}", True),
+        "auc": ("test ROC AUC", "{:.4f}", False),
+    },
+}
+# How many times as good the first contestant of the job is, for these; of AUC the ratio says nothing.
+COMPARED = {"network": ("first_fit", "slope"), "reading": ("rate",), "flights": ("fit",)}
+TITLES = {
+    "network": f"MLP {harness.DIM}-128-128-1, SGD, 3 epochs, {harness.NUM_WORKERS} workers, 1,024 rows each",
+    "reading": "one process, shuffled batches of 1,024 as tensors, pyarrow 14",
+    "flights": "flights, trained on months 1 to 8, judged on 10 to 12",
+}
+
+# (job, name) -> its rounds that came to a result, and the reason of the last that did not.
+Results = Mapping[tuple[str, str], tuple[list[dict[str, float]], str]]
+
+
+def by_contestant(found: Sequence[dict[str, Any]], order: Sequence[tuple[str, str]]) -> Results:
+    """Groups result lines by contestant, those in `order` that took part."""
+    results: dict[tuple[str, str], tuple[list[dict[str, float]], str]] = {}
+    for key in order:
+        own = [line for line in found if (line["job"], line["name"]) == key]
+        if own:
+            rounds = [line for line in own if "failed" not in line]
+            results[key] = (rounds, next((line["failed"] for line in own[::-1] if "failed" in line), ""))
+    return results
+
+
+def values(results: Results, job: str, name: str, figure: str) -> list[float]:
+    """One figure of a contestant, round by round."""
+    return [line[figure] for line in results[job, name][0]]
+
+
+def times_better(results: Results, job: str, figure: str, ours: str, name: str) -> float | None:
+    """Median over the rounds: how many times as good the contestant `ours` is."""
+    less = FIGURES[job][figure][2]
+    pairs = zip(values(results, job, ours, figure), values(results, job, name, figure), strict=False)
+    ratios = [theirs / own if less else own / theirs for own, theirs in pairs]
+    return median(ratios) if ratios else None
+
+
+def ours_of(results: Results, job: str) -> list[str]:
+    """Our contestants of a job that came to a result."""
+    return [
+        name for (of, name), (rounds, _) in results.items() if of == job and "ringspark" in name and rounds
+    ]
+
+
+def print_all(results: Results) -> None:
+    """One table a job."""
+    for job in FIGURES:
+        names = [name for of, name in results if of == job]
+        if not names:
+            continue
+        ours = ours_of(results, job)
+        rows = next((line["rows"] for rounds, _ in results.values() for line in rounds), 0)
+        size = "" if job == "flights" else f", {int(rows):,} rows x {harness.DIM} fp32"
+        counts = sorted({len(results[job, name][0]) for name in names})
+        header = ["", *(heading for heading, _, _ in FIGURES[job].values())]
+        header += [f"{figure.replace('_', ' ')}: ours is x times as good" for figure in COMPARED[job]]
+        harness.print_table(
+            f"bench-peers, {job}: {TITLES[job]}{size}; medians of {'/'.join(map(str, counts))} rounds",
+            [*header, "better than ours in"],
+            [line(results, job, name, ours) for name in names],
+        )
+        if len(ours) > 1:
+            print(f"x / x: against {' / '.join(ours)}")
+
+
+def line(results: Results, job: str, name: str, ours: Sequence[str]) -> list[str]:
+    """A contestant's row: its medians, ours against them, and where it beats the first of ours."""
+    rounds, reason = results[job, name]
+    if not rounds:
+        blanks = ["-"] * (len(FIGURES[job]) + len(COMPARED[job]))
+        return [name, *blanks, f"failed: {reason}"]
+    cells = [name]
+    for figure, (_, written, _) in FIGURES[job].items():
+        cells.append(written.format(median(values(results, job, name, figure))))
+    for figure in COMPARED[job]:
+        ratios = [times_better(results, job, figure, own, name) for own in ours]
+        cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None) or "-")
+    better = [
+        figure.replace("_", " ")
+        for figure in FIGURES[job]
+        if ours and (times_better(results, job, figure, ours[0], name) or 1.0) < 1.0
+    ]
+    note = "" if name in ours else ", ".join(better) or "nothing"
+    return [*cells, f"{note} ({reason})" if reason else note]
+
+
+def draw(path: str, results: Results) -> None:
+    """Bars of whole fits and slopes; the flights as points of seconds and ROC AUC."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(2, 2, figsize=(13, 7.5), layout="constrained")
+    flat = panels.ravel()
+    bars(flat[0], results, "network", "first_fit", "seconds of a first fit, 3 epochs")
+    bars(flat[1], results, "network", "slope", "rows/s of training, the slope")
+    bars(flat[2], results, "reading", "rate", "rows/s of reading")
+    points(flat[3], results)
+    figure.savefig(path, dpi=130)
+    print(f"chart: {path}")
+
+
+def bars(axes: Any, results: Results, job: str, figure: str, title: str) -> None:
+    """One bar a contestant, its median beside it."""
+    names = [name for of, name in results if of == job and results[of, name][0]]
+    medians = [median(values(results, job, name, figure)) for name in names]
+    axes.barh(names, medians, color=[color(name) for name in names])
+    written = FIGURES[job][figure][1]
+    for row, value in enumerate(medians):
+        axes.annotate(written.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
+    axes.set(title=title, xlim=(0, 1.25 * max(medians, default=1.0)))
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.invert_yaxis()
+
+
+def points(axes: Any, results: Results) -> None:
+    """One point a contestant of job "flights", its name towards the middle."""
+    names = [name for (job, name), (rounds, _) in results.items() if job == "flights" and rounds]
+    places = {
+        name: [median(values(results, "flights", name, figure)) for figure in ("fit", "auc")]
+        for name in names
+    }
+    middle = median(seconds for seconds, _ in places.values()) if places else 0.0
+    for name, (seconds, auc) in places.items():
+        axes.plot(seconds, auc, "o", color=color(name))
+        shift, side = (7, "left") if seconds <= middle else (-7, "right")
+        axes.annotate(
+            name, (seconds, auc), (shift, 0), textcoords="offset points", va="center", ha=side, fontsize=9
+        )
+    axes.set(title="flights, test months", xlabel="seconds of a first fit", ylabel="ROC AUC")
+    axes.margins(x=0.3, y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def color(name: str) -> str:
+    """Ours in blue."""
+    return "tab:blue" if "ringspark" in name else "0.6"
