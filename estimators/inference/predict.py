@@ -25,7 +25,7 @@ from ringspark.estimators import user_code
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.device import task_device
-from ringspark.estimators.inference.results import Results
+from ringspark.estimators.inference.results import TAKES_VECTORS, Results
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
@@ -117,14 +117,15 @@ def cached_module(predictor: Predictor) -> nn.Module:
 
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
     """Returns the model applied to `columns`; the expression's type is the results' `spark_type`."""
-    spark_type = predictor.results.spark_type
-    if not hasattr(F, "arrow_udf"):  # Spark before 4.1
-        return pandas_batches.expression(partial(run, predictor), predictor.feeds, spark_type, columns)
+    feeds, results = predictor.feeds, predictor.results
+    if not TAKES_VECTORS:
+        return pandas_batches.expression(partial(run, predictor), feeds, results.widths, columns)
 
     def arrays(batches: Iterator[Tuple[pa.Array, ...]]) -> Iterator[pa.Array]:  # noqa: UP006
         return run(predictor, batches)
 
-    expression: Column = F.arrow_udf(arrays, spark_type)(*columns)
+    functions: Any = F  # Spark's types do not list this one.
+    expression: Column = functions.arrow_udf(arrays, results.spark_type)(*columns)
     return expression
 
 

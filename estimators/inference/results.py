@@ -13,12 +13,12 @@ from math import prod
 
 import numpy as np
 import pyarrow as pa
-from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
+from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
 from ringspark.pipelines.kinds.base import list_type, make_lists
 
@@ -41,6 +41,11 @@ class Results(ABC):
     def types(self) -> list[DataType]:
         """Types of the columns that the user gets."""
 
+    @property
+    @abstractmethod
+    def widths(self) -> list[int]:
+        """Values per row of each column."""
+
     @abstractmethod
     def arrays(self, outputs: Array) -> list[Array]:
         """Returns the columns' numbers, (rows,) or (rows, numbers of a row), each float64.
@@ -52,10 +57,9 @@ class Results(ABC):
     @property
     def spark_type(self) -> DataType:
         """Type of what Python returns: the one column's, or a struct of the columns."""
-        types = [t if TAKES_VECTORS or not _is_vector(t) else ArrayType(DoubleType()) for t in self.types]
-        if len(types) == 1:
-            return types[0]
-        return StructType([StructField(name, t) for name, t in zip(self._names, types, strict=True)])
+        if len(self.types) == 1:
+            return self.types[0]
+        return StructType([StructField(name, t) for name, t in zip(self._names, self.types, strict=True)])
 
     def to_arrow(self, outputs: Array) -> pa.Array:
         """Converts raw outputs to what Python returns."""
@@ -69,15 +73,11 @@ class Results(ABC):
 
     def columns(self, result: str) -> list[Column]:
         """Returns the user's columns, made from the column `result` of what Python returned."""
+        if not TAKES_VECTORS:
+            return pandas_batches.results(result, self.types, self.widths)
         if len(self.types) == 1:
             return [F.col(result)]
-        columns = [F.col(f"{result}.{name}") for name in self._names]
-        if TAKES_VECTORS:
-            return columns
-        return [
-            F.when(column.isNotNull(), array_to_vector(column)) if _is_vector(data_type) else column
-            for column, data_type in zip(columns, self.types, strict=True)
-        ]
+        return [F.col(f"{result}.{name}") for name in self._names]
 
     @property
     def _names(self) -> list[str]:
@@ -124,6 +124,11 @@ class Classes(Results):
     def types(self) -> list[DataType]:
         """The column types."""
         return [VectorUDT(), VectorUDT(), DoubleType()]
+
+    @property
+    def widths(self) -> list[int]:
+        """Values per row of each column."""
+        return [self.num_classes, self.num_classes, 1]
 
     def arrays(self, outputs: Array) -> list[Array]:
         return [self.raw(outputs), self.probabilities(outputs), self.decide(outputs)]
