@@ -181,7 +181,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         result = dataset.select(
             "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
         )
-        parts = results.columns(_RESULT, nullable=handling == "keep")
+        parts = results.columns(_RESULT)
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
         return result.select("*", *named).drop(_RESULT)
 

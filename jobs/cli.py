@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -152,6 +153,8 @@ def spark_session(app_name: str, master: str | None = None) -> SparkSession:
     if master is not None and master.startswith("local"):
         # Set before the JVM starts, which would look up the host's name: containers often lack one.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    # Said once a file where Spark is older than pandas; the pinned ones are tested together.
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     # Executors must run this very Python, not the first python3 on the PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession

@@ -9,21 +9,23 @@ tasks need, they stay for one task.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Iterator, Tuple  # noqa: UP035 (pandas_udf reads these hints)
+from functools import partial
+from typing import Any, Iterator, Tuple  # noqa: UP035 (arrow_udf reads these hints)
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 import torch
 from pyspark.sql import Column
-from pyspark.sql.pandas.functions import pandas_udf
+from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.columns.feeds import Feed
+from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.device import task_device
-from ringspark.estimators.inference.results import Results
+from ringspark.estimators.inference.results import TAKES_VECTORS, Results
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
@@ -115,30 +117,20 @@ def cached_module(predictor: Predictor) -> nn.Module:
 
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
     """Returns the model applied to `columns`; the expression's type is the results' `spark_type`."""
-    function = _batch_function(predictor)
-    # Spark's type overloads do not cover a function that is chosen at run time.
-    make_udf: Any = pandas_udf
-    expression: Column = make_udf(function, predictor.results.spark_type)(*columns)
+    feeds, results = predictor.feeds, predictor.results
+    if not TAKES_VECTORS:
+        return pandas_batches.expression(partial(run, predictor), feeds, results.widths, columns)
+
+    def arrays(batches: Iterator[Tuple[pa.Array, ...]]) -> Iterator[pa.Array]:  # noqa: UP006
+        return run(predictor, batches)
+
+    functions: Any = F  # Spark's types do not list this one.
+    expression: Column = functions.arrow_udf(arrays, results.spark_type)(*columns)
     return expression
 
 
-def _batch_function(predictor: Predictor) -> Callable[..., Any]:
-    """Returns the body of the pandas UDF; the two bodies differ only in type hints, which Spark reads."""
-    if predictor.results.spark_type.startswith("struct"):
-
-        def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006
-            return run(predictor, batches)
-
-        return frames
-
-    def values(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.Series]:  # noqa: UP006
-        return run(predictor, batches)
-
-    return values
-
-
-def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields the results of batches of pandas columns, in pieces of bounded size. Runs in a Spark task."""
+def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
+    """Yields the results of batches of Arrow columns, in pieces of bounded size. Runs in a Spark task."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -154,11 +146,11 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
         # The first rows tell how many bytes a row has.
         num_rows = predictor.batch_size
         for batch in batches:
-            # If there is only one column, Spark passes a bare Series.
-            series = [batch] if isinstance(batch, pd.Series) else list(batch)
-            start, stop = 0, len(series[0])
+            # If there is only one column, Spark passes a bare array.
+            columns = batch if isinstance(batch, tuple) else (batch,)
+            start, stop = 0, len(columns[0])
             while True:
-                piece = [column.iloc[start : start + num_rows] for column in series]
+                piece = [column.slice(start, num_rows) for column in columns]
                 start += num_rows
                 result, row_bytes = _run_piece(predictor, module, piece, device)
                 yield result
@@ -174,25 +166,23 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _run_piece(
-    predictor: Predictor, module: nn.Module, series: list[Any], device: str
-) -> tuple[pd.Series[Any] | pd.DataFrame, int]:
+    predictor: Predictor, module: nn.Module, piece: list[pa.Array], device: str
+) -> tuple[pa.Array, int]:
     """Returns the results of some rows, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
     valid = None
     if predictor.keeps_rows:
-        valid = series.pop().to_numpy(dtype=bool)
+        valid = piece.pop().to_numpy(zero_copy_only=False)
         if valid.all():
             valid = None
         else:
-            series = [column[valid] for column in series]
-    columns = [feed(column) for feed, column in zip(predictor.feeds, series, strict=True)]
+            piece = [column.filter(pa.array(valid)) for column in piece]
+    columns = [feed(column) for feed, column in zip(predictor.feeds, piece, strict=True)]
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
+    results = predictor.results.to_arrow(outputs)
     if valid is not None:
-        # The values in the other rows do not matter: these rows become null.
-        every = np.zeros((len(valid), outputs.shape[1]))
-        every[valid] = outputs
-        outputs = every
-    return predictor.results.to_pandas(outputs, valid), row_bytes
+        results = results.take(pa.array(np.cumsum(valid) - 1, mask=~valid))
+    return results, row_bytes
 
 
 def _cache_folder() -> str | None:

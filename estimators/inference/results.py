@@ -1,55 +1,91 @@
 """Turns the network's outputs into the columns that the user gets.
 
-Python returns only the few plain columns of doubles that determine the rest: pandas UDFs turn lists into
-Arrow arrays one Python object at a time, which would cost more than most networks. The JVM makes vectors,
-arrays and probabilities from them. NaN stays NaN; only a row without valid input gives null.
+They are complete when they leave Python, as one Arrow array. Arrow takes NumPy's numbers without looking at
+them, and a vector is to Spark a struct around an array: the JVM copies what comes and computes nothing.
+NaN stays NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
-from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DataType, DoubleType
+from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
+from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
+from ringspark.pipelines.kinds.base import list_type, make_lists
 
-# With more values per row than this, arrays leave Python as lists: Spark compiles no code for wider structs.
-FLAT_WIDTH = 64
+# Spark's UDF over Arrow arrays (4.1) takes vectors from Python; its pandas UDF takes only arrays.
+TAKES_VECTORS = hasattr(F, "arrow_udf")
+# `VectorUDT.sqlType()` to the letter: Arrow cannot cast to parts without nulls where a row is null.
+_VECTOR_PARTS = [
+    pa.field("type", pa.int8(), nullable=False),
+    pa.field("size", pa.int32()),
+    pa.field("indices", list_type("int32")),
+    pa.field("values", list_type("float64")),
+]
 
-Valid = Array | None
-"""(rows,) booleans, true for rows that have a result; None if all rows have one."""
 
-
-class Results(Protocol):
-    """Conversion of raw outputs to columns: one half runs in Python workers, the other half is SQL."""
+class Results(ABC):
+    """Conversion of raw outputs to columns; runs in Python workers, but for `columns`."""
 
     @property
+    @abstractmethod
     def types(self) -> list[DataType]:
         """Types of the columns that the user gets."""
 
     @property
-    def spark_type(self) -> str:
-        """Spark type that the pandas UDF returns; for a struct it returns a DataFrame."""
+    @abstractmethod
+    def widths(self) -> list[int]:
+        """Values per row of each column."""
 
-    def to_pandas(self, outputs: Array, valid: Valid) -> pd.Series[Any] | pd.DataFrame:
-        """Converts raw outputs, (rows, values of all outputs) float64, to the UDF's return value."""
+    @abstractmethod
+    def arrays(self, outputs: Array) -> list[Array]:
+        """Returns the columns' numbers, (rows,) or (rows, numbers of a row), each float64.
 
-    def columns(self, result: str, *, nullable: bool) -> list[Column]:
-        """Returns the user's columns, made from the UDF's column `result`."""
+        Args:
+            outputs: (rows, values of all outputs) float64.
+        """
+
+    @property
+    def spark_type(self) -> DataType:
+        """Type of what Python returns: the one column's, or a struct of the columns."""
+        if len(self.types) == 1:
+            return self.types[0]
+        return StructType([StructField(name, t) for name, t in zip(self._names, self.types, strict=True)])
+
+    def to_arrow(self, outputs: Array) -> pa.Array:
+        """Converts raw outputs to what Python returns."""
+        columns = [
+            _lists(values, is_vector=TAKES_VECTORS and _is_vector(data_type))
+            if isinstance(data_type, ArrayType) or _is_vector(data_type)
+            else pa.array(values)
+            for values, data_type in zip(self.arrays(outputs), self.types, strict=True)
+        ]
+        return columns[0] if len(columns) == 1 else pa.StructArray.from_arrays(columns, self._names)
+
+    def columns(self, result: str) -> list[Column]:
+        """Returns the user's columns, made from the column `result` of what Python returned."""
+        if not TAKES_VECTORS:
+            return pandas_batches.results(result, self.types, self.widths)
+        if len(self.types) == 1:
+            return [F.col(result)]
+        return [F.col(f"{result}.{name}") for name in self._names]
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"c{i}" for i in range(len(self.types))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class Values(Results):
     """One column per output: a double, or an array of doubles if the output has several values per row."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -64,48 +100,13 @@ class Values:
         """The column types."""
         return [DoubleType() if width == 1 else ArrayType(DoubleType()) for width in self.widths]
 
-    @property
-    def spark_type(self) -> str:
-        if self.widths == [1]:
-            return "double"
-        if self._is_flat:
-            return _struct([(f"v{i}", "double") for i in range(sum(self.widths))])
-        return _struct([(f"v{i}", t.simpleString()) for i, t in enumerate(self.types)])
-
-    def to_pandas(self, outputs: Array, valid: Valid) -> pd.Series[Any] | pd.DataFrame:
-        if self.widths == [1]:
-            return _doubles(outputs[:, 0], valid)
-        if self._is_flat:
-            return _frame([_doubles(outputs[:, i], valid) for i in range(outputs.shape[1])])
-        ends = np.cumsum(self.widths)
-        parts = np.split(outputs, ends[:-1], axis=1)
-        return _frame(
-            [_doubles(part[:, 0], valid) if part.shape[1] == 1 else _lists(part, valid) for part in parts]
-        )
-
-    def columns(self, result: str, *, nullable: bool) -> list[Column]:
-        if self.widths == [1]:
-            return [F.col(result)]
-        if not self._is_flat:
-            values = [F.col(f"{result}.v{i}") for i in range(len(self.widths))]
-            return [
-                value if width == 1 else _with_nan(value)
-                for value, width in zip(values, self.widths, strict=True)
-            ]
-        columns, start = [], 0
-        for width in self.widths:
-            parts = [F.col(f"{result}.v{i}") for i in range(start, start + width)]
-            columns.append(parts[0] if width == 1 else _if_there(parts[0], F.array(*parts), nullable))
-            start += width
-        return columns
-
-    @property
-    def _is_flat(self) -> bool:
-        return sum(self.widths) <= FLAT_WIDTH
+    def arrays(self, outputs: Array) -> list[Array]:
+        parts = np.split(outputs, np.cumsum(self.widths)[:-1], axis=1)
+        return [part[:, 0] if part.shape[1] == 1 else part for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classes:
+class Classes(Results):
     """Raw predictions and probabilities as vectors, and the class as a double, all from one output of logits.
 
     A single logit z is the binary case, with the raw predictions (-z, z) of Spark's LogisticRegression.
@@ -125,36 +126,21 @@ class Classes:
         return [VectorUDT(), VectorUDT(), DoubleType()]
 
     @property
-    def spark_type(self) -> str:
-        if self.width == 1 and self._decides_in_sql:
-            return "double"
-        if self.width > FLAT_WIDTH:
-            fields = [("raw", "array<double>"), ("total", "double")]
-        else:
-            fields = [(f"r{i}", "double") for i in range(self.width)]
-            if self.width > 2:
-                fields.append(("total", "double"))
-        return _struct(fields if self._decides_in_sql else [*fields, ("prediction", "double")])
+    def widths(self) -> list[int]:
+        """Values per row of each column."""
+        return [self.num_classes, self.num_classes, 1]
 
-    def to_pandas(self, outputs: Array, valid: Valid) -> pd.Series[Any] | pd.DataFrame:
-        if self.width == 1 and self._decides_in_sql:
-            return _doubles(outputs[:, 0], valid)
-        if self.width > FLAT_WIDTH:
-            columns = [_lists(outputs, valid)]
-        else:
-            columns = [_doubles(outputs[:, i], valid) for i in range(self.width)]
-        if self.width > 2:
-            columns.append(_doubles(log_sum_exp(outputs), valid))
-        if not self._decides_in_sql:
-            columns.append(_doubles(self.decide(outputs), valid))
-        return _frame(columns)
+    def arrays(self, outputs: Array) -> list[Array]:
+        return [self.raw(outputs), self.probabilities(outputs), self.decide(outputs)]
 
     def decide(self, outputs: Array) -> Array:
         """Returns the predicted class of each row, (rows,) float64."""
         if self.thresholds is None:
-            logits = self._logits(outputs)
-            # Of two classes the first is taken where one is NaN, as by the expression of `columns`.
-            best: Array = logits[:, 1] > logits[:, 0] if logits.shape[1] == 2 else logits.argmax(axis=1)
+            best: Array = outputs.argmax(axis=1)
+            if self.num_classes == 2:
+                # Of two classes the first is taken where one is NaN.
+                low, high = (0.0, outputs[:, 0]) if self.width == 1 else outputs.T
+                best = high > low
             return best.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             scaled = self.probabilities(outputs) / np.asarray(self.thresholds)
@@ -168,82 +154,29 @@ class Classes:
 
     def probabilities(self, outputs: Array) -> Array:
         """Returns the probabilities, (rows, classes)."""
-        logits = self._logits(outputs)
-        probabilities: Array = np.exp(logits - log_sum_exp(logits)[:, None])
-        return probabilities
-
-    def _logits(self, outputs: Array) -> Array:
-        # The softmax of (0, z) is the sigmoid of z.
-        return np.concatenate([np.zeros_like(outputs), outputs], axis=1) if self.width == 1 else outputs
-
-    def columns(self, result: str, *, nullable: bool) -> list[Column]:
-        if self.width > FLAT_WIDTH:
-            first, total = F.col(f"{result}.raw"), F.col(f"{result}.total")
-            raw_array = _with_nan(first)
-            probability_array = F.transform(raw_array, lambda value: F.exp(value - total))
-        else:
-            logits = [F.col(f"{result}.r{i}") for i in range(self.width)]
-            if self.width == 1:
-                z = F.col(result) if self._decides_in_sql else logits[0]
-                logits = [-z, z]
-                margins = [z, -z]
-            else:
-                margins = [logits[1] - logits[0], logits[0] - logits[1]]
-            if self.width <= 2:
-                # This form of the softmax of two overflows on neither side.
-                probabilities = [1 / (1 + F.exp(margin)) for margin in margins]
-            else:
-                probabilities = [F.exp(value - F.col(f"{result}.total")) for value in logits]
-            first, raw_array, probability_array = logits[-1], F.array(*logits), F.array(*probabilities)
-        raw = _if_there(first, array_to_vector(raw_array), nullable)
-        probability = _if_there(first, array_to_vector(probability_array), nullable)
-        if not self._decides_in_sql:
-            return [raw, probability, F.col(f"{result}.prediction")]
-        low, high = (F.lit(0.0), logits[1]) if self.width == 1 else (logits[0], logits[1])
-        # Spark SQL sorts NaN above every number.
-        return [raw, probability, ((high > low) & ~F.isnan(high)).cast("double")]
-
-    @property
-    def _decides_in_sql(self) -> bool:
-        return self.width <= 2 and self.thresholds is None
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            if self.width > 2:
+                largest = outputs.max(axis=1, keepdims=True)
+                exponentials = np.exp(outputs - largest)
+                softmax: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
+                return softmax
+            # This form of the softmax of two overflows on neither side.
+            margin = outputs[:, :1] if self.width == 1 else outputs[:, 1:] - outputs[:, :1]
+            sigmoid: Array = 1 / (1 + np.exp(np.concatenate([margin, -margin], axis=1)))
+            return sigmoid
 
 
-def log_sum_exp(values: Array) -> Array:
-    """Returns the log of the sum of the exponentials of each row, (rows,), without overflow."""
-    largest = values.max(axis=1, initial=-np.inf)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        total: Array = largest + np.log(np.exp(values - largest[:, None]).sum(axis=1))
-    return total
+def _is_vector(data_type: DataType) -> bool:
+    return isinstance(data_type, VectorUDT)
 
 
-def _doubles(values: Array, valid: Valid) -> pd.Series[Any]:
-    """Makes a pandas column that is an Arrow array already: it needs no copy, and NaN stays NaN."""
-    array = pa.array(values, pa.float64(), mask=None if valid is None else ~valid)
-    return pd.Series(pd.arrays.ArrowExtensionArray(array))
-
-
-def _lists(values: Array, valid: Valid) -> pd.Series[Any]:
-    """Makes a pandas column of NumPy arrays. PySpark turns their NaN into null; `_with_nan` undoes that."""
-    rows = list(values)
-    if valid is not None:
-        rows = [row if there else None for row, there in zip(rows, valid.tolist(), strict=True)]
-    return pd.Series(rows, dtype=object)
-
-
-def _with_nan(lists: Column) -> Column:
-    """Returns the lists from `_lists` with NaN in place of the nulls that PySpark made."""
-    nan = F.lit(float("nan"))
-    return F.transform(lists, lambda value: F.when(value.isNull(), nan).otherwise(value))
-
-
-def _frame(columns: Sequence[pd.Series[Any]]) -> pd.DataFrame:
-    return pd.DataFrame(dict(enumerate(columns)))
-
-
-def _struct(fields: Sequence[tuple[str, str]]) -> str:
-    return f"struct<{', '.join(f'{name}: {kind}' for name, kind in fields)}>"
-
-
-def _if_there(part: Column, value: Column, nullable: bool) -> Column:
-    """Returns `value`, or null for a row without result; adds the costly condition only if needed."""
-    return F.when(part.isNotNull(), value) if nullable else value
+def _lists(values: Array, *, is_vector: bool) -> pa.Array:
+    """Makes an Arrow array of lists, or of dense vectors, from (rows, numbers of a row)."""
+    num_rows, width = values.shape
+    lists = make_lists(np.arange(num_rows + 1) * width, values.reshape(-1), "float64")
+    if not is_vector:
+        return lists
+    # Only a sparse vector has a size and indices.
+    parts = [pa.array(np.ones(num_rows, np.int8)), pa.nulls(num_rows, pa.int32())]
+    parts += [pa.nulls(num_rows, list_type("int32")), lists]
+    return pa.StructArray.from_arrays(parts, fields=_VECTOR_PARTS)

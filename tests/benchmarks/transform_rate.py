@@ -1,9 +1,10 @@
-"""Prediction rows/s of a 3-layer MLP against two `mapInArrow` that compute nothing, on the same cached frame.
+"""Prediction rows/s of a 3-layer MLP against bare `mapInArrow`s over the same cached frame.
 
 The constant reads the array column, as the model does, and returns one number a row: the ceiling of whatever
-computes a column in Python. The identity sends all 32 numbers back. A vector column is held against the
-constant over arrays too: Spark hands vectors to `mapInArrow` as structs, far slower than any prediction.
-Results go to Spark's "noop" sink, which evaluates every column and keeps none.
+computes a column in Python. The bare network computes that number by the same layers, with nothing around
+them: the ceiling of whatever runs this network there. The identity sends all 32 numbers back. A vector
+column is held against the constant over arrays too: Spark hands vectors to `mapInArrow` as structs, far
+slower than any prediction. Results go to Spark's "noop" sink, which evaluates every column and keeps none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import harness
 import pyarrow as pa
+import torch
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.jobs import cli
@@ -29,6 +31,17 @@ def constant(batches: Iterable[Any]) -> Iterable[Any]:
     """Gives a zero for every row that comes. Runs in a Spark task."""
     for batch in batches:
         yield pa.RecordBatch.from_arrays([pa.repeat(0.0, batch.num_rows)], ["prediction"])
+
+
+def bare_network(batches: Iterable[Any]) -> Iterable[Any]:
+    """Gives the network's output for every row, without names, checks and choices. Runs in a Spark task."""
+    torch.set_num_threads(1)
+    module = harness.MLP.build().eval()
+    with torch.inference_mode():
+        for batch in batches:
+            rows = torch.from_numpy(batch.column(0).flatten().to_numpy().reshape(-1, harness.DIM).copy())
+            outputs = torch.cat([module(part) for part in rows.split(2048)])
+            yield pa.RecordBatch.from_arrays([pa.array(outputs[:, 0].double().numpy())], ["prediction"])
 
 
 def identity(batches: Iterable[Any]) -> Iterable[Any]:
@@ -71,6 +84,7 @@ def main() -> None:
         classification = fit(TorchClassifier, few, folder)
         frames: dict[str, DataFrame] = {
             CONSTANT: arrays.mapInArrow(constant, "prediction double"),
+            "mapInArrow bare network": arrays.mapInArrow(bare_network, "prediction double"),
             "mapInArrow identity": arrays.mapInArrow(identity, arrays.schema),
             "regression, array column": regression.transform(arrays),
             "regression, vector column": regression.transform(vectors),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from pyspark.ml.functions import array_to_vector
@@ -203,12 +203,13 @@ def test_rows_are_predicted_in_pieces_of_bounded_size(spark: Any, tmp_path: Path
         output_widths=(width,),
         batch_size=100,
     )
-    batches = [pd.Series([np.array([i / 7]) for i in ids]) for ids in (range(650), range(0), range(1))]
+    ids = (range(650), range(0), range(1))
+    batches = [pa.array([[i / 7] for i in some], pa.list_(pa.float32())) for some in ids]
     pieces = list(run(predictor, iter(batches)))
     assert [len(piece) for piece in pieces] == [100, 500, 50, 0, 1]
     with torch.no_grad():
         expected = predictor.load()(torch.arange(650)[:, None] / 7)[:, 5]
-    found = [row[5] for piece in pieces[:3] for row in piece.iloc[:, 0]]
+    found = [row[5].as_py() for piece in pieces[:3] for row in piece]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     narrow = make(TorchModel, linear(1, 1), tmp_path, [(1,)], inferenceBatchSize=100)
     frame = spark.range(0, 650, 1, 1).selectExpr("id", "array(id / 7) as features")

@@ -1,0 +1,120 @@
+"""The road to Python for Spark before 4.1, which has no UDF over Arrow arrays: a pandas UDF around it.
+
+Doubles go back as Arrow inside pandas columns, without a copy and with their NaN. Such a Spark turns lists
+into Arrow one Python object at a time, so several values of a row leave as that many doubles if they are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Iterator, Tuple  # noqa: UP035 (pandas_udf reads these hints)
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.functions import pandas_udf
+from pyspark.sql.types import DataType
+
+from ringspark.estimators.columns.feeds import Feed
+from ringspark.pipelines.kinds import Binary, Padded, Vocabulary
+from ringspark.pipelines.kinds.base import list_type
+
+# With more values per row than this, arrays leave Python as lists: Spark compiles no code for wider structs.
+FLAT_WIDTH = 64
+
+
+def expression(
+    function: Callable[[Iterator[Any]], Iterator[pa.Array]],
+    feeds: Sequence[Feed],
+    widths: Sequence[int],
+    columns: Sequence[Column],
+) -> Column:
+    """Returns a function over batches of Arrow columns applied to `columns`, as a pandas UDF.
+
+    Args:
+        widths: Values per row of each result.
+    """
+
+    # The two bodies differ only in type hints, which Spark reads.
+    def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006
+        for result in function(_arrow(feeds, batch) for batch in batches):
+            parts = result.flatten() if len(widths) > 1 else [result]
+            yield pd.DataFrame(dict(enumerate(_series(parts, widths))))
+
+    def values(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.Series]:  # noqa: UP006
+        for result in function(_arrow(feeds, batch) for batch in batches):
+            yield _doubles(result)
+
+    # Spark's type overloads do not cover a function that is chosen at run time.
+    make_udf: Any = pandas_udf
+    if list(widths) == [1]:
+        single: Column = make_udf(values, "double")(*columns)
+        return single
+    types = ["double" if width == 1 else "array<double>" for width in widths]
+    if _is_flat(widths):
+        types = ["double"] * sum(widths)
+    fields = ", ".join(f"v{i}: {data_type}" for i, data_type in enumerate(types))
+    several: Column = make_udf(frames, f"struct<{fields}>")(*columns)
+    return several
+
+
+def results(result: str, types: Sequence[DataType], widths: Sequence[int]) -> list[Column]:
+    """Returns the user's columns of these types, made from the column `result` of `expression`."""
+    if list(widths) == [1]:
+        return [F.col(result)]
+    columns, nan = [], F.lit(float("nan"))
+    starts = [0, *accumulate(widths)] if _is_flat(widths) else range(len(widths))
+    for data_type, width, start in zip(types, widths, starts, strict=False):
+        first = F.col(f"{result}.v{start}")
+        if width == 1:
+            columns.append(first)
+            continue
+        # Of lists, Spark takes each NaN for a null.
+        values = F.transform(first, lambda value: F.when(value.isNull(), nan).otherwise(value))
+        if _is_flat(widths):
+            values = F.array(*(F.col(f"{result}.v{start + i}") for i in range(width)))
+        made = array_to_vector(values) if isinstance(data_type, VectorUDT) else values
+        columns.append(F.when(first.isNotNull(), made))
+    return columns
+
+
+def _is_flat(widths: Sequence[int]) -> bool:
+    return sum(widths) <= FLAT_WIDTH
+
+
+def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
+    """Makes Arrow arrays of pandas columns, which say nothing of their type where all values are null."""
+    # If there is only one column, Spark passes a bare Series.
+    series = [batch] if isinstance(batch, pd.Series) else batch
+    types = [_type(feed) for feed in feeds] + [None] * (len(series) - len(feeds))
+    return tuple(
+        pa.array(column.to_numpy(), data_type, from_pandas=data_type is not None)
+        for column, data_type in zip(series, types, strict=True)
+    )
+
+
+def _type(feed: Feed) -> Any:
+    if isinstance(feed.kind, Padded):
+        return list_type(feed.kind.dtype)
+    if isinstance(feed.kind, Vocabulary):
+        return pa.string()
+    return pa.binary() if isinstance(feed.kind, Binary) else None
+
+
+def _series(parts: Sequence[pa.Array], widths: Sequence[int]) -> Iterator[pd.Series[Any]]:
+    for part, width in zip(parts, widths, strict=True):
+        if width == 1:
+            yield _doubles(part)
+        elif _is_flat(widths):
+            yield from (_doubles(pc.list_element(part, i)) for i in range(width))
+        else:
+            yield pd.Series(part.to_numpy(zero_copy_only=False), dtype=object)
+
+
+def _doubles(values: pa.Array) -> pd.Series[Any]:
+    return pd.Series(pd.arrays.ArrowExtensionArray(values))
