@@ -2,6 +2,8 @@
 
     spark-submit --conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon ...
 
+A `fit` on a local master chooses it by itself (`choose_daemon`), since its conf can still be changed there.
+
 Spark forks the Python workers of an executor from one daemon, so modules that the daemon has imported cost a
 worker nothing. Without this daemon every rank imports torch again whenever a gang is started anew, at 3 to
 5 s of CPU each. It also saves Python tasks of any library from listing Spark's archives again, at 0.2 s of
@@ -15,11 +17,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
+import subprocess
 import sys
 import zipimport
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
+
+MODULE = "ringspark.estimators.launch.python_daemon"
+
+_CONF = "spark.python.daemon.module"
+# A user who has set one of these has chosen already, or has bounded the addresses that torch takes many of.
+_CHOICES = {_CONF, "spark.executor.pyspark.memory", "spark.python.use.daemon"}
+_CHECK_SECONDS = 30.0
 
 # Modules that a rank imports and that take long to import; those not installed are left out.
 _PRELOADED = (
@@ -29,8 +41,41 @@ _PRELOADED = (
     "horovod.torch",
     "ringspark.pipelines.readers.petastorm_reader",
     "ringspark.estimators.launch.gang_task",
-    "ringspark.estimators.training.worker",
+    "ringspark.estimators.launch.train_task",
 )
+
+_logger = logging.getLogger(__name__)
+
+
+def choose_daemon(spark: Any) -> None:
+    """Makes Spark fork its next Python workers from this daemon, where that is safe. Runs on the driver.
+
+    It is where driver and executor are one process, which reads its conf whenever it starts a daemon, and
+    where the workers' Python finds this module. What the user has set stays.
+    """
+    from ringspark.estimators.launch.resources import is_local
+    from ringspark.pipelines.spark_paths import is_remote
+
+    if is_remote(spark):
+        return
+    context = spark.sparkContext
+    conf = dict(context._conf.getAll())
+    if not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
+        return
+    is_found = _finds_module(context.pythonExec)
+    context._conf.set(_CONF, MODULE if is_found else "pyspark.daemon")
+    if is_found:
+        _logger.info("Spark's Python workers are forked from %s from now on; set %s to choose", MODULE, _CONF)
+
+
+def _finds_module(python: str) -> bool:
+    """Whether the Python of the workers finds this module as Spark would start it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULE!r}) is None)"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=_CHECK_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
 
 
 def main() -> None:
