@@ -35,6 +35,7 @@ _CHECK_SECONDS = 30.0
 
 # Modules that a rank imports and that take long to import; those not installed are left out.
 _PRELOADED = (
+    "pyspark.worker",
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -42,6 +43,8 @@ _PRELOADED = (
     "ringspark.pipelines.readers.petastorm_reader",
     "ringspark.estimators.launch.gang_task",
     "ringspark.estimators.launch.train_task",
+    "ringspark.estimators.collectives.torch_collective",
+    "ringspark.estimators.collectives.horovod_collective",
 )
 
 _logger = logging.getLogger(__name__)
@@ -54,14 +57,13 @@ def choose_daemon(spark: Any) -> None:
     where the workers' Python finds this module. What the user has set stays.
     """
     from ringspark.estimators.launch.resources import is_local
+    from ringspark.estimators.stages.session import spark_conf
     from ringspark.pipelines.spark_paths import is_remote
 
-    if is_remote(spark):
+    conf = spark_conf(spark)
+    if is_remote(spark) or not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
         return
     context = spark.sparkContext
-    conf = dict(context._conf.getAll())
-    if not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
-        return
     is_found = _finds_module(context.pythonExec)
     context._conf.set(_CONF, MODULE if is_found else "pyspark.daemon")
     if is_found:
