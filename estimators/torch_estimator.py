@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators import user_code
 from ringspark.estimators.columns.schema import check_types, field_named
-from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.launch.python_daemon import PRELOADED, choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -306,7 +306,7 @@ class _Fit:
         config, indicator = estimator._found(dataset, config)
         estimator._warn()
         pickled = user_code.dumps(objects)
-        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
+        slots = check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
         fraction = estimator.getValidationFraction()
         data = FitData(
             columns=tuple(dict.fromkeys(config.columns)),
@@ -315,6 +315,8 @@ class _Fit:
             seed=config.seed if fraction is not None else 0,
             drops_invalid=estimator.getHandleInvalid() != "error",
             root=run_uri or storage_root(dataset.sparkSession, estimator.getStorageUri()),
+            # Only where the gang takes every slot: other processes would hold torch for nothing.
+            imports=PRELOADED if slots == config.num_workers else (),
         )
         return cls(config=config, objects=objects, pickled=pickled, data=data)
 

@@ -34,7 +34,7 @@ _CHOICES = {_CONF, "spark.executor.pyspark.memory", "spark.python.use.daemon"}
 _CHECK_SECONDS = 30.0
 
 # Modules that a rank imports and that take long to import; those not installed are left out.
-_PRELOADED = (
+PRELOADED = (
     "pyspark.worker",
     "torch",
     "torch._dynamo",
@@ -95,7 +95,7 @@ def main() -> None:
 def _preload() -> None:
     # A question for GPUs would otherwise start CUDA in this process, and then no fork could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in _PRELOADED:
+    for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if "numpy" in sys.modules:

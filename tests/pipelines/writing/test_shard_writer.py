@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,3 +179,13 @@ def test_row_groups_of_rows_of_varying_length_are_sized_by_bytes(tmp_path: Path)
     plan = _plan(tmp_path, (Column(name="x", kind=Padded("float64")),), row_group_rows=None)
     (file,) = _write(plan, [_batch(lists)] * 2)["files"]
     assert file["row_groups"] == [1] * 18
+
+
+def test_what_a_later_stage_needs_is_imported_beside_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needed_by_the_gang.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imports = ("not_installed_here", "needed_by_the_gang")
+    _write(_plan(tmp_path, imports=imports), [_batch(pa.array([1.0]))])
+    assert sys.modules.pop("needed_by_the_gang", None) is not None
