@@ -82,8 +82,8 @@ class _NeverComes:
 @pytest.mark.spark
 @pytest.mark.slow
 def test_a_rank_that_never_comes_ends_the_gang_in_the_usual_error(spark: Any) -> None:
-    with pytest.raises(WorkerError, match=r"its process died \(.*Python worker exited unexpectedly"):
-        run_gang(spark, 2, "torch", _NeverComes())
+    with pytest.raises(WorkerError, match=r"WorkerLost: .* \(Python worker exited unexpectedly"):
+        run_gang(spark, 2, "torch", _NeverComes(), max_restarts=0)
     assert len(run_gang(spark, 2, "torch", _sum_of_ranks)) == 2
 
 
