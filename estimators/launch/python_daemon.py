@@ -23,6 +23,7 @@ import subprocess
 import sys
 import zipimport
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,6 +69,18 @@ def choose_daemon(spark: Any) -> None:
     context._conf.set(_CONF, MODULE if is_found else "pyspark.daemon")
     if is_found:
         _logger.info("Spark's Python workers are forked from %s from now on; set %s to choose", MODULE, _CONF)
+        # The daemon imports for seconds; meanwhile Spark can plan and compile the first job of the fit.
+        Thread(target=_start_daemon, args=(spark,), daemon=True).start()
+
+
+def _start_daemon(spark: Any) -> None:
+    # Whatever fails here fails again in the job that needs it.
+    with contextlib.suppress(Exception):
+        spark.range(0, 1, 1, 1).mapInArrow(_pass_on, "id long").collect()
+
+
+def _pass_on(batches: Iterator[Any]) -> Iterator[Any]:
+    return batches
 
 
 def _finds_module(python: str) -> bool:
