@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import import_module
+from threading import Thread
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
@@ -21,6 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators import user_code
 from ringspark.estimators.columns.schema import check_types, field_named
+from ringspark.estimators.launch.python_daemon import PRELOADED, choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -103,6 +106,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             WorkerError: A worker failed.
         """
         spark = active_session()
+        choose_daemon(spark)
         run_uri = self._run_uri(spark)
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
@@ -128,6 +132,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _train(self, dataset: DataFrame, fit: _Fit, shards: SharedShards) -> M:
         spark, run = dataset.sparkSession, self._run_folder(fit.data.root)
+        # The first optimizer of a process imports this for a second; here the driver waits for Spark anyway.
+        loading = Thread(target=import_module, args=("torch._dynamo",), daemon=True)
+        loading.start()
         with ExitStack() as stack:
             if run.is_given:
                 stack.enter_context(run.guarded())
@@ -136,6 +143,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 # The rows stay until the run has ended.
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
+            loading.join()
             self._check_held_out(fit, manifest)
             return self._train_on(spark, run, fit.config, fit.objects, fit.pickled, manifest, key)
 
@@ -292,12 +300,13 @@ class _Fit:
     @classmethod
     def of(cls, estimator: _TorchEstimator[Any], dataset: DataFrame) -> _Fit:
         check_frame(dataset, f"{type(estimator).__name__}.fit")
+        choose_daemon(dataset.sparkSession)
         run_uri = estimator._run_uri(dataset.sparkSession)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         config, indicator = estimator._found(dataset, config)
         estimator._warn()
         pickled = user_code.dumps(objects)
-        check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
+        slots = check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
         fraction = estimator.getValidationFraction()
         data = FitData(
             columns=tuple(dict.fromkeys(config.columns)),
@@ -306,6 +315,8 @@ class _Fit:
             seed=config.seed if fraction is not None else 0,
             drops_invalid=estimator.getHandleInvalid() != "error",
             root=run_uri or storage_root(dataset.sparkSession, estimator.getStorageUri()),
+            # Only where the gang takes every slot: other processes would hold torch for nothing.
+            imports=PRELOADED if slots == config.num_workers else (),
         )
         return cls(config=config, objects=objects, pickled=pickled, data=data)
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -94,9 +95,13 @@ def _own_modules() -> list[ModuleType]:
         if not isinstance(file, str) or not file.endswith(".py") or name.split(".")[0] in _EVERYWHERE:
             continue
         # cloudpickle finds a module by its name, and a module of a test or a plug-in may be known by another.
-        if getattr(module, "__name__", None) == name and not os.path.realpath(file).startswith(installed):
+        if getattr(module, "__name__", None) == name and not _place(file).startswith(installed):
             found.append(module)
     return found
+
+
+# Kept, because every fit asks for the files of all modules, and a link is followed in many steps.
+_place = cache(os.path.realpath)
 
 
 @contextmanager

@@ -126,8 +126,8 @@ class ConnectedMember:
     """Base of all collectives: meeting point, place in the gang, bytes sent, what to call at the end."""
 
     @staticmethod
-    def open_rendezvous(member: Member, secret: bytes) -> Rendezvous:
-        return RendezvousServer(member.host, member.size, secret)
+    def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> Rendezvous:
+        return RendezvousServer(member.host, member.size, secret, ports)
 
     def __init__(self, member: Member) -> None:
         self.member = member

@@ -33,7 +33,7 @@ class LocalCollective(ConnectedMember):
             )
 
     @staticmethod
-    def open_rendezvous(member: Member, secret: bytes) -> LocalRendezvous:
+    def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> LocalRendezvous:
         return LocalRendezvous()
 
     @classmethod

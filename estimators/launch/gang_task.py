@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
 from ringspark.estimators.collectives.network import own_address
+from ringspark.estimators.collectives.rendezvous.server import meeting_ports
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
@@ -95,12 +96,33 @@ def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def _all_gather(context: Any, text: str) -> list[str]:
-    """Exchanges texts between the tasks of a stage through Spark; fails if a task is lost."""
-    try:
-        return list(context.allGather(text))
-    except Exception as error:
-        raise CollectiveError(f"the workers could not meet: {error}") from error
+@dataclass(frozen=True, kw_only=True)
+class _Offer:
+    """What a task tells the others through Spark before they connect.
+
+    Attributes:
+        address: Address of the rendezvous; empty unless this is rank 0's task.
+        claim: The devices given to this task.
+        problem: Why this task cannot go on; else empty.
+    """
+
+    address: str
+    claim: Claim
+    problem: str
+
+    def exchanged(self, context: Any) -> tuple[str, list[Claim]]:
+        """Returns the address of the rendezvous and all claims; fails if a task is lost or cannot go on."""
+        try:
+            # Every task reaches this, even if it cannot go on, because the others must learn of that.
+            texts = context.allGather(json.dumps(asdict(self)))
+        except Exception as error:
+            raise CollectiveError(f"the workers could not meet: {error}") from error
+        offers = [record(_Offer, json.loads(text)) for text in texts]
+        if self.problem:
+            raise RuntimeError(self.problem)
+        if any(offer.problem for offer in offers):
+            raise CollectiveError("another rank could not start")
+        return next(o.address for o in offers if o.address), [offer.claim for offer in offers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,30 +186,29 @@ class GangTask:
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
         at = member
-        rendezvous, claim, problem = None, Claim(host=member.host), ""
+        rendezvous, claims, problem = None, [Claim(host=member.host)], ""
+        # Spark's exchange takes a second. The ranks of one host, without devices to share, need none.
+        must_tell = self.use_gpu or member.local_size < member.size
+        ports = [0] if must_tell else meeting_ports(self.secret)
+        address = f"{member.host}:{','.join(map(str, ports))}"
         try:
-            if member.local_size < member.size:
-                at = replace(member, host=own_address(member.host, self.driver))
-            claim = self._claim(context, member)
-            if member.rank == 0:
-                rendezvous = kind.open_rendezvous(at, self.secret)
-        except Exception as error:
-            problem = str(error)
-        offer = {
-            "address": rendezvous.address if rendezvous else "",
-            "claim": asdict(claim),
-            "problem": problem,
-        }
-        # Every task reaches this exchange, even if it cannot go on, because the others must learn of that.
-        told = [json.loads(text) for text in _all_gather(context, json.dumps(offer))]
-        try:
-            if problem:
-                raise RuntimeError(problem)
-            if any(entry["problem"] for entry in told):
-                raise CollectiveError("another rank could not start")
+            try:
+                if member.local_size < member.size:
+                    at = replace(member, host=own_address(member.host, self.driver))
+                claims = [self._claim(context, member)]
+                if member.rank == 0:
+                    rendezvous = kind.open_rendezvous(at, self.secret, ports)
+            except Exception as error:
+                if not must_tell:
+                    raise
+                problem = str(error)
+            if must_tell:
+                offer = _Offer(
+                    address=rendezvous.address if rendezvous else "", claim=claims[0], problem=problem
+                )
+                address, claims = offer.exchanged(context)
             status.phase = "choosing the devices"
-            device = self._device([record(Claim, entry["claim"]) for entry in told], context)
-            address = next(entry["address"] for entry in told if entry["address"])
+            device = self._device(claims, context)
             status.phase = f"connecting by {self.collective}"
             collective = kind.connect(at, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
             return work_and_leave(collective, self.work, device, status, tell)

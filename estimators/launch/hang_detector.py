@@ -15,10 +15,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
 from ringspark.estimators.launch.heartbeat import Beat, interval_seconds
-
-# How long one rank may start after another, if the timeout is shorter.
-START_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)

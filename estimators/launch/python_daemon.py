@@ -2,6 +2,8 @@
 
     spark-submit --conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon ...
 
+A `fit` on a local master chooses it by itself (`choose_daemon`), since its conf can still be changed there.
+
 Spark forks the Python workers of an executor from one daemon, so modules that the daemon has imported cost a
 worker nothing. Without this daemon every rank imports torch again whenever a gang is started anew, at 3 to
 5 s of CPU each. It also saves Python tasks of any library from listing Spark's archives again, at 0.2 s of
@@ -15,26 +17,86 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
+import subprocess
 import sys
 import zipimport
 from collections.abc import Iterator
+from threading import Thread
+from typing import Any
 from weakref import WeakKeyDictionary
 
+MODULE = "ringspark.estimators.launch.python_daemon"
+
+_CONF = "spark.python.daemon.module"
+# A user who has set one of these has chosen already, or has bounded the addresses that torch takes many of.
+_CHOICES = {_CONF, "spark.executor.pyspark.memory", "spark.python.use.daemon"}
+_CHECK_SECONDS = 30.0
+
 # Modules that a rank imports and that take long to import; those not installed are left out.
-_PRELOADED = (
+PRELOADED = (
+    "pyspark.worker",
     "torch",
     "torch._dynamo",
     "torch.distributed",
     "horovod.torch",
     "ringspark.pipelines.readers.petastorm_reader",
     "ringspark.estimators.launch.gang_task",
-    "ringspark.estimators.training.worker",
+    "ringspark.estimators.launch.train_task",
+    "ringspark.estimators.collectives.torch_collective",
+    "ringspark.estimators.collectives.horovod_collective",
 )
+
+_logger = logging.getLogger(__name__)
+
+
+def choose_daemon(spark: Any) -> None:
+    """Makes Spark fork its next Python workers from this daemon, where that is safe. Runs on the driver.
+
+    It is where driver and executor are one process, which reads its conf whenever it starts a daemon, and
+    where the workers' Python finds this module. What the user has set stays.
+    """
+    from ringspark.estimators.launch.resources import is_local
+    from ringspark.estimators.stages.session import spark_conf
+    from ringspark.pipelines.spark_paths import is_remote
+
+    conf = spark_conf(spark)
+    if is_remote(spark) or not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
+        return
+    context = spark.sparkContext
+    is_found = _finds_module(context.pythonExec)
+    context._conf.set(_CONF, MODULE if is_found else "pyspark.daemon")
+    if is_found:
+        _logger.info("Spark's Python workers are forked from %s from now on; set %s to choose", MODULE, _CONF)
+        # The daemon imports for seconds; meanwhile Spark can plan and compile the first job of the fit.
+        Thread(target=_start_daemon, args=(spark,), daemon=True).start()
+
+
+def _start_daemon(spark: Any) -> None:
+    # Whatever fails here fails again in the job that needs it.
+    with contextlib.suppress(Exception):
+        spark.range(0, 1, 1, 1).mapInArrow(_pass_on, "id long").collect()
+
+
+def _pass_on(batches: Iterator[Any]) -> Iterator[Any]:
+    return batches
+
+
+def _finds_module(python: str) -> bool:
+    """Whether the Python of the workers finds this module as Spark would start it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULE!r}) is None)"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=_CHECK_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
 
 
 def main() -> None:
     """Imports the modules, then serves Spark until the daemon ends."""
+    # A quarter of the time of these imports would go into looking for garbage, of which there is none.
+    gc.disable()
     with _quiet_stdout():
         _preload()
     _list_archives_once()
@@ -42,13 +104,14 @@ def main() -> None:
 
     # Otherwise the garbage collector would write into every object and so copy memory that the forks share.
     gc.freeze()
+    gc.enable()
     manager()
 
 
 def _preload() -> None:
     # A question for GPUs would otherwise start CUDA in this process, and then no fork could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in _PRELOADED:
+    for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if "numpy" in sys.modules:

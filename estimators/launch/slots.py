@@ -44,8 +44,8 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
 
 def check_slots(
     spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
-) -> None:
-    """Refuses a gang that Spark would never start.
+) -> int | None:
+    """Refuses a gang that Spark would never start; returns what `count_slots` does.
 
     Raises:
         ValueError: The gang is larger than the cluster (the message has both numbers), or a local master
@@ -83,6 +83,7 @@ def check_slots(
             slots,
             task_cpus or conf.get("spark.task.cpus", "1"),
         )
+    return slots
 
 
 def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:

@@ -33,7 +33,8 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
     """
     uri = storage.join(run.uri, run_layout.SHARDS)
     settings = asdict(data)
-    settings.pop("root")
+    for name in ("root", "imports"):
+        settings.pop(name)
     key = rows_key(dataset, **settings)
     known = run.identity()
     if known is None:

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
 
@@ -39,6 +39,7 @@ class FitData:
         seed: Seed of that draw; 0 if there is no draw, so that fits with other seeds share the write.
         drops_invalid: Whether rows with nulls or NaN are left out.
         root: Parent of the shards' own folder.
+        imports: Modules that the tasks of the write import beside it.
     """
 
     columns: tuple[str, ...]
@@ -47,6 +48,7 @@ class FitData:
     seed: int
     drops_invalid: bool
     root: str
+    imports: tuple[str, ...] = field(default=(), compare=False)
 
     def write(self, dataset: DataFrame, uri: str) -> ShardManifest:
         """Writes the shards; a failure leaves nothing in `uri`."""
@@ -62,6 +64,7 @@ class FitData:
                 validation_col=self.validation_col,
                 validation_fraction=self.validation_fraction,
                 seed=self.seed,
+                imports=self.imports,
             )
         except ValueError as error:
             raise for_fit(error) from None

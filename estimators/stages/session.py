@@ -8,7 +8,8 @@ from pyspark.sql import SparkSession
 
 from ringspark.pipelines.spark_paths import is_remote
 
-# Asked one by one, a round trip each, if the session cannot list its conf: Spark Connect before 4.0.
+# Asked one by one: to list a conf takes Spark Classic three round trips an entry, of which it has dozens, and
+# Spark Connect before 4.0 cannot list it.
 _KEYS = (
     "spark.app.id",
     "spark.cores.max",
@@ -20,6 +21,8 @@ _KEYS = (
     "spark.executor.pyspark.memory",
     "spark.executor.resource.gpu.amount",
     "spark.master",
+    "spark.python.daemon.module",
+    "spark.python.use.daemon",
     "spark.sql.leafNodeDefaultParallelism",
     "spark.task.cpus",
     "spark.task.resource.gpu.amount",
@@ -27,11 +30,10 @@ _KEYS = (
 
 
 def spark_conf(spark: SparkSession) -> dict[str, str]:
-    """Returns the conf of the application."""
-    if not is_remote(spark):
-        return dict(spark.sparkContext.getConf().getAll())
-    conf: Any = spark.conf
-    if hasattr(type(conf), "getAll"):
+    """Returns the conf of the application, at least the keys that this package asks for."""
+    context: Any = None if is_remote(spark) else spark.sparkContext
+    conf: Any = spark.conf if context is None else context._conf
+    if context is None and hasattr(type(conf), "getAll"):
         return dict(conf.getAll)
     values = {key: conf.get(key, None) for key in _KEYS}
     return {key: value for key, value in values.items() if value is not None}

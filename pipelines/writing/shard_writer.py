@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from threading import Thread
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +50,8 @@ class WritePlan:
         splits: Whether batches end with one more column, which is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         compression: Name of the Parquet codec.
+        imports: Modules that a task imports beside its work, because Spark reuses its process for a stage
+            that needs them.
     """
 
     uri: str
@@ -56,6 +61,7 @@ class WritePlan:
     splits: bool = False
     row_group_rows: int | None = None
     compression: str = "zstd"
+    imports: tuple[str, ...] = ()
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
@@ -82,15 +88,27 @@ class WritePlan:
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
     """Writes one partition and yields one record batch with its JSON report. Runs in a Spark writer."""
     writer = _PartitionWriter(plan)
+    importing = Thread(target=_import, args=(plan.imports,), daemon=True)
     try:
-        for batch in batches:
+        for number, batch in enumerate(batches):
             for piece in _pieces(batch):
                 writer.add(piece)
+            # Not before: two threads that import modules of one package may see half of it.
+            if number == 0:
+                importing.start()
         report = writer.finish()
     except BaseException:
         writer.discard()
         raise
+    if importing.ident is not None:
+        importing.join()
     yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(ImportError):
+            import_module(name)
 
 
 def _pieces(batch: Any) -> Iterator[Any]:

@@ -76,6 +76,7 @@ def write_shards(
     validation_fraction: float | None = None,
     seed: int = 0,
     overwrite: bool = False,
+    imports: Sequence[str] = (),
 ) -> ShardManifest:
     """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
 
@@ -101,6 +102,8 @@ def write_shards(
             grows. To split a part once more, take another seed.
         seed: Seed of the hash of `validation_fraction`.
         overwrite: Whether to replace shards in `uri`. Readers see the old ones until the new are complete.
+        imports: Modules that the Python workers import meanwhile, for a later stage; those that they lack
+            are left out.
 
     Returns:
         The committed manifest.
@@ -138,6 +141,7 @@ def write_shards(
         splits=chosen is not None,
         row_group_rows=row_group_rows,
         compression=compression,
+        imports=tuple(imports),
     )
     _check_batch_names(plan)
     previous = previous_folders(plan.uri, overwrite)

@@ -2,7 +2,7 @@
 
 The work is one all-reduce of one number. "cold" is the first gang of a session, whose Python workers
 have yet to start and import torch; warm ones reuse them. Spark's own barrier stage, with the one
-exchange that a gang makes, is the floor. Target: a warm gang under 2 s.
+exchange that a gang over several hosts makes, stands beside them.
 """
 
 from __future__ import annotations

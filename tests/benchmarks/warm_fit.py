@@ -1,9 +1,10 @@
 """Seconds of a whole small `fit`: 1,000 rows, one epoch, two workers, in a session that has fitted before.
 
 What remains is launch: settings, one write of the shards, one barrier stage, one checkpoint. Spark's own
-share stands beside it: a bare barrier stage of two tasks, and one plain job. With the Python daemon:
+share stands beside it: a bare barrier stage of two tasks, which wait for each other once, as a gang need not,
+and one plain job. Without the Python daemon that a local fit chooses by itself:
 
-    conf="--conf spark.python.daemon.module=ringspark.estimators.launch.python_daemon"
+    conf="--conf spark.python.daemon.module=pyspark.daemon"
     PYSPARK_SUBMIT_ARGS="$conf pyspark-shell" python tests/benchmarks/warm_fit.py
 """
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from itertools import cycle
 
 from ringspark.estimators.collectives.base import CollectiveError
 from ringspark.estimators.collectives.rendezvous.channel import Channel, ChannelError, prove_as_client
@@ -15,6 +16,9 @@ from ringspark.estimators.collectives.traffic import Member
 # The most missing ranks that an error names.
 _SHOWN = 8
 _ATTEMPT_SECONDS = 5.0
+_PAUSE_SECONDS = 0.01
+# How long one rank may start after another, importing its libraries on a busy machine.
+START_SECONDS = 60.0
 
 
 class RendezvousClient:
@@ -22,9 +26,12 @@ class RendezvousClient:
 
     Args:
         member: The place of this rank.
-        address: Address of the server, from `RendezvousServer.address`.
+        address: Address of the server, from `RendezvousServer.address` or `meeting_address`.
         secret: Secret of the run.
         timeout_seconds: How long to try to reach the server.
+
+    Attributes:
+        patience: How long this rank waits for the others to come, in seconds.
 
     Raises:
         CollectiveError: The server is out of reach, or does not know the secret.
@@ -33,7 +40,12 @@ class RendezvousClient:
     def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
         self._member = member
         self._lock = threading.Lock()
-        self._connection, self._channel = _connected(member, address, secret, timeout_seconds)
+        # Who was told one port knows that rank 0 is there; the others may have yet to start.
+        is_told = "," not in address
+        self.patience = timeout_seconds if is_told else max(timeout_seconds, START_SECONDS)
+        self._connection, self._channel = _connected(member, address, secret, self.patience)
+        # Rank 0 may be stopped, and no rank should wait for its answers for ever.
+        self._connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
 
     def set(self, key: str, value: bytes) -> None:
         self._ask(b"set", key.encode(), value)
@@ -104,9 +116,9 @@ class RendezvousClient:
 def _connected(
     member: Member, address: str, secret: bytes, timeout_seconds: float
 ) -> tuple[socket.socket, Channel]:
-    host, port = address.rsplit(":", 1)
+    host, ports = address.rsplit(":", 1)
     deadline = time.monotonic() + timeout_seconds
-    while True:
+    for port in cycle(ports.split(",")):
         left = deadline - time.monotonic()
         try:
             seconds = max(0.001, min(left, _ATTEMPT_SECONDS))
@@ -116,17 +128,16 @@ def _connected(
         else:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channel = prove_as_client(connection, secret, member.rank)
-                # Rank 0 may be stopped, and no rank should wait for its answers for ever.
-                connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
-                return connection, channel
+                return connection, prove_as_client(connection, secret, member.rank)
             except OSError as error:
                 connection.close()
                 reason = error
-        if isinstance(reason, ChannelError) or deadline - time.monotonic() <= 0:
+        is_stranger = isinstance(reason, ChannelError) and "," not in ports
+        if is_stranger or deadline - time.monotonic() <= 0:
             raise CollectiveError(
                 f"rank {member.rank} could not join the rendezvous at {address} within "
                 f"{timeout_seconds:g} s: {reason}"
             ) from reason
-        # Many strangers at once may have pushed this connection out.
-        time.sleep(0.05)
+        # Many strangers at once may have pushed this connection out, or rank 0 is not there yet.
+        time.sleep(_PAUSE_SECONDS)
+    raise AssertionError("there is always a next port")

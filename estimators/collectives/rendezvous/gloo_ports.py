@@ -55,7 +55,7 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
     not the member's own, so something on the way (a service mesh, address translation) changes them.
     """
     client.set(f"addresses/{member.rank}", json.dumps(_own_addresses()).encode())
-    client.meet("ready", timeout_seconds)
+    client.meet("ready", client.patience)
     if member.rank == 0:
         told = [json.loads(client.get(f"addresses/{rank}") or b"[]") for rank in range(member.size)]
         seen = [(client.get(f"{SEEN}{rank}") or b"").decode() for rank in range(member.size)]

@@ -10,6 +10,8 @@ Messages are packed byte strings (see `pack`); nothing is unpickled.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import socket
 import struct
 import threading
@@ -29,6 +31,20 @@ MAX_STORED_BYTES = 64 << 20
 SEEN = "seen/"
 
 DONE, MISSING, REFUSED = b"\x00", b"\x01", b"\x02"
+
+# The ports at which a gang meets that was told none: below those that systems give to outgoing connections.
+_PORTS = range(10_000, 32_000)
+_NUM_PORTS = 8
+
+
+def meeting_ports(secret: bytes) -> list[int]:
+    """Returns the ports at which the ranks of one host meet without having been told one.
+
+    Every rank derives the same ones from the secret, which is new with each start of the gang, and no
+    stranger can. Rank 0 takes the first that is free.
+    """
+    digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
+    return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
 
 
 def pack(*parts: bytes) -> bytes:
@@ -118,9 +134,10 @@ class RendezvousServer:
         host: The address to bind to: that of the member which opens the rendezvous.
         size: Number of ranks in the gang.
         secret: Secret of the run.
+        ports: Ports of which it takes the first free one; by default the host chooses one.
     """
 
-    def __init__(self, host: str, size: int, secret: bytes) -> None:
+    def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
         self._size = size
         self._secret = secret
         self._store = KeyValues()
@@ -128,9 +145,7 @@ class RendezvousServer:
         self._unproved: dict[socket.socket, None] = {}
         self._members: dict[int, socket.socket] = {}
         self._threads: set[threading.Thread] = set()
-        family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind(where)
+        self._listener = _listener(host, ports)
         self._listener.listen(size + MAX_UNPROVED)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         # The timeout wakes the accepting thread; closing the listener alone would not.
@@ -215,6 +230,20 @@ class RendezvousServer:
                 self._close_port()
             while True:
                 channel.send(self._store.answer(channel.receive()))
+
+
+def _listener(host: str, ports: Sequence[int]) -> socket.socket:
+    """Returns a socket that is bound to the first port that nobody has."""
+    family, *_, (address, _, *scope) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((address, port, *scope))
+            return listener
+        except OSError as error:
+            listener.close()
+            refused = error
+    raise refused
 
 
 def _end(connection: socket.socket) -> None:

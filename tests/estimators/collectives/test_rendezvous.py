@@ -8,6 +8,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 
@@ -25,6 +27,7 @@ from ringspark.estimators.collectives.rendezvous.server import (
     MAX_UNPROVED,
     KeyValues,
     RendezvousServer,
+    meeting_ports,
     pack,
     unpack,
 )
@@ -245,3 +248,35 @@ def test_a_stranger_on_a_data_connection_is_found_out() -> None:
 
 def test_a_channel_error_is_an_os_error() -> None:
     assert issubclass(ChannelError, OSError)
+
+
+def test_ranks_that_were_told_no_port_meet_where_the_secret_says() -> None:
+    """Past a stranger at the first port and the gang of an earlier start at the second."""
+    ports = meeting_ports(SECRET)
+    assert meeting_ports(SECRET[::-1]) != ports
+    address, heard = f"{HOST}:{','.join(map(str, ports))}", threading.Event()
+
+    def greet(stranger: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                with stranger.accept()[0] as connection:
+                    heard.set()
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
+
+    with (
+        socket.create_server((HOST, ports[0])) as stranger,
+        closing(RendezvousServer(HOST, 2, b"earlier", ports)) as earlier,
+        ThreadPoolExecutor() as pool,
+    ):
+        pool.submit(greet, stranger)
+        early = pool.submit(RendezvousClient, Member(rank=1, size=2), address, SECRET, 10.0)
+        # So it came before rank 0 was there.
+        assert heard.wait(10.0)
+        with closing(RendezvousServer(HOST, 2, SECRET, ports)) as now:
+            first = RendezvousClient(Member(rank=0, size=2), now.address, SECRET, 10.0)
+            with closing(early.result()) as second, closing(first):
+                first.set("key", b"value")
+                assert second.get("key") == b"value"
+        stranger.shutdown(socket.SHUT_RDWR)
+    opened = [server.address for server in (earlier, now)]
+    assert opened == [f"{HOST}:{ports[1]}", f"{HOST}:{ports[2]}"]

@@ -57,6 +57,36 @@ def test_a_gang_runs_in_reused_workers_again_and_again(spark: Any, name: str) ->
         assert run_gang(spark, 2, name, _sum_of_ranks) == expected
 
 
+def _dies_on_arrival(_: object) -> None:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    if context.partitionId() == 1:
+        os._exit(3)
+
+
+class _NeverComes:
+    """A work whose second task dies when it unpickles it: the first one is alone at the meeting."""
+
+    def __call__(self, collective: Collective, device: str, status: Status) -> str:
+        return "unreachable"
+
+    def __setstate__(self, state: object) -> None:
+        _dies_on_arrival(state)
+
+    def __getstate__(self) -> object:
+        return "state"
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_rank_that_never_comes_ends_the_gang_in_the_usual_error(spark: Any) -> None:
+    with pytest.raises(WorkerError, match=r"WorkerLost: .* \(Python worker exited unexpectedly"):
+        run_gang(spark, 2, "torch", _NeverComes(), max_restarts=0)
+    assert len(run_gang(spark, 2, "torch", _sum_of_ranks)) == 2
+
+
 def _fails(collective: Collective, device: str, status: Status) -> str:
     status.phase = "step 3"
     if collective.rank == 1:

@@ -9,6 +9,37 @@ from pathlib import Path
 
 import pytest
 
+CHOOSER = """
+import json, os, sys
+from pyspark.sql import SparkSession
+from ringspark.estimators.launch.python_daemon import choose_daemon
+
+def look(rows):
+    yield "torch" in sys.modules
+
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+if sys.argv[1:]:
+    builder.config("spark.python.daemon.module", sys.argv[1])
+spark = builder.getOrCreate()
+choose_daemon(spark)
+print(json.dumps(spark.sparkContext.parallelize([0], 1).mapPartitions(look).collect()))
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("conf", "loaded"), [([], True), (["pyspark.daemon"], False)])
+def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(
+    tmp_path: Path, conf: list[str], loaded: bool
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(CHOOSER)
+    command = [sys.executable, str(script), *conf]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [loaded]
+
+
 DRIVER = """
 import json, os, sys
 from pyspark.sql import SparkSession

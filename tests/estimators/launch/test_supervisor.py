@@ -19,10 +19,11 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from waiting import wait_for
 
+from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
 from ringspark.estimators.failures import Failure, WorkerError, WorkerStoppedError
 from ringspark.estimators.launch import monitor as monitor_module
 from ringspark.estimators.launch import slots
-from ringspark.estimators.launch.hang_detector import START_SECONDS, HangDetector
+from ringspark.estimators.launch.hang_detector import HangDetector
 from ringspark.estimators.launch.heartbeat import (
     Beat,
     Heartbeat,

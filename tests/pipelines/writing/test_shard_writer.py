@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,3 +210,13 @@ def test_a_task_that_sees_two_sizes_reports_both_and_writes_nothing(
     report = _write(_plan(tmp_path, (column,)), batches)
     assert report["shapes"] == [[[min(sizes)], [max(sizes)]]]
     assert (report["files"], report["problem"], list(tmp_path.iterdir())) == ([], None, [])
+
+
+def test_what_a_later_stage_needs_is_imported_beside_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needed_by_the_gang.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imports = ("not_installed_here", "needed_by_the_gang")
+    _write(_plan(tmp_path, imports=imports), [_batch(pa.array([1.0]))])
+    assert sys.modules.pop("needed_by_the_gang", None) is not None
