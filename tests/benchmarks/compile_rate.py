@@ -57,8 +57,8 @@ class Case:
 
 def cases_of(options: Any) -> list[Case]:
     """The networks; the one that takes the least time first."""
-    few = max(2, options.steps // 10)
-    transformer: dict[str, Any] = {"spec": TRANSFORMER, "batch_size": 32, "steps": few}
+    few = max(3, options.steps // 10)
+    transformer: dict[str, Any] = {"spec": TRANSFORMER, "batch_size": 32, "steps": max(3, few // 2)}
     mlp: dict[str, Any] = {"spec": harness.MLP, "precision": "fp32"}
     return [
         Case(name="MLP, 1,024 rows", batch_size=1024, steps=10 * few, **mlp),
