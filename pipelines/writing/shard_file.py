@@ -134,15 +134,16 @@ class ShardFileWriter:
 
     def _open(self, first_group: Any) -> None:
         self._file = _DigestFile(storage.open_file(self._uri, "wb"))
+        repeated = [name for name in self._schema.names if _repeats(first_group[name])]
+        codecs = {
+            name: self._compression if name in repeated else _codec(first_group[name], self._compression)
+            for name in self._schema.names
+        }
         self._parquet = pq.ParquetWriter(
             self._file,
             self._schema,
-            compression={
-                path: _codec(first_group[field.name], self._compression)
-                for field in self._schema
-                for path in (field.name, f"{field.name}.list.element")
-            },
-            use_dictionary=[field.name for field in self._schema if _repeats(first_group[field.name])],
+            compression=codecs | {f"{name}.list.element": codec for name, codec in codecs.items()},
+            use_dictionary=repeated,
             # The manifest holds better statistics.
             write_statistics=False,
         )
@@ -212,7 +213,7 @@ def _bytes(values: Any) -> int:
 
 def _codec(column: Any, asked: str) -> str:
     """Returns the codec for a column: none where it would save less than `_LEAST_SAVED`."""
-    if asked == "none" or _repeats(column):
+    if asked == "none":
         return asked
     array = column.chunk(0)
     buffer = array.buffers()[-1]
