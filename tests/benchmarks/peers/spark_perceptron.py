@@ -38,14 +38,14 @@ def contestant(entry: contest.Entry) -> contest.Figures:
     hot = [f"{name}_hot" for name in names]
     width = sum(min(size, contest.MAX_CATEGORIES) for size in cardinalities) + sizes["num_numeric"]
     layers = [width, *NETWORK.hidden, 2]
-    pipeline = Pipeline(
-        stages=[
-            OneHotEncoder(inputCols=names, outputCols=hot, dropLast=False),
-            VectorAssembler(inputCols=[*hot, "numbers"], outputCol="features"),
-            MultilayerPerceptronClassifier(layers=layers, seed=0),
-        ]
-    )
     with cli.spark("Spark's perceptron", harness.MASTER) as spark:
+        pipeline = Pipeline(
+            stages=[
+                OneHotEncoder(inputCols=names, outputCols=hot, dropLast=False),
+                VectorAssembler(inputCols=[*hot, "numbers"], outputCol="features"),
+                MultilayerPerceptronClassifier(layers=layers, seed=0),
+            ]
+        )
         return contest.measure_flights_on_spark(
             spark,
             entry,
