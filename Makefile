@@ -56,7 +56,7 @@ lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 bench: setup ## Measure, and print the tables; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/run.py $(ARGS)
 
-# An hour and a half; `ARGS="--tiny"` takes minutes and measures nothing.
+# Five rounds of 15 contestants; `ARGS="--tiny"` takes minutes and measures nothing.
 bench-peers: setup-peers ## Measure against horovod.spark, TorchDistributor and others; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/peers/run.py $(ARGS)
 

@@ -80,7 +80,7 @@ CONTESTANTS = (
 
 def options() -> Any:
     """The command line."""
-    parser = harness.parser(__doc__, rows=(1_000_000, 20_000), repeats=(5, 1), limit=(300, 120))
+    parser = harness.parser(__doc__, rows=(1_000_000, 20_000), repeats=(5, 1), limit=(300, 300))
     parser.add_argument(
         "--only", default="", metavar="WORDS", help="contestants with one of these words, a,b"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import contest
 import harness
-from pyspark.ml import Pipeline
+from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import MultilayerPerceptronClassifier
 from pyspark.ml.feature import OneHotEncoder, VectorAssembler
 from pyspark.ml.functions import array_to_vector
@@ -36,21 +36,19 @@ def contestant(entry: contest.Entry) -> contest.Figures:
     cardinalities = sizes["cardinalities"]
     names = [f"category{i}" for i in range(len(cardinalities))]
     hot = [f"{name}_hot" for name in names]
-    width = sum(min(size, contest.MAX_CATEGORIES) for size in cardinalities) + sizes["num_numeric"]
-    layers = [width, *NETWORK.hidden, 2]
-    pipeline = Pipeline(
-        stages=[
-            OneHotEncoder(inputCols=names, outputCols=hot, dropLast=False),
-            VectorAssembler(inputCols=[*hot, "numbers"], outputCol="features"),
-            MultilayerPerceptronClassifier(layers=layers, seed=0),
-        ]
-    )
+
+    def fit(frame: DataFrame) -> PipelineModel:
+        rows = with_columns(frame, cardinalities)
+        # A category that no training row has is a row of zeros; the sizes are those of the training rows.
+        encoder = OneHotEncoder(inputCols=names, outputCols=hot, handleInvalid="keep").fit(rows)
+        width = sum(encoder.categorySizes) + sizes["num_numeric"]
+        assemble = VectorAssembler(inputCols=[*hot, "numbers"], outputCol="features")
+        network = MultilayerPerceptronClassifier(layers=[width, *NETWORK.hidden, 2], seed=0)
+        return Pipeline(stages=[encoder, assemble, network]).fit(rows)
+
     with cli.spark("Spark's perceptron", harness.MASTER) as spark:
         return contest.measure_flights_on_spark(
-            spark,
-            entry,
-            lambda frame: pipeline.fit(with_columns(frame, cardinalities)),
-            lambda model, frame: model.transform(with_columns(frame, cardinalities)),
+            spark, entry, fit, lambda model, frame: model.transform(with_columns(frame, cardinalities))
         )
 
 

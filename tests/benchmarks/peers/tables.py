@@ -104,7 +104,7 @@ def line(results: Results, job: str, name: str, ours: Sequence[str]) -> list[str
         for figure in FIGURES[job]
         if ours and (times_better(results, job, figure, ours[0], name) or 1.0) < 1.0
     ]
-    note = "" if name in ours else ", ".join(better) or "nothing"
+    note = "" if name in ours or not ours else ", ".join(better) or "nothing"
     return [*cells, f"{note} ({reason})" if reason else note]
 
 
