@@ -175,6 +175,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             dataset = dataset.where(valid)
         elif handling == "keep":
             columns = [*(_where_valid(item, valid) for item in bound), valid]
+        # A step that works row by row. Straight from Parquet, Spark 4.3 would hand over columns, but by a
+        # converter that knows no vectors, not even those that only pass by (UNSUPPORTED_DATATYPE).
+        dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
         predictor = self._predictor([item.feed for item in bound], results)
         # The struct gets one name before its parts, so that Spark computes the function once. It is exploded,
         # because Spark would copy a plain expression into a filter on a part, and run the network twice.

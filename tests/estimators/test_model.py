@@ -141,6 +141,20 @@ def test_one_vector_is_predicted_as_transform_predicts_it(
         np.testing.assert_allclose(model.predictProbability(row.features), row.probability, rtol=1e-6)
 
 
+@pytest.mark.parametrize("handling", ["error", "keep"])
+def test_a_table_with_vectors_is_scored_straight_from_parquet(
+    pairs: Any, tmp_path: Path, handling: str
+) -> None:
+    """Spark 4.3 gives the function columns there, by a converter that refuses vectors."""
+    stored = str(tmp_path / "table")
+    pairs.withColumn("vector", array_to_vector("features")).write.parquet(stored)
+    read = pairs.sparkSession.read.parquet(stored)
+    model = make(TorchClassificationModel, linear(3), tmp_path, [(3,)], handleInvalid=handling)
+    for column in ("features", "vector"):
+        scored = model.copy().setFeaturesCol(column).transform(read)
+        assert values_of(scored, "prediction") == values_of(model.transform(pairs), "prediction")
+
+
 def test_one_vector_of_a_regression_is_a_number_or_several(pairs: Any, tmp_path: Path) -> None:
     manifest = write_shards(pairs.select("features"), str(tmp_path / "s"))
     expected = [row.features for row in pairs.collect()]
