@@ -85,7 +85,7 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.as_strided(parameter.shape, strides)
 
 
-def make_buckets(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> list[GradientBucket]:
+def deal(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> list[dict[str, nn.Parameter]]:
     """Deals parameters out to buckets, in reverse order: about that in which a backward pass ends.
 
     Args:
@@ -100,4 +100,4 @@ def make_buckets(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> li
         bucket[name] = parameter
         if num_bytes is not None and sum(p.numel() * p.element_size() for p in bucket.values()) >= num_bytes:
             full.append(open_by_kind.pop(kind))
-    return [GradientBucket(bucket) for bucket in [*full, *open_by_kind.values()]]
+    return [*full, *open_by_kind.values()]

@@ -20,7 +20,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.parallel.data.gradient_buckets import make_buckets
+from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
 # Gradients of at most so many bytes travel in one exchange; `slope --sweep` shows where buckets are faster.
@@ -44,7 +44,7 @@ class SummedGradients(PlainSync):
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
         is_flat = num_bytes(trained.values()) <= flat_bytes
-        self._buckets = make_buckets(trained, None if is_flat else bucket_bytes)
+        self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
         # An error keeps this object alive, and an exchange under way would keep the connections open.
         collective.on_leave(self._sums.clear)
