@@ -39,8 +39,8 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     """
     if config.num_workers == 1:
         return 0
-    trained = [p for p in module.parameters() if p.requires_grad]
-    gradients = num_bytes(trained)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    gradients = num_bytes(trained.values())
     if config.sharding == "parameters":
         # FSDP2 gathers the running block and the next one; parameters in no block stay for the whole step.
         units = blocks_of(module)
@@ -50,10 +50,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     if config.sharding != "none":
         # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
-    buckets = deal(
-        {name: p for name, p in module.named_parameters() if p.requires_grad},
-        None if gradients <= FLAT_BYTES else BUCKET_BYTES,
-    )
+    buckets = deal(trained, None if gradients <= FLAT_BYTES else BUCKET_BYTES)
     # Every gradient has a place in a bucket, with a number that says how many ranks had it.
     sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
     # A small one also has two places in memory that the ranks share, if those are on one host.
