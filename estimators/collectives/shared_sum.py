@@ -11,13 +11,15 @@ has heard that all peers began the sum in between, so they have read what stood 
 
 from __future__ import annotations
 
+import hmac
 import mmap
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import cast
 
 import torch
@@ -34,6 +36,14 @@ from ringspark.estimators.collectives.traffic import Member
 # The most bytes that a rank reads for one sum. Each rank reads the tensors of all, so the ring of a library
 # is faster for large tensors of many ranks; two ranks sum 16 MiB in 5 ms here, and in 14 ms by Gloo.
 LARGEST_BYTES = 32 << 20
+
+# The most ranks: rank 0 makes a pair of sockets for each two, which are 240 descriptors for so many.
+MOST_RANKS = 16
+
+_TOKEN_BYTES = 16
+
+# Memory that all ranks have mapped, and a connected socket for each other rank.
+Shared = tuple[mmap.mmap, dict[int, socket.socket]]
 
 
 class SharingMember(ConnectedMember):
@@ -66,21 +76,15 @@ class SharingMember(ConnectedMember):
 class SharedSum:
     """One tensor's place in the memory of all ranks, and a socket to each peer."""
 
-    def __init__(
-        self, tensor: torch.Tensor, rank: int, size: int, memory: int, peers: dict[int, socket.socket]
-    ) -> None:
-        """Maps the memory.
+    def __init__(self, tensor: torch.Tensor, rank: int, size: int, shared: Shared) -> None:
+        """Lays the places out.
 
         Args:
             tensor: A tensor with the size and dtype of all that are summed.
-            memory: Descriptor of memory that all ranks share; closed here.
-            peers: A connected socket for each other rank.
         """
         self._rank = rank
-        self._peers = peers
-        mapped = torch.frombuffer(mmap.mmap(memory, 0), dtype=tensor.dtype)
-        os.close(memory)
-        self._places = mapped.view(2, size, tensor.numel())
+        memory, self._peers = shared
+        self._places = torch.frombuffer(memory, dtype=tensor.dtype).view(2, size, tensor.numel())
         self._turn = 0
 
     def start(self, tensor: torch.Tensor) -> None:
@@ -125,84 +129,136 @@ class _peer_errors:  # noqa: N801
             ) from error
 
 
+def is_for_shared_sum(num_bytes: int, num_ranks: int) -> bool:
+    """Whether ranks of one host sum a tensor of so many bytes through shared memory."""
+    return 1 < num_ranks <= MOST_RANKS and 0 < num_bytes * num_ranks <= LARGEST_BYTES
+
+
 def open_shared_sum(collective: Collective, tensor: torch.Tensor, timeout: float) -> SharedSum | None:
     """Makes the memory for sums of tensors like this one. Runs on every rank.
 
     Returns:
-        None, on every rank, where the ranks do not share a host's memory or the tensor is not for it.
+        None, on every rank, where the tensor is not for it or a rank cannot get at the others' memory.
     """
     member = collective.member
-    is_small = 0 < tensor.nbytes * member.size <= LARGEST_BYTES
     is_possible = tensor.device.type == "cpu" and hasattr(os, "memfd_create")
-    if not (is_small and is_possible and 1 < member.size == member.local_size):
+    is_alone = member.size == member.local_size
+    if not (is_possible and is_alone and is_for_shared_sum(tensor.nbytes, member.size)):
         return None
     counted = collective.traffic.bytes_sent
-    with ExitStack() as stack:
-        door = _open_door(stack, timeout) if member.rank == 0 else None
-        path = gather_bytes(collective, door.getsockname().encode() if door else b"")[0].decode()
+    made = None
+    with ExitStack() as kept:
+        with ExitStack() as meeting:
+            link, token = _meet(collective, meeting, timeout)
+            # Descriptors or memory may be short too; the library needs none.
+            if _agree(collective, link is not None) and link is not None:
+                with suppress(OSError):
+                    if member.rank == 0:
+                        shared = _deal(link, token, member.size, 2 * member.size * tensor.nbytes, kept)
+                    else:
+                        shared = _receive(link, member.rank, member.size, kept)
+                    for peer in shared[1].values():
+                        peer.settimeout(timeout)
+                    made = SharedSum(tensor, member.rank, member.size, shared)
+        # The door is closed by now, which ends the wait of a rank to which rank 0 has dealt nothing.
+        is_shared = _agree(collective, made is not None)
+        if is_shared:
+            kept.pop_all()
+    # This belongs to the ranks' meeting, which is not counted.
+    collective.traffic.bytes_sent = counted
+    return made if is_shared else None
+
+
+def _agree(collective: Collective, is_able: bool) -> bool:
+    """Returns whether all ranks are able."""
+    return bool(collective.all_reduce(torch.tensor([int(is_able)]), op="min"))
+
+
+def _meet(collective: Collective, stack: ExitStack, timeout: float) -> tuple[socket.socket | None, bytes]:
+    """Returns rank 0's door, or a link to it from another rank; and a token that only the ranks know.
+
+    Returns None for the socket if there is none: containers may share an address but no files.
+    """
+    rank = collective.member.rank
+    door = _open_door(stack) if rank == 0 else None
+    mine = secrets.token_bytes(_TOKEN_BYTES) + door.getsockname().encode() if door else b""
+    told = gather_bytes(collective, mine)[0]
+    token, path = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:].decode()
+    if rank == 0:
+        return door, token
+    with suppress(OSError):
         link = stack.enter_context(socket.socket(socket.AF_UNIX))
         link.settimeout(timeout)
-        has_reached = door is not None
-        if door is None and path:
-            # Containers may share an address but no files.
-            with suppress(OSError):
-                link.connect(path)
-                has_reached = True
-        all_reached = int(collective.all_reduce(torch.tensor([int(has_reached)]), op="min"))
-        # This belongs to the ranks' meeting, which is not counted.
-        collective.traffic.bytes_sent = counted
-        if not all_reached:
-            return None
-        try:
-            if door is not None:
-                memory, peers = _deal(door, member.size, 2 * member.size * tensor.nbytes)
-            else:
-                link.send(bytes([member.rank]))
-                memory, peers = _receive(link, member.rank, member.size)
-        except OSError as error:
-            raise CollectiveError(f"the ranks could not share memory: {error}") from error
-    for peer in peers.values():
-        peer.settimeout(timeout)
-    return SharedSum(tensor, member.rank, member.size, memory, peers)
+        link.connect(path)
+        link.send(token + bytes([rank]))
+        return link, token
+    return None, token
 
 
-def _open_door(stack: ExitStack, timeout: float) -> socket.socket | None:
+def _open_door(stack: ExitStack) -> socket.socket | None:
     """Returns a listening socket in a folder of this user alone; None if there is no place for it."""
     with suppress(OSError):
-        folder = stack.enter_context(TemporaryDirectory(prefix="ringspark-"))
+        # TemporaryDirectory needs descriptors to remove itself.
+        folder = mkdtemp(prefix="ringspark-")
+        stack.callback(os.rmdir, folder)
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
-        door.bind(os.path.join(folder, "door"))
+        path = os.path.join(folder, "door")
+        door.bind(path)
+        stack.callback(os.unlink, path)
         door.listen(socket.SOMAXCONN)
-        door.settimeout(timeout)
+        # All ranks have connected when it is opened.
+        door.setblocking(False)
         return door
     return None
 
 
-def _deal(door: socket.socket, size: int, num_bytes: int) -> tuple[int, dict[int, socket.socket]]:
-    """Makes memory and a pair of sockets for each two ranks; sends each rank its own. Runs on rank 0."""
-    memory = os.memfd_create("ringspark-sum")
-    os.truncate(memory, num_bytes)
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for one in range(size):
-        for other in range(one + 1, size):
-            ends[one][other], ends[other][one] = socket.socketpair()
-    for _ in range(1, size):
-        link, _address = door.accept()
-        with link:
-            if not (told := link.recv(1)):
-                raise OSError("a rank ended while they met")
-            rank = told[0]
-            socket.send_fds(link, [b"1"], [memory, *(end.fileno() for _, end in sorted(ends[rank].items()))])
-        for end in ends[rank].values():
-            end.close()
-    return memory, ends[0]
+def _deal(door: socket.socket, token: bytes, size: int, num_bytes: int, kept: ExitStack) -> Shared:
+    """Makes memory and a pair of sockets for each two ranks; sends each rank its own. Runs on rank 0.
+
+    Args:
+        kept: Closes the sockets of this rank, if the ranks do not share the memory.
+    """
+    with ExitStack() as dealt:
+        memory = os.memfd_create("ringspark-sum")
+        dealt.callback(os.close, memory)
+        os.truncate(memory, num_bytes)
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        for one in range(size):
+            for other in range(one + 1, size):
+                pair = socket.socketpair()
+                (dealt if one else kept).enter_context(pair[0])
+                dealt.enter_context(pair[1])
+                ends[one][other], ends[other][one] = pair
+        absent = set(range(1, size))
+        while absent:
+            link, _address = door.accept()
+            # A rank whose link fails stays absent; a stranger of this user, who knows no token, is let go.
+            with link, suppress(OSError):
+                link.setblocking(False)
+                told = link.recv(len(token) + 1)
+                if hmac.compare_digest(told[:-1], token):
+                    own = [end.fileno() for _, end in sorted(ends[told[-1]].items())]
+                    socket.send_fds(link, [b"1"], [memory, *own])
+                    absent.remove(told[-1])
+        return mmap.mmap(memory, num_bytes), ends[0]
 
 
-def _receive(link: socket.socket, rank: int, size: int) -> tuple[int, dict[int, socket.socket]]:
-    """Returns this rank's part of what rank 0 deals."""
-    others = [other for other in range(size) if other != rank]
+def _receive(link: socket.socket, rank: int, size: int, kept: ExitStack) -> Shared:
+    """Returns this rank's part of what rank 0 deals; `kept` as for rank 0."""
     _, descriptors, _, _ = socket.recv_fds(link, 1, size)
     if len(descriptors) != size:
+        for descriptor in descriptors:
+            os.close(descriptor)
         raise OSError(f"rank 0 sent {len(descriptors)} of {size} descriptors")
     memory, *ends = descriptors
-    return memory, {other: socket.socket(fileno=end) for other, end in zip(others, ends, strict=True)}
+    others = [other for other in range(size) if other != rank]
+    peers = {
+        other: kept.enter_context(socket.socket(fileno=end)) for other, end in zip(others, ends, strict=True)
+    }
+    try:
+        for end in ends:
+            # A program that the user's code starts must not hold the connections.
+            os.set_inheritable(end, False)
+        return mmap.mmap(memory, 0), peers
+    finally:
+        os.close(memory)

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.collectives.shared_sum import LARGEST_BYTES
+from ringspark.estimators.collectives.shared_sum import is_for_shared_sum
+from ringspark.estimators.parallel.data.gradient_buckets import deal
+from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -37,8 +39,8 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     """
     if config.num_workers == 1:
         return 0
-    trained = [p for p in module.parameters() if p.requires_grad]
-    gradients = num_bytes(trained)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    gradients = num_bytes(trained.values())
     if config.sharding == "parameters":
         # FSDP2 gathers the running block and the next one; parameters in no block stay for the whole step.
         units = blocks_of(module)
@@ -48,7 +50,8 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     if config.sharding != "none":
         # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
+    buckets = deal(trained, None if gradients <= FLAT_BYTES else BUCKET_BYTES)
     # Every gradient has a place in a bucket, with a number that says how many ranks had it.
-    buckets = gradients + 4 * len(trained)
-    # Small ones also have two places in memory that the ranks share, if those are on one host.
-    return 3 * buckets if buckets * config.num_workers <= LARGEST_BYTES else buckets
+    sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
+    # A small one also has two places in memory that the ranks share, if those are on one host.
+    return sum(3 * size if is_for_shared_sum(size, config.num_workers) else size for size in sizes)

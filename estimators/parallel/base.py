@@ -41,7 +41,7 @@ class GradientSync(Protocol):
     Each rank differentiates its share of the global batch's mean loss, times `loss_factor`. After `reduce`,
     the optimizer of a rank sees gradients of the whole mean: all of them, or the part that a sharding leaves
     to the rank. A parameter that got a gradient on no rank keeps None, as it would on one rank, so that no
-    optimizer decays or moves it.
+    optimizer decays or moves it. `.grad` may be the same memory in every step: who keeps it clones it.
 
     Attributes:
         module: The module to call in training, in the wrapper that the exchange needs.

@@ -16,6 +16,8 @@ from ringspark.estimators.parallel.base import refuse_sparse
 class GradientBucket:
     """The gradients of some parameters of one dtype, then one number each: how many ranks had a gradient.
 
+    The sums stay where they are: `.grad` is the same memory in every step.
+
     Attributes:
         parameters: The parameters, in the order of their gradients.
         buffer: The elements of all gradients and the numbers, 1-D; it keeps its place in memory.
@@ -45,21 +47,20 @@ class GradientBucket:
             ValueError: A gradient is sparse.
         """
         gradients = [p.grad for p in self.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None:
                 refuse_sparse(name, gradient)
-        if not self._missing:
-            torch._foreach_copy_(self._views, present)
-            # Sums of 1 and 0 over up to 256 ranks are small whole numbers, exact in 16 bits as well.
-            self._counts.fill_(1)
-        else:
-            self.buffer.zero_()
-            for view, count, gradient in zip(self._views, self._counts, gradients, strict=True):
-                if gradient is not None:
-                    view.copy_(gradient)
-                    count.fill_(1)
+        # Sums of 1 and 0 over up to 256 ranks are small whole numbers, exact in 16 bits as well.
+        self._counts.fill_(1)
+        self._missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        if self._missing:
+            # Only these: an optimizer that zeroes in place leaves the others' gradients in the buffer.
+            torch._foreach_zero_([self._views[index] for index in self._missing])
+            torch._foreach_zero_([self._counts[index] for index in self._missing])
+        present = [(v, g) for v, g in zip(self._views, gradients, strict=True) if g is not None]
+        if present:
+            views, found = zip(*present, strict=True)
+            torch._foreach_copy_(views, found)
         # The buffer holds them, so their memory is free for the rest of the backward pass.
         for parameter in self.parameters:
             parameter.grad = None
@@ -84,7 +85,7 @@ def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.as_strided(parameter.shape, strides)
 
 
-def make_buckets(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> list[GradientBucket]:
+def deal(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> list[dict[str, nn.Parameter]]:
     """Deals parameters out to buckets, in reverse order: about that in which a backward pass ends.
 
     Args:
@@ -99,4 +100,4 @@ def make_buckets(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> li
         bucket[name] = parameter
         if num_bytes is not None and sum(p.numel() * p.element_size() for p in bucket.values()) >= num_bytes:
             full.append(open_by_kind.pop(kind))
-    return [GradientBucket(bucket) for bucket in [*full, *open_by_kind.values()]]
+    return [*full, *open_by_kind.values()]

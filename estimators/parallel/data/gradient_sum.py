@@ -20,7 +20,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import PlainSync
-from ringspark.estimators.parallel.data.gradient_buckets import make_buckets
+from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
 # Gradients of at most so many bytes travel in one exchange; `slope --sweep` shows where buckets are faster.
@@ -44,9 +44,11 @@ class SummedGradients(PlainSync):
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
         is_flat = num_bytes(trained.values()) <= flat_bytes
-        self._buckets = make_buckets(trained, None if is_flat else bucket_bytes)
+        self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
-        self._is_last = True
+        # An error keeps this object alive, and an exchange under way would keep the connections open.
+        collective.on_leave(self._sums.clear)
+        self._reacts = False  # to gradients: only in a step's last backward pass, not in a callback's own
         self._always = nullcontext()
         if not is_flat:
             for number, bucket in enumerate(self._buckets):
@@ -55,12 +57,12 @@ class SummedGradients(PlainSync):
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        self._is_last = last
+        self._reacts = last
         return self._always
 
     def _on_gradient(self, number: int, index: int, _: torch.Tensor) -> None:
         """Notes that a gradient is complete; sends the buckets that are now complete, in order."""
-        if not self._is_last:
+        if not self._reacts:
             return
         if number < len(self._sums):
             raise ValueError(
@@ -79,6 +81,7 @@ class SummedGradients(PlainSync):
         self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
 
     def reduce(self) -> None:
+        self._reacts = False
         while len(self._sums) < len(self._buckets):
             self._send()
         for bucket, wait in zip(self._buckets, self._sums, strict=True):

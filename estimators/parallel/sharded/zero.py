@@ -79,6 +79,10 @@ class ShardedSync(PlainSync):
         self._during_backward = rounds is not None
         self._parts: list[torch.Tensor | None] = [None] * len(self._shard.buckets)
         self._had = [0.0] * len(self._shard.parameters)
+        # The bucket that travels, if one does. An error keeps this object, but must not keep connections.
+        self._under_way: list[tuple[int, Callable[[], torch.Tensor]]] = []
+        collective.on_leave(self._under_way.clear)
+        self._in_step = self._reacts = False
         self._start_round()
         self._round = 0
         if self._during_backward:
@@ -89,10 +93,11 @@ class ShardedSync(PlainSync):
     def _start_round(self) -> None:
         self._next = 0  # index of the next bucket to send
         self._ready: set[int] = set()
-        self._under_way: tuple[int, Callable[[], torch.Tensor]] | None = None
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Notes that a gradient is complete; sends the buckets that are now complete, in order."""
+        if not self._reacts:
+            return
         self._ready.add(index)
         buckets = self._shard.buckets
         while self._next < len(buckets) and all(s.index in self._ready for s in buckets[self._next].slots):
@@ -107,15 +112,14 @@ class ShardedSync(PlainSync):
             self._had[index] = 1.0
         started = self._collective.start_reduce_scatter(gradients, self._shard.buckets[bucket].counts)
         self._receive()
-        self._under_way = bucket, started
+        self._under_way.append((bucket, started))
 
     def _receive(self) -> None:
-        if self._under_way is None:
+        if not self._under_way:
             return
-        bucket, wait = self._under_way
+        bucket, wait = self._under_way.pop()
         part, known = wait(), self._parts[bucket]
         self._parts[bucket] = part if known is None else known.add_(part)
-        self._under_way = None
 
     def _end_round(self) -> None:
         """Exchanges the remaining buckets of this backward pass; a missing gradient counts as zeros."""
@@ -126,14 +130,25 @@ class ShardedSync(PlainSync):
         self._round += 1
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        self._begin_step()
         return self._own_round() if self._during_backward else nullcontext()
 
     @contextmanager
     def _own_round(self) -> Iterator[None]:
+        self._reacts = True
         yield
+        self._reacts = False
         self._end_round()
 
+    def _begin_step(self) -> None:
+        """Drops what a callback's own backward pass left; the optimizer holds parts and zeroes only those."""
+        if not self._in_step:
+            self._in_step = True
+            for parameter in self._shard.parameters:
+                parameter.grad = None
+
     def reduce(self) -> None:
+        self._begin_step()
         # A rank with fewer rows had fewer micro-batches, or none.
         while self._round < self._rounds:
             self._end_round()
@@ -148,6 +163,7 @@ class ShardedSync(PlainSync):
         self._parts = [None] * len(self._parts)
         self._had = [0.0] * len(self._had)
         self._round = 0
+        self._in_step = False
 
     def _ask(self) -> list[float]:
         """Returns how many ranks had a gradient, by parameter; then how many ranks have gradients left."""

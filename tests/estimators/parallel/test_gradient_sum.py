@@ -1,14 +1,23 @@
-"""What a rank refuses to exchange, without a second rank."""
+"""Which gradients a rank exchanges and which it refuses, without a second rank."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch._dynamo  # that would hold a group which exists while an optimizer imports it
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.torch_collective import TorchCollective
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.sharded.zero import ShardedSync
 
 
 class Twice(nn.Module):
@@ -43,3 +52,96 @@ def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(flat_bytes
         loss.backward()
     sync.reduce()
     assert torch.allclose(module.layer.weight.grad, expected)  # type: ignore[arg-type]
+
+
+class InPlace(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("flat_bytes", [0, 1 << 20])
+def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(flat_bytes: int) -> None:
+    """They still stand in the buffer when a step begins, unlike the one that no row has given."""
+    module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1)])
+    optimizer = InPlace(module.parameters(), lr=0.1)
+    sync = SummedGradients(module, optimizer, LocalCollective(), flat_bytes=flat_bytes, bucket_bytes=1 << 20)
+    gradients = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            module[0](torch.ones(3, 2)).sum().backward()
+        sync.reduce()
+        gradients.append(module[0].weight.grad.tolist())  # type: ignore[union-attr, operator]
+    assert gradients == [[[3.0, 3.0]]] * 3
+    assert module[1].weight.grad is None
+
+
+def _summed(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
+    return SummedGradients(module, optimizer, collective, flat_bytes=0, bucket_bytes=1)
+
+
+def _zero(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
+    return ShardedSync(module, optimizer, collective, 1, bucket_bytes=8)
+
+
+Tie = Callable[[nn.Module, torch.optim.Optimizer, Collective], GradientSync]
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tie", [_summed, _zero])
+def test_a_callback_may_differentiate_between_steps(tie: Tie) -> None:
+    """A pass outside of a step sends nothing, and leaves nothing behind for the next step."""
+    module, alone = Recomputed(), Recomputed()
+    sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), LocalCollective())
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    x = torch.ones(3, 2)
+    for _ in range(3):
+        sync.optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            sync.module(x).sum().backward()
+        sync.reduce()
+        sync.step(torch.amp.GradScaler("cpu", enabled=False))
+        module(x).sum().backward()
+        plain.zero_grad()
+        alone(x).sum().backward()
+        plain.step()
+    assert torch.equal(*(nn.utils.parameters_to_vector(m.parameters()) for m in (module, alone)))
+
+
+class Client:
+    def close(self) -> None:
+        return
+
+
+def _sockets() -> int:
+    # The listing's own descriptor is gone when its link is read.
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("socket:" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+@pytest.mark.parametrize("tie", [_summed, _zero])
+def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie: Tie) -> None:
+    """Its error keeps the frames, and an exchange under way would keep the group and its peers waiting."""
+    before = _sockets()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    collective = TorchCollective(Member(), False, Client(), 5.0)  # type: ignore[arg-type]
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise KeyError("lost")
+
+    module[0].weight.register_hook(fails)
+    sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), collective)
+    with pytest.raises(KeyError), sync.micro_batch(last=True):
+        sync.module(torch.ones(3, 2)).sum().backward()
+    collective.abort()
+    assert _sockets() == before
