@@ -14,8 +14,7 @@ LIKE = np.empty((0, 16), np.float32)
 
 
 def _tensor(array: Any) -> Any:
-    import torch
-
+    torch = pytest.importorskip("torch")
     return torch.from_numpy(array[3:5])[:, 1:]
 
 
