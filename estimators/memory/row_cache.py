@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from ringspark.estimators.training.kept_rows import kept_rows
 from ringspark.estimators.training.settings.choices import Cache
@@ -40,6 +42,24 @@ def settle_cache(
     """
     if config.cache != "auto":
         return config
-    parts = [kept_rows(config, manifest, split, rank, size) for split in SPLITS]
-    free = shutil.disk_usage(tempfile.gettempdir()).free // local_size
-    return replace(config, cache=choose_cache(sum(part.num_bytes for part in parts), memory, free))
+    num_bytes = sum(kept_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)
+    cache = choose_cache(num_bytes, memory, disk=0)
+    if num_bytes and cache == "none":  # only now, because a host may have no folder for temporary files
+        cache = choose_cache(num_bytes, memory, free_disk() // local_size)
+    return replace(config, cache=cache)
+
+
+def free_disk() -> int:
+    """Returns the free bytes of the disk for temporary files; 0 if there is none, or if it is memory."""
+    try:
+        folder = tempfile.gettempdir()
+        free, device = shutil.disk_usage(folder).free, os.stat(folder).st_dev
+    except OSError:
+        return 0
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        return free
+    number = f"{os.major(device)}:{os.minor(device)}"
+    types = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
+    return 0 if {"tmpfs", "ramfs"}.intersection(types) else free

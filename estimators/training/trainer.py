@@ -226,8 +226,8 @@ class Trainer:
         self._status.phase = f"validation after epoch {epoch + 1}"
         self._share_buffers()
         network.eval()
-        with torch.no_grad():
-            for batch in batches_on(running.device, reader.batches(0), self._config):
+        with torch.no_grad(), closing(cast("Any", reader.batches(0))) as batches:
+            for batch in batches_on(running.device, batches, self._config):
                 self._status.tick()
                 if not batch.num_rows:
                     # The other ranks may need this rank's parts of the weights.

@@ -8,8 +8,8 @@ in copies: they are put into the lane's order a whole row group at a time, and c
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from math import prod
@@ -22,9 +22,12 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, join, take
 
 RowGroup = dict[str, Rows]
 
-_WIDE_BYTES = 64
-_SLACK_ROWS = 256  # The blocks of an epoch differ by a few rows.
+WIDE_BYTES = 64
+"""Rows of a column from this size on stay in the row group's array until they go into a batch."""
+
+_SLACK_BYTES = 1 << 20  # The blocks of an epoch differ by a few rows.
 _KEPT_BYTES = 128 << 20
+_KEPT_ARRAYS = 256  # A lane may hold two pieces, and a block takes some from every lane.
 
 
 class Piece(NamedTuple):
@@ -44,14 +47,19 @@ _Part = tuple[Piece, slice]
 
 
 class Buffers:
-    """Arrays that are used again once nobody else refers to them or to a view of them.
+    """Memory that is used again once nobody refers to the array in it, or to a view of that array.
 
     The kernel takes longer to hand out a fresh page than the rows on it take to be copied there.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, list[NumpyArray]] = {}
+        self._kept: dict[str, list[tuple[memoryview, weakref.ref[NumpyArray]]]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all memory, in use or not."""
+        return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
         """Returns an array of `rows` rows of any content, whose shape and dtype are those of `like`.
@@ -59,22 +67,28 @@ class Buffers:
         Args:
             use: Arrays for one use take the place of one another.
         """
+        shape = (rows, *like.shape[1:])
+        size = prod(shape) * like.dtype.itemsize
+        if not size:
+            return np.empty(shape, like.dtype)
         with self._lock:  # two epochs may be read at a time
             kept = self._kept.setdefault(use, [])
-            for number in range(len(kept)):
-                # Referred to by the list and by the call.
-                if sys.getrefcount(kept[number]) == 2:
-                    if len(kept[number]) >= rows:
-                        return kept[number][:rows]
-                    del kept[number]
-                    break
-            kept.append(np.empty((rows + _SLACK_ROWS, *like.shape[1:]), dtype=like.dtype))
-            return kept[-1][:rows]
+            unused = next((number for number, (_, array) in enumerate(kept) if array() is None), None)
+            memory = None if unused is None else kept.pop(unused)[0]
+            if memory is None or memory.nbytes < size:
+                memory = np.empty(size + min(size // 8, _SLACK_BYTES), np.uint8).data
+            array = np.frombuffer(memory, like.dtype, prod(shape))
+            # A view of a view refers to the first array that lies in memory of something else than an array.
+            # That is this one, so it lives as long as any view of it, also as a tensor or a buffer.
+            assert not isinstance(array.base, np.ndarray)
+            kept.append((memory, weakref.ref(array)))
+            del kept[:-_KEPT_ARRAYS]
+        return array.reshape(shape)
 
     def trim(self) -> None:
-        """Frees all arrays if they are so large that making them once an epoch costs little."""
+        """Frees all memory if it is so large that making it once an epoch costs little."""
         with self._lock:
-            if sum(array.nbytes for kept in self._kept.values() for array in kept) > _KEPT_BYTES:
+            if self.num_bytes > _KEPT_BYTES:
                 self._kept.clear()
 
 
@@ -154,7 +168,7 @@ def assemble(
 
 
 def _is_wide(rows: NumpyArray) -> bool:
-    return rows.dtype.itemsize * prod(rows.shape[1:]) >= _WIDE_BYTES
+    return rows.dtype.itemsize * prod(rows.shape[1:]) >= WIDE_BYTES
 
 
 def _take(values: NumpyArray, rows: npt.NDArray[np.int64], out: NumpyArray) -> NumpyArray:

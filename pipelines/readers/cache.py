@@ -7,14 +7,16 @@ the shuffle takes copies.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from math import prod
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -22,10 +24,28 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, num_bytes
 
 RowGroup = dict[str, Rows]
 
-# Offset in the file, dtype and shape of an array.
-_Place = tuple[int, np.dtype[Any], tuple[int, ...]]
-
 _ALIGNMENT = 64
+# Python keeps a descriptor for each mapping, and a process has about a thousand. A block needs many row
+# groups at a time if they are small; reading them costs no more than mapping them.
+_MAPPED_BYTES = 256 << 10
+
+_logger = logging.getLogger(__name__)
+
+
+class _Array(NamedTuple):
+    """Place of an array in the file, as an offset from its row group's, with its dtype and shape."""
+
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Place of a row group in the file."""
+
+    offset: int
+    num_bytes: int
+    columns: dict[str, list[_Array]]
 
 
 class RowGroupCache(ABC):
@@ -57,16 +77,16 @@ class RowGroupCache(ABC):
         if index in self or (self.keep is not None and index not in self.keep):
             return
         size = sum(num_bytes(rows) for rows in row_group.values())
-        if self.num_bytes + size <= self.max_bytes:
+        if self.num_bytes + size <= self.max_bytes and self._keep(index, row_group):
             self.num_bytes += size
-            self._keep(index, row_group)
 
     @abstractmethod
     def close(self) -> None:
         """Frees what it holds; it is not used any more."""
 
     @abstractmethod
-    def _keep(self, index: int, row_group: RowGroup) -> None: ...
+    def _keep(self, index: int, row_group: RowGroup) -> bool:
+        """Returns whether the row group was kept."""
 
 
 class MemoryCache(RowGroupCache):
@@ -85,14 +105,20 @@ class MemoryCache(RowGroupCache):
     def close(self) -> None:
         self._row_groups.clear()
 
-    def _keep(self, index: int, row_group: RowGroup) -> None:
+    def _keep(self, index: int, row_group: RowGroup) -> bool:
         self._row_groups[index] = row_group
+        return True
 
 
 class DiskCache(RowGroupCache):
-    """Cache "disk": one uncompressed temporary file, whose parts are mapped on use.
+    """Cache "disk": one uncompressed temporary file; a row group is mapped on use, or read if it is small.
 
-    The file has no name, so the kernel removes it with the process that made it, however that ends.
+    The file has no name, so the kernel removes it with the process that made it, however that ends. Threads
+    may share the cache. A forked child may read what was kept before the fork; it keeps nothing, because
+    its parent would write to the same places.
+
+    Attributes:
+        fd: Descriptor of the file; -1 once the cache is closed.
     """
 
     def __init__(self, max_bytes: int, keep: Collection[int] | None = None) -> None:
@@ -100,48 +126,78 @@ class DiskCache(RowGroupCache):
         with tempfile.TemporaryFile(prefix="ringspark-cache-") as file:
             self.fd = os.dup(file.fileno())
         self._close = weakref.finalize(self, os.close, self.fd)
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._end = 0
-        self._row_groups: dict[int, dict[str, list[_Place]]] = {}
+        self._row_groups: dict[int, _Place] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._row_groups
 
     def get(self, index: int) -> RowGroup:
+        with self._alone():
+            place = self._row_groups[index]
+            data = self._data(place)
         row_group: RowGroup = {}
-        for name, places in self._row_groups[index].items():
-            first, *parts = map(self._mapped, places)
+        for name, arrays in place.columns.items():
+            first, *parts = (np.ndarray(shape, dtype, data, offset) for offset, dtype, shape in arrays)
             row_group[name] = RaggedRows(first, tuple(parts)) if parts else first
         return row_group
 
+    def put(self, index: int, row_group: RowGroup) -> None:
+        if os.getpid() == self._pid:
+            with self._alone():
+                super().put(index, row_group)
+
     def close(self) -> None:
-        self._row_groups.clear()
-        self._close()
+        with self._alone():
+            # The kernel gives the number to the next file that is opened, so nobody may use it from here on.
+            self.fd, self.keep = -1, ()
+            self._row_groups.clear()
+            self._close()
 
-    def _keep(self, index: int, row_group: RowGroup) -> None:
-        kept = {}
-        for name, rows in row_group.items():
-            ragged = rows.compact() if isinstance(rows, RaggedRows) else None
-            arrays = [cast("NumpyArray", rows)] if ragged is None else [ragged.offsets, *ragged.parts]
-            kept[name] = [self._append(np.ascontiguousarray(array)) for array in arrays]
-        self._row_groups[index] = kept
+    def _alone(self) -> AbstractContextManager[Any]:
+        """Holds off other threads. In a forked child a thread that was not forked may hold the lock."""
+        return self._lock if os.getpid() == self._pid else nullcontext()
 
-    def _append(self, array: NumpyArray) -> _Place:
-        place = (self._end, array.dtype, array.shape)
+    def _keep(self, index: int, row_group: RowGroup) -> bool:
+        offset = end = self._end
+        columns: dict[str, list[_Array]] = {}
+        try:
+            for name, rows in row_group.items():
+                ragged = rows.compact() if isinstance(rows, RaggedRows) else None
+                arrays = [cast("NumpyArray", rows)] if ragged is None else [ragged.offsets, *ragged.parts]
+                columns[name] = []
+                for array in arrays:
+                    end += -end % _ALIGNMENT if array.nbytes else 0
+                    columns[name].append(_Array(end - offset, array.dtype, array.shape))
+                    end = self._write(np.ascontiguousarray(array), end)
+        except OSError as error:
+            self.keep = ()
+            _logger.warning(
+                "cache 'disk' keeps no more than %d row groups, the shards are read again for the others: %s",
+                len(self._row_groups),
+                error,
+            )
+            return False
+        self._row_groups[index] = _Place(offset, end - offset, columns)
+        self._end = end + -end % _ALIGNMENT
+        return True
+
+    def _write(self, array: NumpyArray, offset: int) -> int:
+        """Writes an array; returns the offset after it."""
         data = memoryview(cast("Any", array.reshape(-1).view(np.uint8)))
         while data:
-            written = os.pwrite(self.fd, data, self._end)
-            self._end, data = self._end + written, data[written:]
-        self._end += -self._end % _ALIGNMENT
-        return place
+            written = os.pwrite(self.fd, data, offset)
+            offset, data = offset + written, data[written:]
+        return offset
 
-    def _mapped(self, place: _Place) -> NumpyArray:
-        offset, dtype, shape = place
-        if not prod(shape):  # nothing cannot be mapped
-            return np.zeros(shape, dtype)
-        begin = offset - offset % mmap.ALLOCATIONGRANULARITY
-        length = offset - begin + dtype.itemsize * prod(shape)
-        mapped = mmap.mmap(self.fd, length, offset=begin, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype, prod(shape), offset - begin).reshape(shape)
+    def _data(self, place: _Place) -> Any:
+        """Returns the bytes of a row group."""
+        if place.num_bytes < _MAPPED_BYTES:
+            return os.pread(self.fd, place.num_bytes, place.offset)
+        skipped = place.offset % mmap.ALLOCATIONGRANULARITY
+        begin, length = place.offset - skipped, skipped + place.num_bytes
+        return memoryview(mmap.mmap(self.fd, length, offset=begin, access=mmap.ACCESS_READ))[skipped:]
 
 
 CACHES: dict[str, type[RowGroupCache]] = {"memory": MemoryCache, "disk": DiskCache}

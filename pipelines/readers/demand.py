@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.epoch_plan import plan_epoch
+from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 from ringspark.pipelines.kinds import Array, Scalar, Vector
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.readers.base import block_steps
+from ringspark.pipelines.readers.blocks import WIDE_BYTES
 
 # Kinds whose rows all take `row_bytes`; rows of other kinds may take next to nothing.
 DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets)
@@ -20,13 +22,17 @@ DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets)
 # The block in use and the block being made; a queue between them may hold more.
 _BLOCKS = 2
 
+# A row group that a shard has not met twice in so many epochs comes back too seldom to be worth its room.
+_MOST_EPOCHS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowsInFlight:
     """The bytes that a reader holds at one moment.
 
     Attributes:
-        row_groups: Bytes of the rows that wait in the lanes for their batch, and of the row group being read.
+        row_groups: Bytes of the rows that wait in the lanes for their batch. Of wide columns, a row
+            group is held whole until its last row is in a block.
         blocks: Bytes of the rows that are put together to batches.
     """
 
@@ -49,26 +55,43 @@ def rows_in_flight(
         row_groups: Number of rows of every row group.
     """
     widths = [column.kind.row_bytes for column in columns]
-    row_bytes = sum(c.kind.row_bytes for c in columns if isinstance(c.kind, DENSE))
+    dense = [c.kind.row_bytes for c in columns if isinstance(c.kind, DENSE)]
+    row_bytes, wide_bytes = sum(dense), sum(width for width in dense if width >= WIDE_BYTES)
     plan = plan_epoch(
         row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0, shuffle=shuffle
     )
     if not row_bytes or not plan.num_rows:
         return RowsInFlight(row_groups=0, blocks=0)
     deal, own_rows = plan.shard(0).deal, plan.num_rows // num_shards
-    held = int(row_groups.min())
+    # Pairs of a lane and a row group whose rows wait in it.
+    waits: set[tuple[int, int]] = set()
     for index, lane in enumerate(deal.lanes):
         if not lane.length:
             continue
         # All lanes are used up at the same pace: half way through the epoch, each has used half its rows.
-        group = int(np.searchsorted(plan.group_starts, lane.start + lane.length // 2, side="right")) - 1
-        start, stop = np.clip(plan.group_starts[group : group + 2] - lane.start, 0, lane.length).tolist()
-        held += deal.count(index, stop) - deal.count(index, start)
+        waits.add((index, _slot(plan, lane.start + lane.length // 2)))
+        # A row group that reaches into the next lane is read for that one's first rows.
+        if index + 1 < len(deal.lanes):
+            waits.add((index, _slot(plan, lane.start + lane.length)))
+    own, slots = 0, set()
+    for index, slot in waits:
+        lane = deal.lanes[index]
+        start, stop = np.clip(plan.group_starts[slot : slot + 2] - lane.start, 0, lane.length).tolist()
+        if start < stop:
+            own += deal.count(index, stop) - deal.count(index, start)
+            slots.add(slot)
+    whole = int(row_groups[plan.group_order[list(slots)]].sum())
+    held = own * (row_bytes - wide_bytes) + whole * wide_bytes
     block_rows = block_steps(widths, num_shards, batch_size) * batch_size // num_shards
     blocks = min(own_rows, _BLOCKS * block_rows)
-    return RowsInFlight(
-        row_groups=min(held, max(0, own_rows - blocks)) * row_bytes, blocks=blocks * row_bytes
-    )
+    # Rows that are in blocks do not wait as well.
+    waiting = min(1.0, (own_rows - blocks) / max(1, own))
+    return RowsInFlight(row_groups=int(held * waiting), blocks=blocks * row_bytes)
+
+
+def _slot(plan: EpochPlan, row: int) -> int:
+    """Returns which row group of `group_order` holds a row of the epoch's sequence."""
+    return min(int(np.searchsorted(plan.group_starts, row, side="right")), len(plan.group_order)) - 1
 
 
 def read_again(
@@ -83,14 +106,16 @@ def read_again(
 ) -> npt.NDArray[np.int64]:
     """Returns the row groups that one shard reads in two or more of the epochs: those worth keeping.
 
-    In a shuffled epoch a shard reads about 1 / num_shards of the row groups, other ones each time.
+    In a shuffled epoch a shard reads about 1 / num_shards of the row groups, other ones each time. It looks
+    at 256 epochs at most, so the answer names no row group that is read once, and may lack some
+    that come again less often than that.
     """
     times = np.zeros(len(row_groups), dtype=np.int64)
-    for epoch in epochs:
+    for epoch in islice(epochs, _MOST_EPOCHS):
         plan = plan_epoch(
             row_groups, num_shards=num_shards, batch_size=batch_size, epoch=epoch, seed=seed, shuffle=shuffle
         )
         times[plan.shard(shard).reads().row_groups] += 1
-        if times.min(initial=2) >= 2:
+        if times[row_groups > 0].min(initial=2) >= 2:
             break
     return np.flatnonzero(times >= 2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ from small_training import config_of, weights_of
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.available import Available
 from ringspark.estimators.memory.pressure import check, worker_needs
-from ringspark.estimators.memory.row_cache import choose_cache, settle_cache
-from ringspark.estimators.training import worker
+from ringspark.estimators.memory.row_cache import choose_cache, free_disk, settle_cache
+from ringspark.estimators.training import feed, worker
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.kept_rows import kept_rows
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, ShardReader
+from ringspark.pipelines.readers import base
 
 SPEC = ModelSpec("linear", {"in_features": 4, "out_features": 1})
 ROW_BYTES = 4 * 4 + 4
@@ -127,3 +130,51 @@ def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
     # What "memory" was refused for, "auto" puts on the disk.
     assert settle_cache(asked, manifest, 0, 1, 1, left).cache == "disk"
     assert settle_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES).cache == "memory"
+
+
+def test_auto_looks_at_the_disk_only_where_memory_does_not_do(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = _shards(make_shards)
+    asked = config_of(manifest, Path("run"), model=SPEC.to_json(), cache="auto")
+
+    def no_folder() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    assert settle_cache(asked, manifest, 0, 1, 1, 1 << 30).cache == "memory"
+    assert settle_cache(asked, manifest, 0, 1, 1, 0).cache == "none"
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs Linux's file system in memory")
+def test_a_file_system_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    assert free_disk() == 0
+    # A mount table that nobody can read leaves what the file system says.
+    monkeypatch.setattr(Path, "read_text", _refuses)
+    assert free_disk() > 0
+
+
+def _refuses(*args: Any, **settings: Any) -> str:
+    raise PermissionError(13, "on purpose")
+
+
+def test_no_thread_outlives_a_validation_whose_batch_fails(
+    make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_BLOCK_ROWS", 2)  # so that the thread cannot come to its end by itself
+    manifest = _shards(make_shards, validation=np.arange(300) % 3 == 0)
+    config = config_of(manifest, tmp_path, model=SPEC.to_json(), batch_size=2)
+    to_batch, made = feed.to_batch, count()
+
+    def fails(*args: Any) -> feed.Batch:
+        if next(made) > 102:  # the first 100 are of the training
+            raise KeyError("on purpose")
+        return to_batch(*args)
+
+    monkeypatch.setattr(feed, "to_batch", fails)
+    with pytest.raises(KeyError) as caught:
+        train_here(config)
+    # The error holds the frames that it left, and one of them holds the reader's batches.
+    assert caught.value.__traceback__ is not None
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ringspark")] == []

@@ -1,0 +1,71 @@
+"""What the plan says about a reader: the rows that it holds, and those that it reads again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ringspark.pipelines import Array, Column, Scalar
+from ringspark.pipelines.epoch_plan import plan_epoch
+from ringspark.pipelines.readers.demand import read_again, rows_in_flight
+
+WIDE, NARROW = Column(name="x", kind=Array("float32", (64,))), Column(name="y", kind=Scalar("float32"))
+
+
+def _held(row_groups: list[int], num_shards: int, batch_size: int) -> tuple[int, int]:
+    """The most rows that wait in the lanes at once: the shard's own, and with their whole row groups."""
+    plan = plan_epoch(row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0)
+    part = plan.shard(0)
+    own, whole = np.zeros(plan.num_steps + 2, np.int64), np.zeros(plan.num_steps + 2, np.int64)
+    for read in part.reads():
+        ends = []
+        for piece in read.pieces:
+            lane = part.deal.lanes[piece.lane]
+            row = int(part.deal.rows_at(piece.lane, np.asarray([piece.stop - 1]))[0])
+            ends.append((lane.position + row * lane.step) // batch_size)
+            own[read.first_step] += piece.stop - piece.start
+            own[ends[-1] + 1] -= piece.stop - piece.start
+        whole[read.first_step] += row_groups[read.row_group]
+        whole[max(ends) + 1] -= row_groups[read.row_group]
+    return int(own.cumsum().max()), int(whole.cumsum().max())
+
+
+@pytest.mark.parametrize("num_shards", [1, 5, 16])
+def test_wide_columns_are_held_by_the_row_group_and_narrow_ones_by_the_row(num_shards: int) -> None:
+    row_groups = [2000] * 500
+    own, whole = _held(row_groups, num_shards, 1024)
+
+    def counted(column: Column) -> int:
+        needs = rows_in_flight(
+            [column], np.asarray(row_groups), num_shards=num_shards, batch_size=1024, shuffle=True
+        )
+        return needs.row_groups // column.kind.row_bytes
+
+    assert 0.7 * whole <= counted(WIDE) <= whole
+    assert 0.5 * own <= counted(NARROW) <= own
+
+
+def _epochs_looked_at(row_groups: list[int], num_epochs: int, num_shards: int) -> tuple[int, list[int]]:
+    looked_at: list[int] = []
+
+    def epochs() -> Iterator[int]:
+        for epoch in range(num_epochs):
+            looked_at.append(epoch)
+            yield epoch
+
+    again = read_again(
+        np.asarray(row_groups), epochs(), num_shards=num_shards, shard=0, batch_size=8, seed=0, shuffle=True
+    )
+    return len(looked_at), again.tolist()
+
+
+def test_an_empty_row_group_does_not_make_the_search_go_on() -> None:
+    assert _epochs_looked_at([10, 0, 10], 1000, 1) == (2, [0, 2])
+
+
+def test_the_search_ends_where_a_shard_hardly_meets_a_row_group_again() -> None:
+    looked_at, again = _epochs_looked_at([10] * 400, 2000, 400)
+    assert looked_at <= 256
+    assert len(again) < 400
