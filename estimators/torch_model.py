@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -29,7 +29,12 @@ from ringspark.estimators.columns.schema import field_named
 from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.export import ExportFormat, export_module
 from ringspark.estimators.inference.one_row import num_features, one_row
-from ringspark.estimators.inference.predict import Predictor, cached_module, prediction_expression
+from ringspark.estimators.inference.predict import (
+    Predictor,
+    cached_module,
+    prediction_expression,
+    takes_vectors,
+)
 from ringspark.estimators.inference.results import Classes, Results, Values
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
@@ -178,13 +183,16 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         # A step that works row by row. Straight from Parquet, Spark 4.3 would hand over columns, but by a
         # converter that knows no vectors, not even those that only pass by (UNSUPPORTED_DATATYPE).
         dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
-        predictor = self._predictor([item.feed for item in bound], results)
+        with_vectors = takes_vectors(dataset.sparkSession)
+        predictor = replace(
+            self._predictor([item.feed for item in bound], results), gives_vectors=with_vectors
+        )
         # The struct gets one name before its parts, so that Spark computes the function once. It is exploded,
         # because Spark would copy a plain expression into a filter on a part, and run the network twice.
         result = dataset.select(
             "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
         )
-        parts = results.columns(_RESULT)
+        parts = results.columns(_RESULT, with_vectors=with_vectors)
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
         return result.select("*", *named).drop(_RESULT)
 

@@ -17,7 +17,7 @@ from typing import Any, Iterator, Tuple  # noqa: UP035 (arrow_udf reads these hi
 import numpy as np
 import pyarrow as pa
 import torch
-from pyspark.sql import Column
+from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -25,7 +25,7 @@ from ringspark.estimators import user_code
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.device import task_device
-from ringspark.estimators.inference.results import TAKES_VECTORS, Results
+from ringspark.estimators.inference.results import Results
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
@@ -52,6 +52,7 @@ class Predictor:
         batch_size: Rows per forward pass.
         use_gpu: Whether to compute on a GPU.
         keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
+        gives_vectors: Whether vectors leave Python as such, see `takes_vectors`; the driver decides for all.
     """
 
     model: str | bytes
@@ -63,6 +64,7 @@ class Predictor:
     batch_size: int
     use_gpu: bool = False
     keeps_rows: bool = False
+    gives_vectors: bool = True
 
     def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
         """Returns the trained module in eval mode on `device`.
@@ -115,10 +117,19 @@ def cached_module(predictor: Predictor) -> nn.Module:
     return module
 
 
+def takes_vectors(spark: SparkSession) -> bool:
+    """Whether Spark has a UDF over Arrow arrays (4.1), which takes vectors; its pandas UDF takes only arrays.
+
+    The client of a Spark Connect server may be of another version than the server and its workers.
+    """
+    major, minor = str(spark.version).split(".")[:2]
+    return hasattr(F, "arrow_udf") and (int(major), int(minor)) >= (4, 1)
+
+
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
     """Returns the model applied to `columns`; the expression's type is the results' `spark_type`."""
     feeds, results = predictor.feeds, predictor.results
-    if not TAKES_VECTORS:
+    if not predictor.gives_vectors:
         return pandas_batches.expression(partial(run, predictor), feeds, results.widths, columns)
 
     def arrays(batches: Iterator[Tuple[pa.Array, ...]]) -> Iterator[pa.Array]:  # noqa: UP006
@@ -179,7 +190,7 @@ def _run_piece(
     columns = [feed(column) for feed, column in zip(predictor.feeds, piece, strict=True)]
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
-    results = predictor.results.to_arrow(outputs)
+    results = predictor.results.to_arrow(outputs, with_vectors=predictor.gives_vectors)
     if valid is not None:
         results = results.take(pa.array(np.cumsum(valid) - 1, mask=~valid))
     return results, row_bytes

@@ -22,8 +22,6 @@ from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
 from ringspark.pipelines.kinds.base import list_type, make_lists
 
-# Spark's UDF over Arrow arrays (4.1) takes vectors from Python; its pandas UDF takes only arrays.
-TAKES_VECTORS = hasattr(F, "arrow_udf")
 # `VectorUDT.sqlType()` to the letter: Arrow cannot cast to parts without nulls where a row is null.
 _VECTOR_PARTS = [
     pa.field("type", pa.int8(), nullable=False),
@@ -61,19 +59,19 @@ class Results(ABC):
             return self.types[0]
         return StructType([StructField(name, t) for name, t in zip(self._names, self.types, strict=True)])
 
-    def to_arrow(self, outputs: Array) -> pa.Array:
-        """Converts raw outputs to what Python returns."""
+    def to_arrow(self, outputs: Array, *, with_vectors: bool = True) -> pa.Array:
+        """Converts raw outputs to what Python returns; vectors to arrays, if not `with_vectors`."""
         columns = [
-            _lists(values, is_vector=TAKES_VECTORS and _is_vector(data_type))
+            _lists(values, is_vector=with_vectors and _is_vector(data_type))
             if isinstance(data_type, ArrayType) or _is_vector(data_type)
             else pa.array(values)
             for values, data_type in zip(self.arrays(outputs), self.types, strict=True)
         ]
         return columns[0] if len(columns) == 1 else pa.StructArray.from_arrays(columns, self._names)
 
-    def columns(self, result: str) -> list[Column]:
+    def columns(self, result: str, *, with_vectors: bool = True) -> list[Column]:
         """Returns the user's columns, made from the column `result` of what Python returned."""
-        if not TAKES_VECTORS:
+        if not with_vectors:
             return pandas_batches.results(result, self.types, self.widths)
         if len(self.types) == 1:
             return [F.col(result)]

@@ -17,9 +17,16 @@ import pytest
 import torch
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions as F
 from torch import nn
 
-from ringspark.estimators import TorchClassificationModel, TorchModel, TorchRegressionModel, user_code
+from ringspark.estimators import (
+    TorchClassificationModel,
+    TorchModel,
+    TorchRegressionModel,
+    torch_model,
+    user_code,
+)
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import predict
 from ringspark.estimators.inference.device import choose_inference_device
@@ -153,6 +160,19 @@ def test_a_table_with_vectors_is_scored_straight_from_parquet(
     for column in ("features", "vector"):
         scored = model.copy().setFeaturesCol(column).transform(read)
         assert values_of(scored, "prediction") == values_of(model.transform(pairs), "prediction")
+
+
+@pytest.mark.parametrize("width", [3, 70])
+def test_a_server_whose_functions_take_no_vectors_gives_the_same(
+    pairs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Spark before 4.1, also where the client of Spark Connect is newer than its server."""
+    frame = pairs.withColumn("features", F.when(F.col("id") != 2, F.col("features")))
+    model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)], handleInvalid="keep")
+    expected = model.transform(frame).orderBy("id").collect()
+    monkeypatch.setattr(torch_model, "takes_vectors", lambda spark: False)
+    assert model.transform(frame).orderBy("id").collect() == expected
+    assert [row.prediction is None for row in expected] == [i == 2 for i in range(6)]
 
 
 def test_one_vector_of_a_regression_is_a_number_or_several(pairs: Any, tmp_path: Path) -> None:
