@@ -93,6 +93,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 f"runUri {runs[0]!r} is the folder of one training, and {len(estimators)} parameter maps are "
                 "to be fitted; leave runUri unset, or give each map its own"
             )
+        choose_daemon(dataset.sparkSession, any(fit.config.use_gpu for fit in fits))
         shards = SharedShards(dataset, [fit.data for fit in fits])
         return _FitMultipleIterator(
             lambda index: estimators[index]._train(dataset, fits[index], shards), len(fits)
@@ -106,7 +107,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             WorkerError: A worker failed.
         """
         spark = active_session()
-        choose_daemon(spark)
         run_uri = self._run_uri(spark)
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
@@ -115,6 +115,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
         run = self._run_folder(run_uri or storage_root(spark, self.getStorageUri()))
+        choose_daemon(spark, config.use_gpu)
         with run.guarded():
             return self._train_on(spark, run, config, objects, pickled, manifest)
 
@@ -128,6 +129,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _fit(self, dataset: DataFrame) -> M:
         fit = _Fit.of(self, dataset)
+        choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(dataset, fit, SharedShards(dataset, [fit.data]))
 
     def _train(self, dataset: DataFrame, fit: _Fit, shards: SharedShards) -> M:
@@ -300,7 +302,6 @@ class _Fit:
     @classmethod
     def of(cls, estimator: _TorchEstimator[Any], dataset: DataFrame) -> _Fit:
         check_frame(dataset, f"{type(estimator).__name__}.fit")
-        choose_daemon(dataset.sparkSession)
         run_uri = estimator._run_uri(dataset.sparkSession)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         config, indicator = estimator._found(dataset, config)

@@ -19,20 +19,19 @@ import gc
 import importlib
 import logging
 import os
-import subprocess
 import sys
 import zipimport
 from collections.abc import Iterator
-from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
 MODULE = "ringspark.estimators.launch.python_daemon"
 
 _CONF = "spark.python.daemon.module"
+_SPARKS_OWN = "pyspark.daemon"
 # A user who has set one of these has chosen already, or has bounded the addresses that torch takes many of.
 _CHOICES = {_CONF, "spark.executor.pyspark.memory", "spark.python.use.daemon"}
-_CHECK_SECONDS = 30.0
+_CHECK_SECONDS = 30
 
 # Modules that a rank imports and that take long to import; those not installed are left out.
 PRELOADED = (
@@ -51,46 +50,71 @@ PRELOADED = (
 _logger = logging.getLogger(__name__)
 
 
-def choose_daemon(spark: Any) -> None:
+def choose_daemon(spark: Any, use_gpu: bool = False) -> None:
     """Makes Spark fork its next Python workers from this daemon, where that is safe. Runs on the driver.
 
-    It is where driver and executor are one process, which reads its conf whenever it starts a daemon, and
-    where the workers' Python finds this module. What the user has set stays.
+    It is where driver and executor are one process, which reads its conf whenever it starts a daemon, where
+    that daemon would run this very file, and where the forks need no CUDA. What the user has set stays.
     """
+    from pyspark import InheritableThread
+
     from ringspark.estimators.launch.resources import is_local
     from ringspark.estimators.stages.session import spark_conf
     from ringspark.pipelines.spark_paths import is_remote
 
     conf = spark_conf(spark)
-    if is_remote(spark) or not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
+    if use_gpu or is_remote(spark) or not is_local(conf.get("spark.master", "")) or _CHOICES & conf.keys():
         return
     context = spark.sparkContext
-    is_found = _finds_module(context.pythonExec)
-    context._conf.set(_CONF, MODULE if is_found else "pyspark.daemon")
+    is_found = _finds_module(context)
+    context._conf.set(_CONF, MODULE if is_found else _SPARKS_OWN)
     if is_found:
         _logger.info("Spark's Python workers are forked from %s from now on; set %s to choose", MODULE, _CONF)
         # The daemon imports for seconds; meanwhile Spark can plan and compile the first job of the fit.
-        Thread(target=_start_daemon, args=(spark,), daemon=True).start()
+        # The thread inherits the caller's job group and tags, by which a notebook cancels.
+        InheritableThread(target=_start_daemon, args=(spark, context), daemon=True).start()
 
 
-def _start_daemon(spark: Any) -> None:
-    # Whatever fails here fails again in the job that needs it.
-    with contextlib.suppress(Exception):
+def _start_daemon(spark: Any, context: Any) -> None:
+    try:
         spark.range(0, 1, 1, 1).mapInArrow(_pass_on, "id long").collect()
+    except Exception:
+        # Perhaps this daemon cannot live here; then it must not fail every later Python task too.
+        _logger.info("Python workers could not be forked from %s; Spark's own daemon is back", MODULE)
+        # The session may be gone.
+        with contextlib.suppress(Exception):
+            context._conf.set(_CONF, _SPARKS_OWN)
 
 
 def _pass_on(batches: Iterator[Any]) -> Iterator[Any]:
     return batches
 
 
-def _finds_module(python: str) -> bool:
-    """Whether the Python of the workers finds this module as Spark would start it."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULE!r}) is None)"
+def _finds_module(context: Any) -> bool:
+    """Whether a daemon would run this file.
+
+    Spark's JVM starts the question, as it starts its daemon: in its own folder and with its own environment.
+    Both may differ from the driver's, which has `--py-files` on its PYTHONPATH where the JVM has not.
+    """
+    code = (
+        f"import importlib.util, os, sys; spec = importlib.util.find_spec({MODULE!r}); "
+        "sys.exit(spec is None or os.path.realpath(spec.origin) != sys.argv[1])"
+    )
     try:
-        done = subprocess.run([python, "-c", code], capture_output=True, timeout=_CHECK_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0
+        java, spark = context._jvm.java, context._jvm.org.apache.spark
+        question = java.lang.ProcessBuilder([context.pythonExec, "-c", code, os.path.realpath(__file__)])
+        environment = question.environment()
+        paths = [spark.api.python.PythonUtils.sparkPythonPath(), context.environment.get("PYTHONPATH")]
+        paths.append(environment.get("PYTHONPATH"))
+        environment.putAll(context.environment)
+        environment.put("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        process = question.start()
+        if process.waitFor(_CHECK_SECONDS, java.util.concurrent.TimeUnit.SECONDS):
+            return bool(process.exitValue() == 0)
+        process.destroyForcibly()
+    except Exception as error:
+        _logger.info("Spark's JVM could not be asked for its Python: %s", error)
+    return False
 
 
 def main() -> None:
@@ -112,8 +136,13 @@ def _preload() -> None:
     # A question for GPUs would otherwise start CUDA in this process, and then no fork could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in PRELOADED:
-        with contextlib.suppress(ImportError):
+        # A library that is installed and broken must not end the daemon: who needs it will see the error.
+        try:
             importlib.import_module(name)
+        except ImportError:
+            pass
+        except Exception as error:
+            _logger.warning("%s could not be imported: %r", name, error)
     if "numpy" in sys.modules:
         # Without a new seed, all forks would draw the same numbers.
         os.register_at_fork(after_in_child=importlib.import_module("numpy").random.seed)

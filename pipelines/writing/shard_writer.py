@@ -107,7 +107,8 @@ def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
 
 def _import(names: Sequence[str]) -> None:
     for name in names:
-        with suppress(ImportError):
+        # A broken library raises what it likes; the stage that needs it will see the error.
+        with suppress(Exception):
             import_module(name)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
+import pyspark
 import pytest
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 CHOOSER = """
 import json, os, sys
@@ -23,6 +28,7 @@ if sys.argv[1:]:
 spark = builder.getOrCreate()
 choose_daemon(spark)
 print(json.dumps(spark.sparkContext.parallelize([0], 1).mapPartitions(look).collect()))
+print(choose_daemon.__globals__["__file__"])
 spark.stop()
 """
 
@@ -37,7 +43,111 @@ def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(
     command = [sys.executable, str(script), *conf]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [loaded]
+    assert json.loads(done.stdout.splitlines()[-2]) == [loaded]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The .zip that users ship."""
+    dist = tmp_path_factory.mktemp("dist")
+    build = ROOT / "scripts" / "build_package.py"
+    subprocess.run([sys.executable, str(build), "--output", str(dist)], check=True)
+    (package,) = dist.glob("*.zip")
+    return package
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [False, True], ids=["not_installed", "another_version_installed"])
+def test_a_driver_that_has_ringspark_from_py_files_keeps_the_daemon_of_spark(
+    package: Path, tmp_path: Path, installed: bool
+) -> None:
+    # Spark's JVM starts the daemon, and has no --py-files on its PYTHONPATH.
+    python = Path(sys.executable)
+    if not installed:
+        venv.create(tmp_path / "venv", symlinks=True)
+        python = tmp_path / "venv" / "bin" / "python"
+        # All packages but those installed by an own .pth file, as ringspark is.
+        (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+        (site / "others.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")))
+    script = tmp_path / "driver.py"
+    script.write_text(CHOOSER)
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    command = [str(submit), "--master", "local[1]", "--py-files", str(package), str(script)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYSPARK_GATEWAY_PORT")}
+    environment |= {"PYSPARK_PYTHON": str(python), "SPARK_HOME": str(submit.parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded, driver_file = done.stdout.splitlines()[-2:]
+    assert ".zip" in driver_file
+    assert json.loads(loaded) == [False]
+
+
+UNCHANGED = """
+import torch
+from pyspark.sql import SparkSession
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.launch.python_daemon import choose_daemon
+
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+conf = spark.sparkContext._conf
+frame = spark.sql("SELECT array(1.0F) AS features, 1.0F AS label")
+for workers, column in ((2, "label"), (1, "not_there")):
+    try:
+        TorchRegressor(model=torch.nn.Linear(1, 1), numWorkers=workers, labelCol=column).fit(frame)
+    except ValueError as error:
+        print("refused", conf.get("spark.python.daemon.module"), error)
+choose_daemon(spark, use_gpu=True)
+print(conf.get("spark.python.daemon.module"))
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+def test_neither_a_refused_fit_nor_one_on_gpus_chooses_a_daemon(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(UNCHANGED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    crowded, unnamed, on_gpus = done.stdout.splitlines()[-3:]
+    assert crowded.startswith("refused None numWorkers (2)")
+    assert unnamed.startswith("refused None labelCol 'not_there'")
+    assert on_gpus == "None"
+
+
+DYING = """
+import time
+from pyspark.sql import SparkSession
+from ringspark.estimators.launch.python_daemon import choose_daemon
+
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+choose_daemon(spark)
+conf = spark.sparkContext._conf
+print(conf.get("spark.python.daemon.module"))
+deadline = time.monotonic() + 100
+while conf.get("spark.python.daemon.module") != "pyspark.daemon" and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(spark.sparkContext.parallelize([7], 1).map(lambda row: row + 1).collect())
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+def test_spark_has_its_own_daemon_back_when_this_one_dies(tmp_path: Path) -> None:
+    # As by a crash of native code.
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("")
+    (tmp_path / "horovod" / "torch.py").write_text("import os; os._exit(3)")
+    script = tmp_path / "driver.py"
+    script.write_text(DYING)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == ["ringspark.estimators.launch.python_daemon", "[8]"]
 
 
 DRIVER = """
@@ -75,6 +185,24 @@ def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
     assert pid != other_pid
     # Forks of one process would draw the same numbers.
     assert number != other_number
+
+
+def test_a_broken_library_does_not_end_the_daemon(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('built for\\nanother version')")
+    (tmp_path / "sound.py").write_text("")
+    code = """
+import sys
+from ringspark.estimators.launch import python_daemon
+sys.path.insert(0, sys.argv[1])
+python_daemon.PRELOADED = ("not_installed_here", "broken", "sound")
+python_daemon._preload()
+assert "sound" in sys.modules
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("broken could not be imported: RuntimeError(")
 
 
 def test_what_libraries_print_does_not_reach_spark() -> None:

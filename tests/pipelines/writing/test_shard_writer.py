@@ -216,7 +216,8 @@ def test_what_a_later_stage_needs_is_imported_beside_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "needed_by_the_gang.py").write_text("")
+    (tmp_path / "broken_library.py").write_text("raise RuntimeError('built for another version')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    imports = ("not_installed_here", "needed_by_the_gang")
+    imports = ("not_installed_here", "broken_library", "needed_by_the_gang")
     _write(_plan(tmp_path, imports=imports), [_batch(pa.array([1.0]))])
     assert sys.modules.pop("needed_by_the_gang", None) is not None
