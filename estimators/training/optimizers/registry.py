@@ -32,10 +32,11 @@ Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 def _fused(parameters: list[Any]) -> bool | None:
     """Returns True, for one kernel per step, if all parameters are on GPUs, else None for torch's default.
 
-    SGD stays as it is, because its fused form refuses the sparse gradients of embeddings.
+    Complex parameters are left to the default too, because the kernel takes real ones alone. SGD stays as it
+    is, because its fused form refuses the sparse gradients of embeddings.
     """
     groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
-    return all(p.device.type == "cuda" for group in groups for p in group) or None
+    return all(p.device.type == "cuda" and p.is_floating_point() for group in groups for p in group) or None
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.

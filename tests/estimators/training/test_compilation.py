@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+import platform
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +18,18 @@ import numpy as np
 import pytest
 import torch
 from small_training import config_of, train_gang, weights_of
+from torch import nn
 from torch._dynamo.utils import counters
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.compilation import compiled
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint, compile_segments
 from ringspark.pipelines import ShardManifest
+
+PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 # torch says so of its own modules when it imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -30,6 +38,17 @@ MODEL = ModelSpec(
     "mlp",
     {"in_features": 4, "hidden": [16, 16, 16], "out_features": 1, "norm": "layer", "dropout": 0.1},
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where these tests compile, in place of the home of who runs them."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        for name in PLACES:
+            patch.delenv(name, raising=False)
+        yield cache / "ringspark" / f"compiled-{platform.node()}"
 
 
 def shards(make_shards: Any, rows: int, **options: Any) -> ShardManifest:
@@ -98,6 +117,127 @@ def test_compiled_weights_are_the_plain_ones(name: str, make_shards: Any, tmp_pa
     expected, found = (weights_of(train_gang(run), MODEL.build()) for run in (plain, mine))
     tolerance = 2e-2 if plain.precision == "bf16" else 1e-5
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x).tanh()
+        return y
+
+
+class Chain(nn.Sequential):
+    pass
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "own": Own,
+    "sequential": lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)),
+    "subclass": lambda: Chain(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)),
+    "layer": lambda: nn.Linear(4, 1),
+}
+
+
+def trained(network: nn.Module, seen: list[int]) -> dict[str, torch.Tensor]:
+    """Takes five steps, with a hook that notes the rows of every call."""
+    hook = network.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(5)
+    for rows in (8, 8, 7, 8, 3):
+        optimizer.zero_grad()
+        network(torch.randn(rows, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    hook.remove()
+    return network.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_torchs_own_classes_are_compiled_too(name: str) -> None:
+    plain = NETWORKS[name]()
+    network = copy.deepcopy(plain)
+    expected_calls: list[int] = []
+    calls: list[int] = []
+    expected = trained(plain, expected_calls)
+    counters.clear()
+    with compiled(network, True, torch.device("cpu")):
+        found = trained(network, calls)
+        assert counters["stats"]["unique_graphs"] == 1
+        for same in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+            assert "forward" not in vars(same)
+            assert same._compiled_call_impl is None
+            torch.testing.assert_close(same(torch.ones(5, 4)), network(torch.ones(5, 4)))
+    torch.testing.assert_close(found, expected)  # names too
+    assert calls == expected_calls
+    assert "forward" not in vars(network)
+    assert network._compiled_call_impl is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("private", [True, False])
+def test_compiled_code_is_kept_where_this_user_alone_writes(
+    private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "ringspark" / f"compiled-{platform.node()}"
+    if not private:
+        folder.mkdir(parents=True)
+        folder.chmod(0o770)
+    network = nn.Linear(4, 1)
+    with compiled(network, True, torch.device("cpu")):
+        network(torch.ones(3, 4)).sum().backward()
+        used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert list(used.rglob("*.so"))
+        assert used.stat().st_mode & 0o777 == 0o700
+        assert Path(os.environ["TRITON_CACHE_DIR"]).is_relative_to(used)
+        headers = Path(torch._inductor.codecache._HEADER_DIR)
+        assert headers.is_relative_to(used)
+        # A header is compiled once on a host, and never into a folder that goes.
+        assert headers.exists() == private
+    assert not any(os.environ.get(name, "").startswith(str(used)) for name in PLACES)
+    assert used.exists() == private
+    assert (used == folder) == private
+    assert private or not list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_a_folder_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with compiled(nn.Linear(4, 1), True, torch.device("cpu")):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("works_for", "message"),
+    [
+        (
+            "*--version*|*-dump*",
+            "compile needs Python's headers .* /broken .*: x.h:1: fatal error: no header$",
+        ),
+        (
+            "*--version*|*-dump*|*-fsyntax-only*",
+            "compile failed on model Linear: .*CompileError: x.h:1: fatal error: no header; set",
+        ),
+    ],
+)
+def test_what_a_compiler_says_is_told(works_for: str, message: str, tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    works = f'case "$*" in {works_for}) exec g++ "$@";; esac'
+    compiler.write_text(f"#!/bin/sh\n{works}\necho 'x.h:1: fatal error: no header' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    network = nn.Linear(4, 1)
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}),
+        pytest.raises(RuntimeError, match=message.replace("/broken", str(compiler))),
+        compiled(network, True, torch.device("cpu")),
+    ):
+        network(torch.ones(3, 4)).sum().backward()
+    assert network._compiled_call_impl is None
 
 
 @pytest.mark.slow

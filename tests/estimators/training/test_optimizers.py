@@ -59,7 +59,9 @@ def test_adam_is_fused_on_gpus_alone(name: str) -> None:
         fused = make_optimizer(name, [{"params": [on_gpu], "lr": 0.5}], 0.1, 0.0)
         fused.step()
         mixed = make_optimizer(name, iter([on_gpu, on_cpu]), 0.1, 0.0)
-    assert [optimizer.param_groups[0]["fused"] for optimizer in (fused, mixed)] == [True, None]
+        imaginary = nn.Parameter(torch.ones(4, device="cuda", dtype=torch.complex64))
+        of_both = make_optimizer(name, [on_gpu, imaginary], 0.1, 0.0)
+    assert [o.param_groups[0]["fused"] for o in (fused, mixed, of_both)] == [True, None, None]
     assert [optimizer.param_groups[0]["lr"] for optimizer in (fused, mixed)] == [0.5, 0.1]
     assert fused.state[on_gpu]["step"].device.type == "cuda"
 
