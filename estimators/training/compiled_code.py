@@ -42,6 +42,8 @@ def own_code_folder() -> Iterator[None]:
         # The headers' folder is a constant of torch's, which the environment does not move.
         codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
         codecache._HEADER_LOCK_DIR = os.path.join(folder, "precompiled_headers", "locks")
+        # An earlier training's headers may have been removed since.
+        codecache._precompile_header.cache_clear()
         stack.callback(_restore, places)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         os.environ["TRITON_CACHE_DIR"] = triton or os.path.join(folder, "triton")
