@@ -20,6 +20,7 @@ import torch
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.jobs import cli
+from ringspark.models import ModelSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -33,13 +34,14 @@ def constant(batches: Iterable[Any]) -> Iterable[Any]:
         yield pa.RecordBatch.from_arrays([pa.repeat(0.0, batch.num_rows)], ["prediction"])
 
 
-def bare_network(batches: Iterable[Any]) -> Iterable[Any]:
+def bare_network(spec: ModelSpec, batches: Iterable[Any]) -> Iterable[Any]:
     """Gives the network's output for every row, without names, checks and choices. Runs in a Spark task."""
     torch.set_num_threads(1)
-    module = harness.MLP.build().eval()
+    module = spec.build().eval()
     with torch.inference_mode():
         for batch in batches:
-            rows = torch.from_numpy(batch.column(0).flatten().to_numpy().reshape(-1, harness.DIM).copy())
+            numbers = batch.column(0).flatten().to_numpy().reshape(batch.num_rows, -1)
+            rows = torch.from_numpy(numbers.copy())
             outputs = torch.cat([module(part) for part in rows.split(2048)])
             yield pa.RecordBatch.from_arrays([pa.array(outputs[:, 0].double().numpy())], ["prediction"])
 
@@ -84,7 +86,9 @@ def main() -> None:
         classification = fit(TorchClassifier, few, folder)
         frames: dict[str, DataFrame] = {
             CONSTANT: arrays.mapInArrow(constant, "prediction double"),
-            "mapInArrow bare network": arrays.mapInArrow(bare_network, "prediction double"),
+            "mapInArrow bare network": arrays.mapInArrow(
+                partial(bare_network, harness.MLP), "prediction double"
+            ),
             "mapInArrow identity": arrays.mapInArrow(identity, arrays.schema),
             "regression, array column": regression.transform(arrays),
             "regression, vector column": regression.transform(vectors),
