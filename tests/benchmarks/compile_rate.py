@@ -22,26 +22,13 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from efficiency import StepClock
+from efficiency import SEQ_LEN, SPEC, VOCAB, StepClock
 from read_rate import write
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
-
-SEQ_LEN, VOCAB = 64, 512
-TRANSFORMER = ModelSpec(
-    "transformer_classifier",
-    {
-        "vocab_size": VOCAB,
-        "max_seq_len": SEQ_LEN,
-        "dim": 128,
-        "depth": 4,
-        "num_heads": 4,
-        "out_features": 2,
-    },
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +45,7 @@ class Case:
 def cases_of(options: Any) -> list[Case]:
     """The networks; the one that takes the least time first."""
     few = max(3, options.steps // 10)
-    transformer: dict[str, Any] = {"spec": TRANSFORMER, "batch_size": 32, "steps": max(3, few // 2)}
+    transformer: dict[str, Any] = {"spec": SPEC, "batch_size": 32, "steps": max(3, few // 2)}
     mlp: dict[str, Any] = {"spec": harness.MLP, "precision": "fp32"}
     return [
         Case(name="MLP, 1,024 rows", batch_size=1024, steps=10 * few, **mlp),
@@ -71,7 +58,7 @@ def cases_of(options: Any) -> list[Case]:
 def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
     """The rows of one epoch."""
     draw, rows = np.random.default_rng(0), case.batch_size * case.steps
-    if case.spec is TRANSFORMER:
+    if case.spec is SPEC:
         ids = draw.integers(0, VOCAB, size=(rows, SEQ_LEN), dtype=np.int64)
         return {"x": ids, "y": ids[:, 0] % 2}
     x = draw.random((rows, harness.DIM), dtype=np.float32)
@@ -80,7 +67,7 @@ def data_of(case: Case) -> dict[str, np.ndarray[Any, Any]]:
 
 def rate(case: Case, manifest: ShardManifest, folder: Path, extra: list[float], *, compiles: bool) -> float:
     """Rows/s; notes the seconds that the first epoch took longer than the last."""
-    is_classifier = case.spec is TRANSFORMER
+    is_classifier = case.spec is SPEC
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(folder / f"run-{uuid.uuid4().hex}"),

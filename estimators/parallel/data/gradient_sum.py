@@ -23,7 +23,8 @@ from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
-# Gradients of at most so many bytes travel in one exchange; `slope --sweep` shows where buckets are faster.
+# Gradients of at most so many bytes travel in one exchange. A guess: `slope --sweep` measures where buckets
+# are faster.
 FLAT_BYTES = 32 << 20
 
 
