@@ -95,7 +95,7 @@ PEERS = tuple(
 )
 LOCK, PETASTORM, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
 # In the version of a build that `edit_horovod_sources` has mended, by which the package knows it.
-HOROVOD_LABEL = "+iface"
+HOROVOD_LABEL = "+iface.cycle"
 BUILD_LOG = MAIN.folder / "horovod-build.log"
 
 
@@ -325,10 +325,11 @@ def link_packages() -> None:
 
 
 def edit_horovod_sources(sources: Path) -> None:
-    """Moves Horovod to C++17, which torch's headers need, and mends its choice of the network interface.
+    """Moves Horovod to C++17, which torch's headers need, and mends two faults.
 
     Its last connection, that of the global process set, forgets the interface that it was told, and binds to
-    what the host's own name means: on Debian the host itself, out of the other hosts' reach.
+    what the host's own name means: on Debian the host itself, out of the other hosts' reach. And where both
+    its cycle time and its fusion threshold are set, a second start in one process writes past a vector.
 
     Raises:
         HorovodError: a file does not hold the line that the edit is about.
@@ -336,11 +337,14 @@ def edit_horovod_sources(sources: Path) -> None:
     standard = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
     forgets = "auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;"
     mended = f"device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n  {forgets}"
+    default = "else {\n    Eigen::VectorXd v = TunableParameter::BestValue();"
+    guarded = default.replace("else", "else if (fixed_values_.find(variable) == fixed_values_.end())")
     version = re.compile(r"__version__ = '([\d.]+)'")
     for name, old, new in (
         ("CMakeLists.txt", *standard),
         ("horovod/torch/CMakeLists.txt", *standard),
         ("horovod/common/gloo/gloo_context.cc", forgets, mended),
+        ("horovod/common/parameter_manager.cc", default, guarded),
         ("horovod/__init__.py", version, rf"__version__ = '\1{HOROVOD_LABEL}'"),
     ):
         text = (sources / name).read_text()

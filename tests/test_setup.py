@@ -43,6 +43,7 @@ if words[0] == "download":
         file.write_text((here / "cmakelists").read_text())
     (source / "horovod" / "common" / "gloo").mkdir(parents=True)
     (source / "horovod" / "common" / "gloo" / "gloo_context.cc").write_text((here / "gloo").read_text())
+    (source / "horovod" / "common" / "parameter_manager.cc").write_text((here / "parameters").read_text())
     (source / "horovod" / "__init__.py").write_text("__version__ = '0.28.1'")
     with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as packed: packed.add(source, source.name)
 if words[0] == "wheel":
@@ -246,6 +247,9 @@ def with_stand_in(checkout: Checkout) -> Checkout:
     (checkout.bin / "gloo").write_text(
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;\n"
     )
+    (checkout.bin / "parameters").write_text(
+        "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();\n"
+    )
     return checkout
 
 
@@ -266,9 +270,9 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     assert calls[3] == f"install --no-deps --no-build-isolation --editable {checkout.root}"
     assert [call.split()[0] for call in calls[4:]] == ["download", "wheel", "install"]
     assert calls[6].endswith(
-        "/horovod-0.28.1+iface-torch-2.13.0+cpu-cp311/horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+        "/horovod-0.28.1+iface.cycle-torch-2.13.0+cpu-cp311/horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
     )
-    edited = 2 * "set(CMAKE_CXX_STANDARD 17)\n" + "__version__ = '0.28.1+iface'"
+    edited = 2 * "set(CMAKE_CXX_STANDARD 17)\n" + "__version__ = '0.28.1+iface.cycle'"
     assert (checkout.bin / "edited").read_text() == edited
     built_with = (checkout.bin / "env").read_text()
     for setting in ("WITH_PYTORCH", "WITH_GLOO", "WITHOUT_MPI", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET"):
@@ -339,7 +343,7 @@ def test_cache_lies_in_home_without_xdg(checkout: Checkout, tmp_path: Path) -> N
     env = environment(HOME=str(tmp_path / "home"), XDG_CACHE_HOME="")
     assert run_script(checkout.root, env=env).returncode == 0
     folders = list((tmp_path / "home" / ".cache" / "ringspark" / "wheels").iterdir())
-    assert [folder.name for folder in folders] == ["horovod-0.28.1+iface-torch-2.13.0+cpu-cp311"]
+    assert [folder.name for folder in folders] == ["horovod-0.28.1+iface.cycle-torch-2.13.0+cpu-cp311"]
 
 
 def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:

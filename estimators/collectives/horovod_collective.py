@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,14 +20,23 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.shared_sum import SharingMember
+from ringspark.estimators.collectives.shared_sum import MOST_RANKS, SharingMember
 from ringspark.estimators.collectives.traffic import Member
 
 # Seconds between two looks whether a sum is complete.
 _LOOK_SECONDS = 20e-6
 
-# Label of a build that binds to the interface it is told, see scripts/setup_environment.py.
-_MENDED = "+iface"
+# Labels of a build that binds to the interface it is told, and of one that can set its cycle time at each
+# start, see scripts/setup_environment.py.
+_MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
+
+# Between two looks for work Horovod's thread sleeps so long, and at each look the ranks exchange a message.
+# At Horovod's own 1 ms that takes a fifth of a rank's core. An operation waits for the next look.
+_CYCLE_MS, _RARE_CYCLE_MS = 1, 10
+
+_CYCLE_TIME = "HOROVOD_CYCLE_TIME"
+
+_logger = logging.getLogger(__name__)
 
 
 class HorovodCollective(SharingMember):
@@ -44,7 +54,14 @@ class HorovodCollective(SharingMember):
 
     @classmethod
     def connect(
-        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
+        cls,
+        member: Member,
+        address: str,
+        timeout_seconds: float,
+        use_gpu: bool,
+        secret: bytes,
+        *,
+        sums_only: bool = False,
     ) -> HorovodCollective:
         client = RendezvousClient(member, address, secret, timeout_seconds)
         try:
@@ -57,6 +74,7 @@ class HorovodCollective(SharingMember):
             machines = machines_of(client, member, timeout_seconds)
             with HorovodDoor(client, machines) as door:
                 settings = _settings(member, door, timeout_seconds)
+                settings |= _cycle(member, is_rare=sums_only and not use_gpu)
                 # Horovod reads its environment only in init, so the settings need not stay.
                 with environment(settings), peer_errors("joining the Horovod ring"):
                     hvd.init()
@@ -197,9 +215,33 @@ def _check_name(member: Member) -> None:
         )
 
 
-def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str]:
+def _cycle(member: Member, *, is_rare: bool) -> dict[str, str | None]:
+    """Returns the setting of Horovod's cycle time; None takes it out of the environment.
+
+    Args:
+        is_rare: Whether the work's steps exchange sums only, which on one host need no Horovod.
+    """
+    from horovod import __version__ as version
+
+    chosen = os.environ.get(_CYCLE_TIME)
+    if _CYCLE_MENDED not in version:
+        # Another build ends the process when it starts the second time with this and a fusion threshold.
+        if chosen is not None:
+            _logger.warning(
+                "%s=%s is not used: Horovod %s cannot set it twice in a process, as Spark's reused workers "
+                "would; build Horovod as ringspark's set-up does",
+                _CYCLE_TIME,
+                chosen,
+                version,
+            )
+        return {_CYCLE_TIME: None}
+    is_alone = member.local_size == member.size <= MOST_RANKS
+    return {_CYCLE_TIME: chosen or str(_RARE_CYCLE_MS if is_rare and is_alone else _CYCLE_MS)}
+
+
+def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str | None]:
     """Returns the settings that Horovod reads from its environment."""
-    values = {
+    values: dict[str, str | None] = {
         "HOROVOD_RANK": str(member.rank),
         "HOROVOD_SIZE": str(member.size),
         "HOROVOD_LOCAL_RANK": str(member.local_rank),

@@ -38,7 +38,14 @@ class LocalCollective(ConnectedMember):
 
     @classmethod
     def connect(
-        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
+        cls,
+        member: Member,
+        address: str,
+        timeout_seconds: float,
+        use_gpu: bool,
+        secret: bytes,
+        *,
+        sums_only: bool = False,
     ) -> LocalCollective:
         return cls(member)
 

@@ -81,18 +81,22 @@ def _source_towards(host: str) -> str:
 
 
 @contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the block, and restores the former ones.
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables for the block, takes out those that are None, and restores the former ones.
 
     Spark reuses its Python workers, so variables left in `os.environ` would affect the next job.
     """
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    _set(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

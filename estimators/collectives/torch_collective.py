@@ -44,7 +44,14 @@ class TorchCollective(SharingMember):
 
     @classmethod
     def connect(
-        cls, member: Member, address: str, timeout_seconds: float, use_gpu: bool, secret: bytes
+        cls,
+        member: Member,
+        address: str,
+        timeout_seconds: float,
+        use_gpu: bool,
+        secret: bytes,
+        *,
+        sums_only: bool = False,
     ) -> TorchCollective:
         client = RendezvousClient(member, address, secret, timeout_seconds)
         try:

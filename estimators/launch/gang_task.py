@@ -132,6 +132,7 @@ class GangTask:
     Attributes:
         pulse: Place where the ranks write their signs of life.
         driver: The driver's host, as Spark names it.
+        sums_only: Whether the steps of the work exchange nothing but sums.
     """
 
     collective: str
@@ -139,6 +140,7 @@ class GangTask:
     use_gpu: bool
     pulse: Pulse
     driver: str
+    sums_only: bool = False
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -210,7 +212,9 @@ class GangTask:
             status.phase = "choosing the devices"
             device = self._device(claims, context)
             status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(at, address, self.pulse.timeout_seconds, self.use_gpu, self.secret)
+            collective = kind.connect(
+                at, address, self.pulse.timeout_seconds, self.use_gpu, self.secret, sums_only=self.sums_only
+            )
             return work_and_leave(collective, self.work, device, status, tell)
         finally:
             if rendezvous is not None:

@@ -52,8 +52,18 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     return result
 
 
-def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_seconds: float = 60.0) -> list[str]:
+def run_spawned(
+    num_workers: int,
+    collective: str,
+    work: Work,
+    *,
+    timeout_seconds: float = 60.0,
+    sums_only: bool = False,
+) -> list[str]:
     """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
+
+    Args:
+        sums_only: Whether the steps of the work exchange nothing but sums.
 
     Raises:
         WorkerError: A rank failed.
@@ -79,7 +89,12 @@ def run_spawned(num_workers: int, collective: str, work: Work, *, timeout_second
         context.Process(
             target=_spawned,
             args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds),
-            kwargs={"secret": secret, "environment": dict(os.environ), "pulse": pulse},
+            kwargs={
+                "secret": secret,
+                "sums_only": sums_only,
+                "environment": dict(os.environ),
+                "pulse": pulse,
+            },
         )
         for member in members
     ]
@@ -128,6 +143,7 @@ def _spawned(
     timeout_seconds: float,
     *,
     secret: bytes,
+    sums_only: bool,
     environment: dict[str, str],
     pulse: Pulse,
 ) -> None:
@@ -142,7 +158,9 @@ def _spawned(
     status = Status("connecting")
     try:
         with LastWords(pulse, member.rank):
-            connected = collective_class(collective).connect(member, address, timeout_seconds, False, secret)
+            connected = collective_class(collective).connect(
+                member, address, timeout_seconds, False, secret, sums_only=sums_only
+            )
             result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))
     except Exception as error:

@@ -180,7 +180,10 @@ def sweep(options: argparse.Namespace) -> None:
             def seconds(is_flat: bool, library: str = library, width: int = width) -> float:
                 steps = max(2, 10 * SWEEP_WIDTHS[0] // width)
                 loop = SweepLoop(width=width, is_flat=is_flat, steps=steps)
-                return max(json.loads(text) for text in run_spawned(harness.NUM_WORKERS, library, loop))
+                return max(
+                    json.loads(text)
+                    for text in run_spawned(harness.NUM_WORKERS, library, loop, sums_only=True)
+                )
 
             cases = {name: partial(seconds, name == "flat") for name in ("flat", "buckets")}
             times = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
@@ -227,7 +230,9 @@ def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | N
     config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     work = partial(from_memory, task) if in_memory else task
-    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=120)
+    texts = run_spawned(
+        config.num_workers, config.collective, work, timeout_seconds=120, sums_only=config.sums_only
+    )
     later = TrainResult.from_json(texts[0]).history[1:]
     return sum(record.rows for record in later) / sum(record.seconds for record in later)
 

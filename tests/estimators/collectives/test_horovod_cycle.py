@@ -1,0 +1,64 @@
+"""Horovod's cycle time, which only a build mended by the set-up can set at each start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ringspark.estimators.collectives import Member
+from ringspark.estimators.collectives.horovod_collective import _cycle
+from ringspark.estimators.collectives.shared_sum import MOST_RANKS
+
+NAME = "HOROVOD_CYCLE_TIME"
+ALONE = Member(rank=0, size=2, local_rank=0, local_size=2, host="here")
+START_TWICE = """
+import horovod.torch as hvd
+for _ in range(2):
+    hvd.init()
+    hvd.shutdown()
+print("started twice")
+"""
+
+
+def test_both_settings_survive_a_second_start_in_one_process() -> None:
+    pytest.importorskip("horovod.torch")
+    place = {
+        f"HOROVOD_{part}_{what}": str(int(what == "SIZE"))
+        for part in ("LOCAL", "CROSS")
+        for what in ("RANK", "SIZE")
+    }
+    settings = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", NAME: "5", "HOROVOD_FUSION_THRESHOLD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", START_TWICE],
+        env=os.environ | place | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "started twice\n"), done.stderr
+
+
+def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod")
+    monkeypatch.delenv(NAME, raising=False)
+    assert _cycle(ALONE, is_rare=True) == {NAME: "10"}
+    assert _cycle(ALONE, is_rare=False) == {NAME: "1"}
+    assert _cycle(replace(ALONE, size=3), is_rare=True) == {NAME: "1"}
+    many = replace(ALONE, size=MOST_RANKS + 1, local_size=MOST_RANKS + 1)
+    assert _cycle(many, is_rare=True) == {NAME: "1"}
+    monkeypatch.setenv(NAME, "3")
+    assert _cycle(ALONE, is_rare=True) == {NAME: "3"}
+
+
+def test_a_build_that_would_end_the_process_gets_no_cycle_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    horovod = pytest.importorskip("horovod")
+    monkeypatch.setattr(horovod, "__version__", "0.28.1+iface")
+    monkeypatch.setenv(NAME, "3")
+    assert _cycle(ALONE, is_rare=True) == {NAME: None}
+    assert "HOROVOD_CYCLE_TIME=3 is not used: Horovod 0.28.1+iface cannot set it twice" in caplog.text
