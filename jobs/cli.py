@@ -23,6 +23,10 @@ DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
 # Names of the options' values in the help.
 _SHOWN = {"int": "N", "float": "X"}
+# The code that Spark makes for a row of 60 columns is longer than Java compiles without being asked.
+_JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
+# In a minute on a few cores, a thorough compiler takes more time than its code saves.
+_SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseParallelGC"
 
 
 class JobParser(argparse.ArgumentParser):
@@ -125,10 +129,14 @@ def fraction(text: str) -> float:
 
 
 @contextlib.contextmanager
-def spark(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """Gives a `with` block a session and stops it at the end, unless it ran before (as in a notebook)."""
+def spark(app_name: str, master: str | None = None, *, is_short: bool = False) -> Iterator[SparkSession]:
+    """Gives a `with` block a session and stops it at the end, unless it ran before (as in a notebook).
+
+    Args:
+        is_short: See `spark_session`.
+    """
     running = _running_session()
-    session = spark_session(app_name, master)
+    session = spark_session(app_name, master, is_short=is_short)
     try:
         yield session
     finally:
@@ -136,11 +144,14 @@ def spark(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
             session.stop()
 
 
-def spark_session(app_name: str, master: str | None = None) -> SparkSession:
+def spark_session(app_name: str, master: str | None = None, *, is_short: bool = False) -> SparkSession:
     """Returns the running Spark session, or a new one.
 
     The master of a new session is the given one; without it spark-submit or SPARK_REMOTE decides, and
     without these it is `DEFAULT_MASTER` on this machine.
+
+    Args:
+        is_short: Whether a new local session has about a minute of work.
     """
     running = _running_session()
     if running is not None:
@@ -167,6 +178,8 @@ def spark_session(app_name: str, master: str | None = None) -> SparkSession:
     if master is not None and master.startswith("local"):
         # One JVM holds driver and executors; 200 shuffle partitions would be 200 tiny tasks.
         builder = builder.config("spark.sql.shuffle.partitions", 8).config("spark.driver.memory", "3g")
+        java_options = " ".join([_JAVA_OPTIONS, _SHORT_JAVA_OPTIONS] if is_short else [_JAVA_OPTIONS])
+        builder = builder.config("spark.driver.defaultJavaOptions", java_options)
     return (
         builder.config("spark.ui.enabled", False)
         .config("spark.ui.showConsoleProgress", False)

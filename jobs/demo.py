@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     given = [text for s, _ in train.FOR_DEMO for text in (cli.option(s), str(getattr(args, s.name)))]
     # One session for all: starting Spark, and compiling its code for a new one, would take as long as a job.
-    with cli.spark("ringspark demo", args.master):
+    with cli.spark("ringspark demo", args.master, is_short=True):
         etl.run(etl.build_parser().parse_args(["--output", args.root]))
         train.run(train.build_parser().parse_args(["--data", args.root, *given]))
         score.run(score.build_parser().parse_args(["--data", args.root]))

@@ -26,17 +26,20 @@ from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.optimizers.lars import Lars
 from ringspark.estimators.training.optimizers.sm3 import SM3
 
+_FUSED_DEVICES = {"cpu", "cuda"}
+
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
 
 def _fused(parameters: list[Any]) -> bool | None:
-    """Returns True, for one kernel per step, if all parameters are on GPUs, else None for torch's default.
+    """Returns True, for one kernel per step, if torch has one for all parameters, else None for its default.
 
-    Complex parameters are left to the default too, because the kernel takes real ones alone. SGD stays as it
+    Complex parameters are left to the default, because the kernel takes real ones alone. SGD stays as it
     is, because its fused form refuses the sparse gradients of embeddings.
     """
     groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
-    return all(p.device.type == "cuda" and p.is_floating_point() for group in groups for p in group) or None
+    devices = {p.device.type if p.is_floating_point() else "" for group in groups for p in group}
+    return (len(devices) == 1 and devices <= _FUSED_DEVICES) or None
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
