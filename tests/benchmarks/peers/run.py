@@ -14,6 +14,7 @@ to the results of earlier runs, which then share the table, but not one state of
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -118,8 +119,15 @@ def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -
         command = [str(contestant.python), str(HERE / f"{contestant.program}.py"), entry.to_json()]
         log_file = Path(args.results, re.sub(r"\W+", "-", f"{contestant.job} {contestant.name}") + ".log")
         with log_file.open("w+") as log:
+            # This process has had a session, and so has named its own Python for Spark's workers.
+            environment = os.environ | {"PYSPARK_PYTHON": str(contestant.python)}
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=scratch
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=scratch,
+                env=environment,
             )
             try:
                 status = process.wait(args.limit)
@@ -132,7 +140,9 @@ def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -
     if status == 0 and lines and lines[-1].startswith(contest.MARK):
         figures: dict[str, Any] = json.loads(lines[-1].removeprefix(contest.MARK))
         return figures
-    return {"failed": f"{lines[-1][:200] if lines else f'exit status {status}'}, see {log_file}"}
+    # A traceback of Spark ends with frames of Java, long after the error.
+    errors = [line for line in lines if re.match(r"\S*(Error|Exception)\b", line)] or lines
+    return {"failed": f"{errors[-1][:200] if errors else f'exit status {status}'}, see {log_file}"}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
