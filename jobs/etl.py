@@ -70,8 +70,6 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"there are results in {shards} already; give --overwrite or another --output")
         raw = args.raw or _unpack(root)
         tables = flights.read_tables(spark, raw)
-        # Read several times: for the counts, and by the rows themselves.
-        tables["flights"] = tables["flights"].persist()
         num_flights, num_dropped = tables["flights"].agg(
             F.count("*"), F.count("*") - F.count("arr_delay")
         ).first() or (0, 0)  # fmt: skip
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
             # A hash of the row decides: sample() would give other rows when it runs again.
             bucket = F.pmod(F.xxhash64(*flights.KEYS), F.lit(1_000_000))
             rows = rows.where(bucket < int(args.fraction * 1_000_000))
-        # Read several times too (fit, shards, test rows).
+        # The rows are read three times (fit, shards, test rows), and the joins are most of the work.
         rows = rows.persist()
         counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
         missing = [split for split in SPLITS if not counts.get(split)]
@@ -109,7 +107,6 @@ def run(args: argparse.Namespace) -> None:
             overwrite=args.overwrite,
         )
         rows.unpersist()
-        tables["flights"].unpersist()
     print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
 

@@ -78,13 +78,6 @@ _FLAGGED = ("temp", "pressure", "wind_dir", "wind_gust", "seats", "plane_age", "
 _PERIODIC = {"departure_minute": 1440, "arrival_minute": 1440, "wind_dir": 360}
 # Rain, in units of 0.05 inch, is replaced by its logarithm: it is mostly 0 with a long tail.
 _LOGGED = ("precip", "precip_3h", "precip_6h")
-# Column name -> keys by which it counts flights; no flight lacks one of them.
-_COUNTS = {
-    "origin_hour_flights": ("origin", "time_hour"),
-    "origin_day_flights": ("origin", "month", "day"),
-    "dest_hour_flights": ("dest", "time_hour"),
-    "dest_day_flights": ("dest", "month", "day"),
-}
 
 
 def find_raw_tables() -> dict[str, Path]:
@@ -163,7 +156,7 @@ def join_tables(tables: Mapping[str, DataFrame]) -> DataFrame:
     airports = tables["airports"].select(F.col("faa").alias("dest"), "lat", "lon", "alt", "tz")
     airlines = tables["airlines"].withColumnRenamed("name", "airline")
     joined = (
-        flights.join(F.broadcast(weather), ["origin", "time_hour"], "left")
+        flights.join(weather, ["origin", "time_hour"], "left")
         .join(F.broadcast(planes), "tailnum", "left")
         .join(F.broadcast(airports), "dest", "left")
         .join(F.broadcast(airlines), "carrier", "left")
@@ -252,22 +245,25 @@ def _clock_minutes(clock: str) -> Column:
 
 def _with_schedule(flights: DataFrame) -> DataFrame:
     """Adds columns about the timetable, which is published ahead, so cancelled flights count too."""
+
+    def flights_per(*keys: str) -> Column:
+        return F.count(F.lit(1)).over(Window.partitionBy(*keys))
+
     # Flight and destination make the order total; with ties, another run could give another answer.
     earlier = Window.partitionBy("tailnum", "month", "day").orderBy("sched_dep_time", "flight", "dest")
     leg = F.when(F.col("tailnum").isNull(), 0).otherwise(F.row_number().over(earlier) - 1)
-    counted = flights.withColumns(
+    return flights.withColumns(
         {
             "departure_minute": _clock_minutes("sched_dep_time"),
             "arrival_minute": _clock_minutes("sched_arr_time"),
             "weekday": F.weekday(F.make_date("year", "month", "day")),
+            "origin_hour_flights": flights_per("origin", "time_hour"),
+            "origin_day_flights": flights_per("origin", "month", "day"),
+            "dest_hour_flights": flights_per("dest", "time_hour"),
+            "dest_day_flights": flights_per("dest", "month", "day"),
             "leg_of_day": leg,
         }
     )
-    for name, keys in _COUNTS.items():
-        # Counted apart and joined: a window would send and sort all rows once for each of these.
-        counts = flights.groupBy(*keys).agg(F.count(F.lit(1)).alias(name))
-        counted = counted.join(F.broadcast(counts), list(keys), "left")
-    return counted
 
 
 def _with_history(weather: DataFrame) -> DataFrame:
