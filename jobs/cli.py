@@ -25,8 +25,9 @@ DEFAULT_MASTER = "local[2]"
 _SHOWN = {"int": "N", "float": "X"}
 # The code that Spark makes for a row of 60 columns is longer than Java compiles without being asked.
 _JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
+_SUBMIT_OPTIONS = "SPARK_SUBMIT_OPTS"
 # In a minute on a few cores, a thorough compiler takes more time than its code saves.
-_SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseParallelGC"
+_SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1"
 
 
 class JobParser(argparse.ArgumentParser):
@@ -170,7 +171,7 @@ def spark_session(app_name: str, master: str | None = None, *, is_short: bool = 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(app_name)
+    builder, java_options = SparkSession.builder.appName(app_name), ""
     if master is not None and master.startswith("sc://"):
         return builder.remote(master).getOrCreate()
     if master is not None:
@@ -178,15 +179,33 @@ def spark_session(app_name: str, master: str | None = None, *, is_short: bool = 
     if master is not None and master.startswith("local"):
         # One JVM holds driver and executors; 200 shuffle partitions would be 200 tiny tasks.
         builder = builder.config("spark.sql.shuffle.partitions", 8).config("spark.driver.memory", "3g")
-        java_options = " ".join([_JAVA_OPTIONS, _SHORT_JAVA_OPTIONS] if is_short else [_JAVA_OPTIONS])
-        builder = builder.config("spark.driver.defaultJavaOptions", java_options)
-    return (
+        java_options = f"{_JAVA_OPTIONS} {_SHORT_JAVA_OPTIONS}" if is_short else _JAVA_OPTIONS
+    builder = (
         builder.config("spark.ui.enabled", False)
         .config("spark.ui.showConsoleProgress", False)
         .config("spark.log.level", "ERROR")
         .config("spark.sql.execution.arrow.pyspark.enabled", True)
-        .getOrCreate()
     )
+    with _java_options(java_options):
+        return builder.getOrCreate()
+
+
+@contextlib.contextmanager
+def _java_options(options: str) -> Iterator[None]:
+    """Gives them to a JVM that starts in the block, before the user's own: Java takes the later of two.
+
+    A setting of Spark's would take the place of the user's.
+    """
+    own = os.environ.get(_SUBMIT_OPTIONS)
+    if options:
+        os.environ[_SUBMIT_OPTIONS] = f"{options} {own or ''}".strip()
+    try:
+        yield
+    finally:
+        if own is not None:
+            os.environ[_SUBMIT_OPTIONS] = own
+        elif options:
+            del os.environ[_SUBMIT_OPTIONS]
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.jobs import flights
     from ringspark.pipelines import write_shards
 
-    with cli.spark("ringspark etl", args.master) as spark:
+    with cli.spark("ringspark etl", args.master) as spark, ExitStack() as kept:
         root = resolve(spark, args.output)
         shards = storage.join(root, "shards")
         if not args.overwrite and storage.exists(shards):
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
             rows = rows.where(bucket < int(args.fraction * 1_000_000))
         # The rows are read three times (fit, shards, test rows), and the joins are most of the work.
         rows = rows.persist()
+        kept.callback(rows.unpersist)
         counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
         missing = [split for split in SPLITS if not counts.get(split)]
         if missing:
@@ -106,7 +108,6 @@ def run(args: argparse.Namespace) -> None:
             validation_col="is_validation",
             overwrite=args.overwrite,
         )
-        rows.unpersist()
     print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
 

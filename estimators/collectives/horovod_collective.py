@@ -20,7 +20,7 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.shared_sum import MOST_RANKS, SharingMember
+from ringspark.estimators.collectives.shared_sum import SharingMember, may_share
 from ringspark.estimators.collectives.traffic import Member
 
 # Seconds between two looks whether a sum is complete.
@@ -31,8 +31,10 @@ _LOOK_SECONDS = 20e-6
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
 # Between two looks for work Horovod's thread sleeps so long, and at each look the ranks exchange a message.
-# At Horovod's own 1 ms that takes a fifth of a rank's core. An operation waits for the next look.
+# At Horovod's own 1 ms that takes a fifth of a rank's core. An operation waits for the next look. Where few
+# ranks share a host, only sums too large for shared memory wait so, of networks whose steps take longer.
 _CYCLE_MS, _RARE_CYCLE_MS = 1, 10
+_RARE_RANKS = 4
 
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
@@ -219,7 +221,7 @@ def _cycle(member: Member, *, is_rare: bool) -> dict[str, str | None]:
     """Returns the setting of Horovod's cycle time; None takes it out of the environment.
 
     Args:
-        is_rare: Whether the work's steps exchange sums only, which on one host need no Horovod.
+        is_rare: Whether the work's steps exchange sums only, which on one host seldom need Horovod.
     """
     from horovod import __version__ as version
 
@@ -235,8 +237,10 @@ def _cycle(member: Member, *, is_rare: bool) -> dict[str, str | None]:
                 version,
             )
         return {_CYCLE_TIME: None}
-    is_alone = member.local_size == member.size <= MOST_RANKS
-    return {_CYCLE_TIME: chosen or str(_RARE_CYCLE_MS if is_rare and is_alone else _CYCLE_MS)}
+    if chosen is None and os.environ.get("HOROVOD_AUTOTUNE", "0") != "0":
+        return {_CYCLE_TIME: None}  # this is what Horovod tunes
+    is_rare = is_rare and may_share(member) and member.size <= _RARE_RANKS
+    return {_CYCLE_TIME: chosen or str(_RARE_CYCLE_MS if is_rare else _CYCLE_MS)}
 
 
 def _settings(member: Member, door: HorovodDoor, timeout_seconds: float) -> dict[str, str | None]:

@@ -135,6 +135,11 @@ def is_for_shared_sum(num_bytes: int, num_ranks: int) -> bool:
     return 1 < num_ranks <= MOST_RANKS and 0 < num_bytes * num_ranks <= LARGEST_BYTES
 
 
+def may_share(member: Member) -> bool:
+    """Whether the ranks share one host, and are few enough, on a system that gives them memory to share."""
+    return hasattr(os, "memfd_create") and 1 < member.size == member.local_size <= MOST_RANKS
+
+
 def open_shared_sum(collective: Collective, tensor: torch.Tensor, timeout: float) -> SharedSum | None:
     """Makes the memory for sums of tensors like this one. Runs on every rank.
 
@@ -142,9 +147,8 @@ def open_shared_sum(collective: Collective, tensor: torch.Tensor, timeout: float
         None, on every rank, where the tensor is not for it or a rank cannot get at the others' memory.
     """
     member = collective.member
-    is_possible = tensor.device.type == "cpu" and hasattr(os, "memfd_create")
-    is_alone = member.size == member.local_size
-    if not (is_possible and is_alone and is_for_shared_sum(tensor.nbytes, member.size)):
+    is_for_it = tensor.device.type == "cpu" and is_for_shared_sum(tensor.nbytes, member.size)
+    if not (may_share(member) and is_for_it):
         return None
     counted = collective.traffic.bytes_sent
     made = None

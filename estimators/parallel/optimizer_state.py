@@ -62,6 +62,9 @@ def placed(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any])
     if value.dim() == 0 and not (group.get("capturable") or group.get("fused")):
         # Counts of steps stay on the CPU, where an optimizer reads them without waiting for the device.
         return value.clone()
+    if value.shape == parameter.shape:
+        # In the parameter's own order of memory, which fused kernels take for granted.
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     return value.to(parameter.device, copy=True)
 
 

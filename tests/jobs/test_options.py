@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,24 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     make_way(str(tmp_path), False)
     assert (tmp_path / "thesis.tex").exists()
+
+
+JAVA_OPTIONS = """
+import os
+from ringspark.jobs import cli
+with cli.spark("options", "local[1]", is_short=True) as spark:
+    bean = spark._jvm.java.lang.management.ManagementFactory.getRuntimeMXBean()
+    print(*(option for option in bean.getInputArguments() if "Tiered" in option or "Huge" in option))
+print(os.environ["SPARK_SUBMIT_OPTS"])
+"""
+
+
+def test_a_local_session_starts_java_with_its_options_and_then_the_users_own() -> None:
+    environment = os.environ | {"SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", JAVA_OPTIONS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "-XX:-DontCompileHugeMethods -XX:TieredStopAtLevel=1 -XX:TieredStopAtLevel=4",
+        "-XX:TieredStopAtLevel=4",
+    ], done.stderr

@@ -26,20 +26,20 @@ from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.optimizers.lars import Lars
 from ringspark.estimators.training.optimizers.sm3 import SM3
 
-_FUSED_DEVICES = {"cpu", "cuda"}
-
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
 
 def _fused(parameters: list[Any]) -> bool | None:
     """Returns True, for one kernel per step, if torch has one for all parameters, else None for its default.
 
-    Complex parameters are left to the default, because the kernel takes real ones alone. SGD stays as it
-    is, because its fused form refuses the sparse gradients of embeddings.
+    Complex parameters are left to the default, because the kernel takes real ones alone; so are those that
+    do not lie in memory row by row, because the kernel of CPUs walks memory without a look at strides.
+    SGD stays as it is, because its fused form refuses the sparse gradients of embeddings.
     """
-    groups = [p["params"] if isinstance(p, dict) else [p] for p in parameters]
-    devices = {p.device.type if p.is_floating_point() else "" for group in groups for p in group}
-    return (len(devices) == 1 and devices <= _FUSED_DEVICES) or None
+    held = [p for entry in parameters for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+    devices = {p.device.type for p in held}
+    has_kernel = len(devices) == 1 and devices <= {"cpu", "cuda"}
+    return (has_kernel and all(p.is_floating_point() and p.is_contiguous() for p in held)) or None
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.

@@ -11,7 +11,6 @@ import pytest
 
 from ringspark.estimators.collectives import Member
 from ringspark.estimators.collectives.horovod_collective import _cycle
-from ringspark.estimators.collectives.shared_sum import MOST_RANKS
 
 NAME = "HOROVOD_CYCLE_TIME"
 ALONE = Member(rank=0, size=2, local_rank=0, local_size=2, host="here")
@@ -48,10 +47,16 @@ def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch
     assert _cycle(ALONE, is_rare=True) == {NAME: "10"}
     assert _cycle(ALONE, is_rare=False) == {NAME: "1"}
     assert _cycle(replace(ALONE, size=3), is_rare=True) == {NAME: "1"}
-    many = replace(ALONE, size=MOST_RANKS + 1, local_size=MOST_RANKS + 1)
-    assert _cycle(many, is_rare=True) == {NAME: "1"}
+    assert _cycle(replace(ALONE, size=5, local_size=5), is_rare=True) == {NAME: "1"}
     monkeypatch.setenv(NAME, "3")
     assert _cycle(ALONE, is_rare=True) == {NAME: "3"}
+
+
+def test_a_cycle_time_that_horovod_tunes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod")
+    monkeypatch.delenv(NAME, raising=False)
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    assert _cycle(ALONE, is_rare=True) == {NAME: None}
 
 
 def test_a_build_that_would_end_the_process_gets_no_cycle_time(

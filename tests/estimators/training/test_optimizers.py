@@ -19,6 +19,7 @@ from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, levels
@@ -51,7 +52,7 @@ def test_every_optimizer_lowers_a_quadratic(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_adam_is_fused_on_gpus_alone(name: str) -> None:
+def test_adam_is_fused_where_all_parameters_are_on_one_kind_of_device(name: str) -> None:
     """On fake tensors, which need no GPU; the step is torch's own for such parameters."""
     with FakeTensorMode():
         on_gpu, on_cpu = (nn.Parameter(torch.ones(4, device=device)) for device in ("cuda", "cpu"))
@@ -59,9 +60,10 @@ def test_adam_is_fused_on_gpus_alone(name: str) -> None:
         fused = make_optimizer(name, [{"params": [on_gpu], "lr": 0.5}], 0.1, 0.0)
         fused.step()
         mixed = make_optimizer(name, iter([on_gpu, on_cpu]), 0.1, 0.0)
+        of_cpu = make_optimizer(name, [on_cpu], 0.1, 0.0)
         imaginary = nn.Parameter(torch.ones(4, device="cuda", dtype=torch.complex64))
         of_both = make_optimizer(name, [on_gpu, imaginary], 0.1, 0.0)
-    assert [o.param_groups[0]["fused"] for o in (fused, mixed, of_both)] == [True, None, None]
+    assert [o.param_groups[0]["fused"] for o in (fused, of_cpu, mixed, of_both)] == [True, True, None, None]
     assert [optimizer.param_groups[0]["lr"] for optimizer in (fused, mixed)] == [0.5, 0.1]
     assert fused.state[on_gpu]["step"].device.type == "cuda"
 
@@ -110,6 +112,42 @@ def test_every_optimizer_solves_a_regression(name: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.05 * losses[0]
+
+
+LAYOUTS = {
+    "row by row": lambda: torch.ones(4, 3, 2, 2),
+    "channels last": lambda: torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last),
+    "column by column": lambda: torch.ones(3, 4).t(),
+    "with gaps": lambda: torch.ones(4, 6)[:, :3],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_goes_on_alike_from_a_saved_state_whatever_the_order_in_memory(name: str, layout: str) -> None:
+    """torch's fused kernel of CPUs looks at no strides, and a saved state lies row by row."""
+    weights, states = [], []
+    for is_saved in (False, True):
+        module = nn.Module()
+        module.weight = nn.Parameter(LAYOUTS[layout]())
+        optimizer = make_optimizer(name, module.parameters(), 0.1, 0.1)
+        _steps(optimizer, [module.weight], 3, seed=2)
+        if is_saved:
+            saved = copy.deepcopy(state_by_name(module, optimizer))
+            rows = {key: value.contiguous() for key, value in saved["weight"].items()}
+            load_by_name(module, optimizer, {"weight": rows})
+        _steps(optimizer, [module.weight], 3, seed=3)
+        weights.append(module.weight.detach())
+        states.append(optimizer.state[module.weight]["exp_avg"])
+    reference = nn.Parameter(torch.ones(weights[0].shape))
+    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](
+        [reference], lr=0.1, weight_decay=0.1
+    )
+    _steps(plain, [reference], 3, seed=2)
+    _steps(plain, [reference], 3, seed=3)
+    assert weights[1].equal(weights[0])
+    assert states[1].stride() == states[0].stride()
+    torch.testing.assert_close(weights[0], reference.detach())
 
 
 def _gradients(*shapes: tuple[int, ...], seed: int = 0) -> Iterator[list[torch.Tensor]]:
