@@ -109,7 +109,7 @@ def line(results: Results, job: str, name: str, ours: Sequence[str]) -> list[str
 
 
 def draw(path: str, results: Results) -> None:
-    """Bars of whole fits and slopes; the flights as points of seconds and ROC AUC."""
+    """Bars of whole fits, slopes and reading; for the flights also the ROC AUC."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -120,43 +120,26 @@ def draw(path: str, results: Results) -> None:
     bars(flat[0], results, "network", "first_fit", "seconds of a first fit, 3 epochs")
     bars(flat[1], results, "network", "slope", "rows/s of training, the slope")
     bars(flat[2], results, "reading", "rate", "rows/s of reading")
-    points(flat[3], results)
+    title = "flights: seconds of a first fit, ROC AUC"
+    bars(flat[3], results, "flights", "fit", title, beside="auc")
     figure.savefig(path, dpi=130)
     print(f"chart: {path}")
 
 
-def bars(axes: Any, results: Results, job: str, figure: str, title: str) -> None:
-    """One bar a contestant, its median beside it."""
+def bars(axes: Any, results: Results, job: str, figure: str, title: str, beside: str = "") -> None:
+    """One bar a contestant, its median beside it, and that of the figure `beside`."""
     names = [name for of, name in results if of == job and results[of, name][0]]
     medians = [median(values(results, job, name, figure)) for name in names]
     axes.barh(names, medians, color=[color(name) for name in names])
-    written = FIGURES[job][figure][1]
-    for row, value in enumerate(medians):
-        axes.annotate(written.format(value), (value, row), (5, 0), textcoords="offset points", va="center")
-    axes.set(title=title, xlim=(0, 1.25 * max(medians, default=1.0)))
+    for row, (name, value) in enumerate(zip(names, medians, strict=True)):
+        shown = [figure, beside] if beside else [figure]
+        written = [FIGURES[job][one][1].format(median(values(results, job, name, one))) for one in shown]
+        axes.annotate(", ".join(written), (value, row), (5, 0), textcoords="offset points", va="center")
+    axes.set(title=title, xlim=(0, 1.4 * max(medians, default=1.0)))
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()
-
-
-def points(axes: Any, results: Results) -> None:
-    """One point a contestant of job "flights", its name towards the middle."""
-    names = [name for (job, name), (rounds, _) in results.items() if job == "flights" and rounds]
-    places = {
-        name: [median(values(results, "flights", name, figure)) for figure in ("fit", "auc")]
-        for name in names
-    }
-    middle = median(seconds for seconds, _ in places.values()) if places else 0.0
-    for name, (seconds, auc) in places.items():
-        axes.plot(seconds, auc, "o", color=color(name))
-        shift, side = (7, "left") if seconds <= middle else (-7, "right")
-        axes.annotate(
-            name, (seconds, auc), (shift, 0), textcoords="offset points", va="center", ha=side, fontsize=9
-        )
-    axes.set(title="flights, test months", xlabel="seconds of a first fit", ylabel="ROC AUC")
-    axes.margins(x=0.3, y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def color(name: str) -> str:
