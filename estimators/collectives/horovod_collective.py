@@ -30,9 +30,9 @@ _LOOK_SECONDS = 20e-6
 # start, see scripts/setup_environment.py.
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
-# Between two looks for work Horovod's thread sleeps so long, and at each look the ranks exchange a message.
-# At Horovod's own 1 ms that takes a fifth of a rank's core. An operation waits for the next look. Where few
-# ranks share a host, only sums too large for shared memory wait so, of networks whose steps take longer.
+# Between two looks for work Horovod's thread sleeps so long. At each look the ranks exchange a message, which
+# takes time from the training; and an operation waits for the next look. Where few ranks share a host, the
+# only sums that wait are too large for shared memory, and the steps of such networks take longer than that.
 _CYCLE_MS, _RARE_CYCLE_MS = 1, 10
 _RARE_RANKS = 4
 
