@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ringspark.estimators.environment import environment
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -186,26 +188,10 @@ def spark_session(app_name: str, master: str | None = None, *, is_short: bool = 
         .config("spark.log.level", "ERROR")
         .config("spark.sql.execution.arrow.pyspark.enabled", True)
     )
-    with _java_options(java_options):
+    # Before the user's own, because Java takes the later of two. A setting of Spark's would replace his.
+    options = f"{java_options} {os.environ.get(_SUBMIT_OPTIONS, '')}".strip()
+    with environment({_SUBMIT_OPTIONS: options or None}):
         return builder.getOrCreate()
-
-
-@contextlib.contextmanager
-def _java_options(options: str) -> Iterator[None]:
-    """Gives them to a JVM that starts in the block, before the user's own: Java takes the later of two.
-
-    A setting of Spark's would take the place of the user's.
-    """
-    own = os.environ.get(_SUBMIT_OPTIONS)
-    if options:
-        os.environ[_SUBMIT_OPTIONS] = f"{options} {own or ''}".strip()
-    try:
-        yield
-    finally:
-        if own is not None:
-            os.environ[_SUBMIT_OPTIONS] = own
-        elif options:
-            del os.environ[_SUBMIT_OPTIONS]
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:

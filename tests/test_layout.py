@@ -33,7 +33,13 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 # name that fits counts.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("pipelines", "models"),
-    ("estimators/failures", "estimators/names", "estimators/user_code", "estimators/run_layout"),
+    (
+        "estimators/environment",
+        "estimators/failures",
+        "estimators/names",
+        "estimators/user_code",
+        "estimators/run_layout",
+    ),
     ("estimators/collectives",),
     ("estimators/parallel",),
     ("estimators/training",),

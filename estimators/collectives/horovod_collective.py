@@ -15,13 +15,14 @@ from ringspark.estimators.collectives.base import (
     num_bytes,
     peer_errors,
 )
-from ringspark.estimators.collectives.network import environment, interface_of, name_problem
+from ringspark.estimators.collectives.network import interface_of, name_problem
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
 from ringspark.estimators.collectives.shared_sum import SharingMember, may_share
 from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.environment import environment
 
 # Seconds between two looks whether a sum is complete.
 _LOOK_SECONDS = 20e-6

@@ -1,12 +1,9 @@
-"""Finds this host's address and interface towards the gang, and sets the environment that tells libraries."""
+"""Finds this host's address and interface towards the gang."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import psutil
 
@@ -78,25 +75,3 @@ def _source_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError):
         return ""
-
-
-@contextmanager
-def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables for the block, takes out those that are None, and restores the former ones.
-
-    Spark reuses its Python workers, so variables left in `os.environ` would affect the next job.
-    """
-    before = {name: os.environ.get(name) for name in values}
-    _set(values)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

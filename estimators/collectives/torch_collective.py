@@ -16,7 +16,7 @@ from ringspark.estimators.collectives.base import (
     num_bytes,
     peer_errors,
 )
-from ringspark.estimators.collectives.network import environment, interface_of
+from ringspark.estimators.collectives.network import interface_of
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
 from ringspark.estimators.collectives.rendezvous.peer_proof import (
@@ -28,6 +28,7 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
 from ringspark.estimators.collectives.shared_sum import SharingMember
 from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.environment import environment
 
 
 class TorchCollective(SharingMember):

@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ringspark.estimators.environment import environment
+
 
 @contextmanager
 def own_code_folder() -> Iterator[None]:
@@ -44,9 +46,8 @@ def own_code_folder() -> Iterator[None]:
         codecache._HEADER_LOCK_DIR = os.path.join(folder, "precompiled_headers", "locks")
         # An earlier training's headers may have been removed since.
         codecache._precompile_header.cache_clear()
-        stack.callback(_restore, places)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        os.environ["TRITON_CACHE_DIR"] = triton or os.path.join(folder, "triton")
+        variables = dict(zip(places, (folder, triton or os.path.join(folder, "triton")), strict=True))
+        stack.enter_context(environment(variables))
         yield
 
 
@@ -68,11 +69,3 @@ def _folder_of_user() -> str | None:
         for parent in parents
     )
     return str(folder) if private and kept and os.access(folder, os.W_OK) else None
-
-
-def _restore(environment: dict[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

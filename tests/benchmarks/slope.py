@@ -32,7 +32,7 @@ from torch.nn import functional
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.collectives.network import environment
+from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients

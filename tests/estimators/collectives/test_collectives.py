@@ -23,7 +23,8 @@ from ringspark.estimators.collectives import (
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.collectives.horovod_collective import _check_name
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.collectives.network import environment, interface_of
+from ringspark.estimators.collectives.network import interface_of
+from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize

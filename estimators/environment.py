@@ -1,0 +1,29 @@
+"""Sets environment variables for as long as a library, or a program that starts, reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables for the block, takes out those that are None, and restores the former ones.
+
+    Spark reuses its Python workers, so variables left in `os.environ` would affect the next job.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
