@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.optimizers.adafactor import Adafactor
@@ -33,13 +34,15 @@ def _fused(parameters: list[Any]) -> bool | None:
     """Returns True, for one kernel per step, if torch has one for all parameters, else None for its default.
 
     Complex parameters are left to the default, because the kernel takes real ones alone; so are those that
-    do not lie in memory row by row, because the kernel of CPUs walks memory without a look at strides.
+    do not lie in memory row by row, because the kernel of CPUs walks memory without a look at strides, and
+    lazy ones, whose memory is not there yet: the driver checks them, a rank gives them their size first.
     SGD stays as it is, because its fused form refuses the sparse gradients of embeddings.
     """
     held = [p for entry in parameters for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     devices = {p.device.type for p in held}
     has_kernel = len(devices) == 1 and devices <= {"cpu", "cuda"}
-    return (has_kernel and all(p.is_floating_point() and p.is_contiguous() for p in held)) or None
+    plain = (not is_lazy(p) and p.is_floating_point() and p.is_contiguous() for p in held)
+    return (has_kernel and all(plain)) or None
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
