@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ringspark.estimators.collectives.base import Collective, CollectiveError, Rendezvous
+from ringspark.estimators.collectives.base import Collective, CollectiveError, Meeting, Rendezvous
 from ringspark.estimators.collectives.traffic import Member
 
 # Name -> (module, class, the package it needs). Modules are imported when chosen, not before.
@@ -39,6 +39,7 @@ __all__ = [
     "COLLECTIVES",
     "Collective",
     "CollectiveError",
+    "Meeting",
     "Member",
     "Rendezvous",
     "collective_class",

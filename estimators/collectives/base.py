@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
@@ -44,6 +45,25 @@ class Rendezvous(Protocol):
         """Frees the port."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How the ranks of a gang find and know each other.
+
+    Attributes:
+        address: Address of rank 0's rendezvous.
+        secret: Secret of the run.
+        timeout_seconds: Longest wait for another rank, in the meeting and in every operation after it.
+        use_gpu: Whether gradients are on GPUs.
+        sums_only: Whether the steps of the work exchange nothing but sums.
+    """
+
+    address: str
+    secret: bytes = field(repr=False)
+    timeout_seconds: float = 60.0
+    use_gpu: bool = False
+    sums_only: bool = False
+
+
 class Collective(Protocol):
     """The operations that training uses. All of them block, and run on every rank.
 
@@ -70,6 +90,8 @@ class Collective(Protocol):
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         """Begins to overwrite `tensor` with its sum over all ranks.
+
+        Every rank begins its sums in the same order.
 
         Args:
             tensor: Contiguous; it must not be used until the sum is complete.

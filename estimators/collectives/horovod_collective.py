@@ -9,18 +9,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringspark.estimators.collectives.base import (
-    ReduceOp,
-    contiguous,
-    num_bytes,
-    peer_errors,
-)
+from ringspark.estimators.collectives.base import Meeting, ReduceOp, num_bytes, peer_errors
 from ringspark.estimators.collectives.network import interface_of, name_problem
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.shared_sum import SharingMember, may_share
+from ringspark.estimators.collectives.shared_memory import may_share, open_shared_memory
+from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.environment import environment
 
@@ -47,44 +43,37 @@ class HorovodCollective(SharingMember):
 
     name = "horovod"
 
-    def __init__(self, member: Member, timeout_seconds: float) -> None:
+    def __init__(self, member: Member) -> None:
         import horovod.torch as hvd
 
-        super().__init__(member, timeout_seconds)
+        super().__init__(member)
         self._hvd = hvd
         # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
         self._operations = 0
 
     @classmethod
-    def connect(
-        cls,
-        member: Member,
-        address: str,
-        timeout_seconds: float,
-        use_gpu: bool,
-        secret: bytes,
-        *,
-        sums_only: bool = False,
-    ) -> HorovodCollective:
-        client = RendezvousClient(member, address, secret, timeout_seconds)
+    def connect(cls, member: Member, meeting: Meeting) -> HorovodCollective:
+        seconds = meeting.timeout_seconds
+        client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
         try:
             import horovod.torch as hvd
 
-            if use_gpu:
+            if meeting.use_gpu:
                 check_nccl()
             _check_name(member)
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
-            machines = machines_of(client, member, timeout_seconds)
+            machines = machines_of(client, member, seconds)
             with HorovodDoor(client, machines) as door:
-                settings = _settings(member, door, timeout_seconds)
-                settings |= _cycle(member, is_rare=sums_only and not use_gpu)
+                settings = _settings(member, door, seconds)
+                settings |= _cycle(member, is_rare=meeting.sums_only and not meeting.use_gpu)
                 # Horovod reads its environment only in init, so the settings need not stay.
                 with environment(settings), peer_errors("joining the Horovod ring"):
                     hvd.init()
-            collective = cls(member, timeout_seconds)
+            collective = cls(member)
             try:
                 collective._tell_nccl()
-                collective._prove(shared_nonce(client, member, timeout_seconds), secret)
+                collective._prove(shared_nonce(client, member, seconds), meeting.secret)
+                collective.share(open_shared_memory(client, member, seconds))
             except BaseException:
                 collective.abort()
                 raise
@@ -103,11 +92,10 @@ class HorovodCollective(SharingMember):
         self._operations += 1
         return f"ringspark.{operation}.{self._operations}"
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         with peer_errors("allreduce"):
             result: torch.Tensor = self._hvd.allreduce(tensor, op=ops[op], name=self._name("allreduce"))
-        self.traffic.all_reduce(num_bytes([result]))
         return result
 
     def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
@@ -124,20 +112,19 @@ class HorovodCollective(SharingMember):
 
         return wait
 
-    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
-            counts = self._gather(torch.tensor([len(tensor)])).tolist()
+            counts = self._joined(torch.tensor([len(tensor)])).tolist()
             self.traffic.all_gather([8] * self.size)
-        pieces = self._gather(tensor.detach())
+        pieces = self._joined(tensor)
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
         return list(torch.split(pieces, list(counts)))
 
-    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         # Horovod has no gather: each rank sends all of its tensor to rank 0, and nothing to the others.
         splits = torch.tensor([len(tensor)] + [0] * (self.size - 1), dtype=torch.int32)
         with peer_errors("gather"):
-            joined, lengths = self._hvd.alltoall(tensor.detach(), splits, name=self._name("gather"))
-        self.traffic.gather(num_bytes([tensor]))
+            joined, lengths = self._hvd.alltoall(tensor, splits, name=self._name("gather"))
         return [] if self.rank else list(torch.split(joined, lengths.tolist()))
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -158,22 +145,21 @@ class HorovodCollective(SharingMember):
 
         return wait
 
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the ranks' tensors end to end, in one tensor."""
         with peer_errors("allgather"):
             result: torch.Tensor = self._hvd.allgather(tensor, name=self._name("allgather"))
         return result
 
-    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        with contiguous(tensors) as dense, peer_errors("broadcast"):
+    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
+        with peer_errors("broadcast"):
             handles = [
-                self._hvd.broadcast_async_(t, root_rank=root, name=self._name("broadcast")) for t in dense
+                self._hvd.broadcast_async_(t, root_rank=root, name=self._name("broadcast")) for t in tensors
             ]
             for handle in handles:
                 self._hvd.synchronize(handle)
-        self.traffic.broadcast(num_bytes(tensors), root)
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         with peer_errors("barrier"):
             self._hvd.barrier()
 

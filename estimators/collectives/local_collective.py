@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp
+from ringspark.estimators.collectives.base import ConnectedMember, Meeting, ReduceOp
 from ringspark.estimators.collectives.traffic import Member
 
 
@@ -37,16 +37,7 @@ class LocalCollective(ConnectedMember):
         return LocalRendezvous()
 
     @classmethod
-    def connect(
-        cls,
-        member: Member,
-        address: str,
-        timeout_seconds: float,
-        use_gpu: bool,
-        secret: bytes,
-        *,
-        sums_only: bool = False,
-    ) -> LocalCollective:
+    def connect(cls, member: Member, meeting: Meeting) -> LocalCollective:
         return cls(member)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringspark.estimators.collectives.base import (
-    ReduceOp,
-    contiguous,
-    num_bytes,
-    peer_errors,
-)
+from ringspark.estimators.collectives.base import Meeting, ReduceOp, num_bytes, peer_errors
 from ringspark.estimators.collectives.network import interface_of
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
@@ -26,7 +21,8 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
     shared_nonce,
 )
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
-from ringspark.estimators.collectives.shared_sum import SharingMember
+from ringspark.estimators.collectives.shared_memory import open_shared_memory
+from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.environment import environment
 
@@ -36,36 +32,27 @@ class TorchCollective(SharingMember):
 
     name = "torch"
 
-    def __init__(
-        self, member: Member, use_gpu: bool, client: RendezvousClient, timeout_seconds: float
-    ) -> None:
-        super().__init__(member, timeout_seconds)
+    def __init__(self, member: Member, use_gpu: bool, client: RendezvousClient) -> None:
+        super().__init__(member)
         self._use_gpu = use_gpu
         self._client = client
 
     @classmethod
-    def connect(
-        cls,
-        member: Member,
-        address: str,
-        timeout_seconds: float,
-        use_gpu: bool,
-        secret: bytes,
-        *,
-        sums_only: bool = False,
-    ) -> TorchCollective:
-        client = RendezvousClient(member, address, secret, timeout_seconds)
+    def connect(cls, member: Member, meeting: Meeting) -> TorchCollective:
+        seconds = meeting.timeout_seconds
+        client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
         try:
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
-            guard = PortGuard(machines_of(client, member, timeout_seconds))
+            guard = PortGuard(machines_of(client, member, seconds))
             with peer_errors("joining the process group"):
-                _join(member, MemberStore(client, guard, timeout_seconds), timeout_seconds, use_gpu)
+                _join(member, MemberStore(client, guard, seconds), seconds, meeting.use_gpu)
             # Every pair is connected, so any later connection to Gloo's port is a stranger's.
             guard.shut()
-            collective = cls(member, use_gpu, client, timeout_seconds)
+            collective = cls(member, meeting.use_gpu, client)
             try:
                 collective._tell_nccl()
-                collective._prove(shared_nonce(client, member, timeout_seconds), secret, timeout_seconds)
+                collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
+                collective.share(open_shared_memory(client, member, seconds))
             except BaseException:
                 collective.abort()
                 raise
@@ -83,12 +70,11 @@ class TorchCollective(SharingMember):
             work.wait(timedelta(seconds=min(timeout_seconds, PROOF_SECONDS)))
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         result = tensor.clone()
         with peer_errors("allreduce"):
             dist.all_reduce(result, op=ops[op])
-        self.traffic.all_reduce(num_bytes([result]))
         return result
 
     def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
@@ -101,14 +87,14 @@ class TorchCollective(SharingMember):
 
         return wait
 
-    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is not None:
-            return self._gather_known(tensor.detach(), counts)
+            return self._gather_known(tensor, counts)
         lengths = self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))
         counts = [int(length) for length in lengths]
         # Gloo gathers only tensors of equal length, so the shorter ones travel padded.
         padded = tensor.new_zeros(max(counts))
-        padded[: len(tensor)] = tensor.detach()
+        padded[: len(tensor)] = tensor
         pieces = self._gather_equal(padded)
         return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
 
@@ -135,11 +121,10 @@ class TorchCollective(SharingMember):
         self.traffic.all_gather([n * tensor.element_size() for n in counts])
         return pieces
 
-    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
-        self.traffic.gather(num_bytes([tensor]))
-        return gather_on_root(tensor.detach(), counts)
+        return gather_on_root(tensor, counts)
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
@@ -164,13 +149,12 @@ class TorchCollective(SharingMember):
 
         return wait
 
-    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        with contiguous(tensors) as dense, peer_errors("broadcast"):
-            for tensor in dense:
+    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
+        with peer_errors("broadcast"):
+            for tensor in tensors:
                 dist.broadcast(tensor, src=root)
-        self.traffic.broadcast(num_bytes(tensors), root)
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         with peer_errors("barrier"):
             dist.all_reduce(torch.zeros(1))
 

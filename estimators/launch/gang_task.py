@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ringspark.estimators.collectives import Collective, CollectiveError, Member, collective_class
+from ringspark.estimators.collectives import Collective, CollectiveError, Meeting, Member, collective_class
 from ringspark.estimators.collectives.network import own_address
 from ringspark.estimators.collectives.rendezvous.server import meeting_ports
 from ringspark.estimators.failures import Failure
@@ -212,9 +212,14 @@ class GangTask:
             status.phase = "choosing the devices"
             device = self._device(claims, context)
             status.phase = f"connecting by {self.collective}"
-            collective = kind.connect(
-                at, address, self.pulse.timeout_seconds, self.use_gpu, self.secret, sums_only=self.sums_only
+            meeting = Meeting(
+                address=address,
+                secret=self.secret,
+                timeout_seconds=self.pulse.timeout_seconds,
+                use_gpu=self.use_gpu,
+                sums_only=self.sums_only,
             )
+            collective = kind.connect(at, meeting)
             return work_and_leave(collective, self.work, device, status, tell)
         finally:
             if rendezvous is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.collectives import CollectiveError, Member, collective_class
+from ringspark.estimators.collectives import CollectiveError, Meeting, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_task import Work, work_and_leave
@@ -77,6 +77,9 @@ def run_spawned(
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
     rendezvous = kind.open_rendezvous(members[0], secret)
+    meeting = Meeting(
+        address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds, sums_only=sums_only
+    )
     # The ranks are forks of a server that has imported the libraries, which takes seconds, and nothing else:
     # forking a process without threads takes next to none.
     context: Any = multiprocessing.get_context("forkserver")
@@ -88,13 +91,8 @@ def run_spawned(
     processes = [
         context.Process(
             target=_spawned,
-            args=(queue, member, collective, rendezvous.address, pickled, timeout_seconds),
-            kwargs={
-                "secret": secret,
-                "sums_only": sums_only,
-                "environment": dict(os.environ),
-                "pulse": pulse,
-            },
+            args=(queue, member, collective, meeting, pickled),
+            kwargs={"environment": dict(os.environ), "pulse": pulse},
         )
         for member in members
     ]
@@ -138,12 +136,9 @@ def _spawned(
     queue: Any,
     member: Member,
     collective: str,
-    address: str,
+    meeting: Meeting,
     pickled: bytes,
-    timeout_seconds: float,
     *,
-    secret: bytes,
-    sums_only: bool,
     environment: dict[str, str],
     pulse: Pulse,
 ) -> None:
@@ -158,9 +153,7 @@ def _spawned(
     status = Status("connecting")
     try:
         with LastWords(pulse, member.rank):
-            connected = collective_class(collective).connect(
-                member, address, timeout_seconds, False, secret, sums_only=sums_only
-            )
+            connected = collective_class(collective).connect(member, meeting)
             result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))
     except Exception as error:
