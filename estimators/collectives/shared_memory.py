@@ -143,8 +143,12 @@ class _peer_errors:  # noqa: N801
 
 
 def may_share(member: Member) -> bool:
-    """Whether the ranks share one host, and are few enough, on a system that gives them memory to share."""
-    return hasattr(os, "memfd_create") and 1 < member.size == member.local_size <= MOST_RANKS
+    """Whether the ranks share one host, and are few enough, on a system that gives them memory to share.
+
+    `RINGSPARK_SHARED_MEMORY=0` in the environment of all ranks has them use the network, as on several hosts.
+    """
+    is_wanted = os.environ.get("RINGSPARK_SHARED_MEMORY") != "0"
+    return is_wanted and hasattr(os, "memfd_create") and 1 < member.size == member.local_size <= MOST_RANKS
 
 
 def open_shared_memory(client: RendezvousClient, member: Member, timeout: float) -> SharedMemory | None:

@@ -26,10 +26,22 @@ from trainings import (
 
 STORE_TIMEOUT_SECONDS = 30.0
 
+# Which driver serves a place; the others have "local".
+_DRIVERS: dict[Place, str] = {
+    "standalone": "standalone",
+    "s3 run": "s3",
+    "s3 shards": "s3",
+    "no shared memory": "network",
+}
+
 
 def names_below(folder: Path) -> set[str]:
     """The files of a folder, hidden ones too."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _reference(collective: str, place: Place) -> str:
+    return f"reference-{collective}" + ("-by-network" if place == "no shared memory" else "")
 
 
 class Lab:
@@ -88,7 +100,7 @@ class Lab:
 
     def driver(self, place: Place = "local-cluster") -> Driver:
         """The living driver of a place, with all its executors."""
-        name = "standalone" if place == "standalone" else "s3" if place.startswith("s3") else "local"
+        name = _DRIVERS.get(place, "local")
         if name in self._drivers and not self._drivers[name].lives:
             if name == "standalone":
                 self._end(name)  # the next one will bear the same mark
@@ -136,9 +148,9 @@ class Lab:
             next(iter(self._drivers.values())).write_shards(str(folder))
         return folder
 
-    def reference(self, driver: Driver, collective: str) -> dict[str, Any]:
-        """The weights of the undisturbed training."""
-        key = f"reference-{collective}"
+    def reference(self, driver: Driver, collective: str, place: Place) -> dict[str, Any]:
+        """The weights of the undisturbed training, whose ranks sum in the same order."""
+        key = _reference(collective, place)
         if key not in self._references:
             plan = self.plan(key, collective)
             plan.nothing_comes()
@@ -149,9 +161,9 @@ class Lab:
             self._references[key] = answer["weights"]
         return self._references[key]
 
-    def names(self, collective: str) -> set[str]:
+    def names(self, collective: str, place: Place) -> set[str]:
         """What the undisturbed training has left in its run's folder."""
-        return names_below(self.root / f"reference-{collective}" / "run")
+        return names_below(self.root / _reference(collective, place) / "run")
 
     def plan(self, name: str, collective: str, max_restarts: int = 3) -> Plan:
         """A training with files of its own."""
@@ -186,7 +198,9 @@ class Lab:
         if name == "standalone":
             assert self._cluster is not None
             return Driver(self._cluster.url, keepers=self._cluster.pids, mark=self._cluster.mark)
-        return Driver(LOCAL_CLUSTER, self.bucket().environment if name == "s3" else None)
+        if name == "s3":
+            return Driver(LOCAL_CLUSTER, self.bucket().environment)
+        return Driver(LOCAL_CLUSTER, {"RINGSPARK_SHARED_MEMORY": "0"} if name == "network" else None)
 
     def _end(self, name: str) -> None:
         left = self._drivers.pop(name).close()

@@ -91,7 +91,7 @@ def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = N
     driver = lab.driver(fault.place)
     name = f"{fault.target}-{fault.kind}-{seeds[0]}-{time.monotonic_ns()}".replace(" ", "-")
     lab.shards()
-    reference = lab.reference(driver, collective or drawn)
+    reference = lab.reference(driver, collective or drawn, fault.place)
     plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2)
     if fault.an_epoch_each:
         # Early enough in each for the harness to be late.
@@ -280,7 +280,7 @@ class Training:
         problems += [f"left over after the driver: {line}" for line in self._lab.closed()]
         # The temporary files of this process's own, and what a committed run must not hold.
         if Path(plan.run).is_absolute():
-            left = names_below(Path(plan.run)) - self._lab.names(plan.collective)
+            left = names_below(Path(plan.run)) - self._lab.names(plan.collective, self._fault.place)
             problems += [f"left over in the finished run: {name}" for name in sorted(left)]
             # The diaries are small, the runs are not needed any more.
             shutil.rmtree(plan.run, ignore_errors=True)

@@ -30,7 +30,7 @@ from waiting import wait_for
 Kind = Literal["kill", "hang", "error", "corruption"]
 KINDS: tuple[Kind, ...] = ("kill", "hang", "error", "corruption")
 # Where the training runs, and where its files are.
-Place = Literal["local-cluster", "standalone", "s3 run", "s3 shards", "small disk"]
+Place = Literal["local-cluster", "standalone", "s3 run", "s3 shards", "small disk", "no shared memory"]
 
 
 @dataclass(kw_only=True)
@@ -313,7 +313,10 @@ for _kind, _break, _words in _BROKEN_READS:
     )
 
 
-# Network between the ranks: all connections of one rank.
+# Network between the ranks: all connections of one rank. They exchange all by them, as on several hosts.
+
+
+_BY_NETWORK: Place = "no shared memory"
 
 
 def _of_one_rank(scene: Scene, do: Callable[[list[sockets.Socket]], None]) -> None:
@@ -323,17 +326,24 @@ def _of_one_rank(scene: Scene, do: Callable[[list[sockets.Socket]], None]) -> No
         do(connections)
 
 
-@fault("network between ranks", "kill", "RST on a rank's connections")
+@fault("network between ranks", "kill", "RST on a rank's connections", place=_BY_NETWORK)
 def _(scene: Scene) -> None:
     _of_one_rank(scene, sockets.cut)
 
 
-@fault("network between ranks", "hang", "a rank's packets are dropped, for ever")
+@fault("network between ranks", "hang", "a rank's packets are dropped, for ever", place=_BY_NETWORK)
 def _(scene: Scene) -> None:
     _of_one_rank(scene, sockets.drop)
 
 
-@fault("network between ranks", "error", "a rank's packets are dropped for 3 s", restarts=False, lasts=3)
+@fault(
+    "network between ranks",
+    "error",
+    "a rank's packets are dropped for 3 s",
+    place=_BY_NETWORK,
+    restarts=False,
+    lasts=3,
+)
 def _(scene: Scene) -> None:
     def delay(connections: list[sockets.Socket]) -> None:
         sockets.drop(connections)
