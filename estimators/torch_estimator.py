@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib import import_module
-from threading import Thread
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
@@ -134,9 +132,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _train(self, dataset: DataFrame, fit: _Fit, shards: SharedShards) -> M:
         spark, run = dataset.sparkSession, self._run_folder(fit.data.root)
-        # The first optimizer of a process imports this for a second; here the driver waits for Spark anyway.
-        loading = Thread(target=import_module, args=("torch._dynamo",), daemon=True)
-        loading.start()
         with ExitStack() as stack:
             if run.is_given:
                 stack.enter_context(run.guarded())
@@ -145,7 +140,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 # The rows stay until the run has ended.
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
-            loading.join()
             self._check_held_out(fit, manifest)
             return self._train_on(spark, run, fit.config, fit.objects, fit.pickled, manifest, key)
 

@@ -180,9 +180,9 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
     values = {"TORCH_GLOO_LAZY_INIT": "0"}
     if interface := interface_of(member.host):
         values["GLOO_SOCKET_IFNAME"] = interface
-    # An optimizer imports this module. If that happens while a group exists, the module holds the group, and
-    # the port that Gloo listens on, as long as the process lives.
-    import torch._dynamo  # noqa: F401
+    # An optimizer imports torch's compiler, which imports this module. The defaults of its functions are the
+    # group of that moment, and would hold it, and Gloo's port, as long as the process lives.
+    import torch.distributed.nn  # noqa: F401
 
     with environment(values):
         # Both backends, because metrics travel as CPU tensors even if gradients are on GPUs.

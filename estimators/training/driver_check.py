@@ -21,6 +21,7 @@ from ringspark.estimators.training.objective.heads import Head, ignored_label, m
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.optimizers.build import build_optimizer
+from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
@@ -99,6 +100,7 @@ def check_training(
     _check_layers(config, module)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
+    do_without_compiler()
     # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
     optimizer = own_optimizer(config, objects, module)
     if config.num_workers > 1 and isinstance(optimizer, torch.optim.SparseAdam):

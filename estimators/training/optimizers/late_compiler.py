@@ -1,0 +1,38 @@
+"""Lets a driver make an optimizer without torch's compiler.
+
+torch wraps methods of its optimizers so that their first call imports the compiler, which takes a second of
+a core. The driver makes optimizers only to check them, beside Spark's first job, which needs that core.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch.optim import Optimizer
+
+_COMPILER = "torch._dynamo"
+# The attribute under which torch keeps, for a wrapped method, what to call in its place.
+_IN_PLACE = "__dynamo_disable"
+
+
+def do_without_compiler() -> None:
+    """Has torch's optimizers call these methods as they are until somebody imports the compiler."""
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(Optimizer, name), "__wrapped__", None)
+        if method is not None and _COMPILER not in sys.modules and not hasattr(method, _IN_PLACE):
+            setattr(method, _IN_PLACE, _until_compiler(method))
+
+
+def _until_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return method(*args, **kwargs)
+        # torch now sets its own, by which the compiler leaves the method out.
+        delattr(method, _IN_PLACE)
+        return getattr(Optimizer, method.__name__)(*args, **kwargs)
+
+    return plain

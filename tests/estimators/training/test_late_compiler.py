@@ -1,0 +1,44 @@
+"""Making an optimizer imports torch's compiler no more, and torch's own way comes back with the compiler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, sys, warnings
+import torch
+from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
+
+def is_loaded():
+    return "torch._dynamo" in sys.modules
+
+told = {}
+for name in OPTIMIZERS:
+    do_without_compiler()
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer(name, [weight], 0.1, 0.0)
+    weight.grad = torch.ones(2, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    assert weight.grad is None
+    told[name] = is_loaded()
+import torch._dynamo
+zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+ours = zero_grad.__dynamo_disable
+weight.grad = torch.ones(2, 2)
+optimizer.zero_grad()
+assert weight.grad is None
+told["ours stays"] = zero_grad.__dynamo_disable is ours
+print(json.dumps(told))
+"""
+
+
+def test_no_optimizer_imports_the_compiler_before_its_first_step() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert len(told) > 10
+    assert not any(told.values()), told
