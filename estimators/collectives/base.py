@@ -54,14 +54,12 @@ class Meeting:
         secret: Secret of the run.
         timeout_seconds: Longest wait for another rank, in the meeting and in every operation after it.
         use_gpu: Whether gradients are on GPUs.
-        sums_only: Whether the steps of the work exchange nothing but sums.
     """
 
     address: str
     secret: bytes = field(repr=False)
     timeout_seconds: float = 60.0
     use_gpu: bool = False
-    sums_only: bool = False
 
 
 class Collective(Protocol):
@@ -91,7 +89,7 @@ class Collective(Protocol):
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         """Begins to overwrite `tensor` with its sum over all ranks.
 
-        Every rank begins its sums in the same order.
+        Every rank begins its sums, and waits for them, in the same order.
 
         Args:
             tensor: Contiguous; it must not be used until the sum is complete.

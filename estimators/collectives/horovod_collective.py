@@ -15,7 +15,7 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
-from ringspark.estimators.collectives.shared_memory import may_share, open_shared_memory
+from ringspark.estimators.collectives.shared_memory import open_shared_memory
 from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.environment import environment
@@ -28,10 +28,9 @@ _LOOK_SECONDS = 20e-6
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
 # Between two looks for work Horovod's thread sleeps so long. At each look the ranks exchange a message, which
-# takes time from the training; and an operation waits for the next look. Where few ranks share a host, the
-# only sums that wait are too large for shared memory, and the steps of such networks take longer than that.
-_CYCLE_MS, _RARE_CYCLE_MS = 1, 10
-_RARE_RANKS = 4
+# takes time from the training; and an operation waits for the next look. Ranks that share memory wait for
+# three: to prove who they are, and to leave.
+_CYCLE_MS, _RARE_CYCLE_MS = 1, 30
 
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
@@ -63,17 +62,23 @@ class HorovodCollective(SharingMember):
             _check_name(member)
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
             machines = machines_of(client, member, seconds)
-            with HorovodDoor(client, machines) as door:
-                settings = _settings(member, door, seconds)
-                settings |= _cycle(member, is_rare=meeting.sums_only and not meeting.use_gpu)
-                # Horovod reads its environment only in init, so the settings need not stay.
-                with environment(settings), peer_errors("joining the Horovod ring"):
-                    hvd.init()
+            memory = open_shared_memory(client, member, seconds)
+            try:
+                with HorovodDoor(client, machines) as door:
+                    settings = _settings(member, door, seconds)
+                    settings |= _cycle(is_rare=memory is not None and not meeting.use_gpu)
+                    # Horovod reads its environment only in init, so the settings need not stay.
+                    with environment(settings), peer_errors("joining the Horovod ring"):
+                        hvd.init()
+            except BaseException:
+                if memory is not None:
+                    memory.close()
+                raise
             collective = cls(member)
+            collective.share(memory)
             try:
                 collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, seconds), meeting.secret)
-                collective.share(open_shared_memory(client, member, seconds))
             except BaseException:
                 collective.abort()
                 raise
@@ -127,7 +132,9 @@ class HorovodCollective(SharingMember):
             joined, lengths = self._hvd.alltoall(tensor, splits, name=self._name("gather"))
         return [] if self.rank else list(torch.split(joined, lengths.tolist()))
 
-    def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
+    def _start_reduce_scatter(
+        self, tensor: torch.Tensor, counts: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
@@ -204,11 +211,11 @@ def _check_name(member: Member) -> None:
         )
 
 
-def _cycle(member: Member, *, is_rare: bool) -> dict[str, str | None]:
+def _cycle(*, is_rare: bool) -> dict[str, str | None]:
     """Returns the setting of Horovod's cycle time; None takes it out of the environment.
 
     Args:
-        is_rare: Whether the work's steps exchange sums only, which on one host seldom need Horovod.
+        is_rare: Whether Horovod only starts and ends the gang.
     """
     from horovod import __version__ as version
 
@@ -226,7 +233,6 @@ def _cycle(member: Member, *, is_rare: bool) -> dict[str, str | None]:
         return {_CYCLE_TIME: None}
     if chosen is None and os.environ.get("HOROVOD_AUTOTUNE", "0") != "0":
         return {_CYCLE_TIME: None}  # this is what Horovod tunes
-    is_rare = is_rare and may_share(member) and member.size <= _RARE_RANKS
     return {_CYCLE_TIME: chosen or str(_RARE_CYCLE_MS if is_rare else _CYCLE_MS)}
 
 

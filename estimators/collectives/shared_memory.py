@@ -1,13 +1,13 @@
 """Memory that all ranks of one host map, and connections by which each tells the others what it wrote there.
 
 Between busy processes a library's smallest message takes as long as a good part of a small network's step,
-because its threads wake each other. Here each rank copies its data to its place, sends every peer a byte
-over a Unix socket, waits for a byte from each, and reads all places. The bytes also order the memory
-accesses, and a peer that ends closes its sockets, which ends the wait of the others.
+because its threads wake each other, and large ones are copied through the system twice. Here each rank
+copies its data to its place, sends every peer a byte over a Unix socket, waits for a byte from each, and
+reads all places. The bytes also order the memory accesses, and a peer that ends closes its sockets, which
+ends the wait of the others.
 
-Invariant: every rank has two places for each purpose and uses them in turn, and all ranks write in the same
-order. A rank that writes to a place for the second time has heard that all peers wrote once more in between,
-so they have read what stood there before.
+Invariant: every rank has two places and uses them in turn. A rank that writes to a place for the second time
+has heard that all peers wrote once more in between, so they have read what stood there before.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import mmap
 import os
 import secrets
 import socket
-import struct
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import reduce
 from tempfile import mkdtemp
 
-from ringspark.estimators.collectives.base import CollectiveError
+import torch
+
+from ringspark.estimators.collectives.base import CollectiveError, ReduceOp
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.traffic import Member
 
@@ -29,45 +32,107 @@ from ringspark.estimators.collectives.traffic import Member
 MOST_RANKS = 16
 
 # Bytes that a rank shows at a time; longer data take several turns.
-_PIECE_BYTES = 64 << 10
+PLACE_BYTES = 1 << 20
+
+# From so many elements on, reading what each rank reduced for all costs less than reducing all oneself.
+_SPLIT_ELEMENTS = 16 << 10
 
 _TOKEN_BYTES = 16
-_LENGTH = struct.Struct("q")
 
-# What rank 0 gives to each rank: the memory, and a connected socket for each other rank.
+_REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+# What rank 0 gives to each rank: the memory's descriptor, and a connected socket for each other rank.
 Dealt = tuple[int, dict[int, socket.socket]]
 
 
 class SharedMemory:
     """A file in memory, and a socket to each peer. Every method but `close` runs on every rank."""
 
-    def __init__(self, rank: int, dealt: Dealt, timeout_seconds: float) -> None:
+    def __init__(
+        self, rank: int, memory: int, peers: dict[int, socket.socket], timeout_seconds: float
+    ) -> None:
         self._rank = rank
-        self._file, self._peers = dealt
+        self._peers = peers
         for peer in self._peers.values():
             peer.settimeout(timeout_seconds)
         self._told = 0  # how often this rank has told the peers that it wrote
         self._heard = dict.fromkeys(self._peers, 0)  # how often each peer has told so
-        self._length = 0
-        self._place_bytes = _LENGTH.size + _PIECE_BYTES
-        self._pieces = self._mapped(2 * self.size * self._place_bytes)
+        length = 2 * self.size * PLACE_BYTES
+        # Takes the memory now: where it is short, this fails, and writing to it would end the process.
+        os.posix_fallocate(memory, 0, length)
+        whole = torch.frombuffer(mmap.mmap(memory, length), dtype=torch.uint8)
+        self._places = whole.view(2, self.size, PLACE_BYTES)
         self._turn = 0
+        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return 1 + len(self._peers)
 
-    def tell(self) -> int:
-        """Tells the peers that this rank has written; returns the number of this writing, for `wait`."""
+    def all_gather(self, tensor: torch.Tensor, *, is_read: bool = True) -> list[torch.Tensor]:
+        """Returns every rank's tensor, in the order of ranks; each is one row, of any length.
+
+        Args:
+            is_read: Whether this rank wants them; if not, it gets an empty list.
+        """
+        mine = tensor.view(torch.uint8)
+        lengths = [int(n) for n in self._shown(torch.tensor([len(mine)]), torch.int64, 1)]
+        gathered = [mine.new_empty(length if is_read else 0) for length in lengths]
+        for begin in range(0, max(lengths), PLACE_BYTES):
+            places = self._shown(mine[begin : begin + PLACE_BYTES], torch.uint8, PLACE_BYTES)
+            for place, whole in zip(places, gathered, strict=True):
+                part = whole[begin : begin + PLACE_BYTES]
+                part.copy_(place[: len(part)])
+        return [whole.view(tensor.dtype) for whole in gathered] if is_read else []
+
+    def all_reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Overwrites a tensor of one row with its reduction over all ranks, in the order of ranks."""
+        num_elements = PLACE_BYTES // tensor.element_size()
+        for part in torch.split(tensor, num_elements):
+            places = self._shown(part, tensor.dtype, len(part))
+            if self.size > 2 and len(part) >= _SPLIT_ELEMENTS:
+                self._reduce_split(places, part, op)
+            else:
+                first, second, *others = places
+                _REDUCTIONS[op](first, second, out=part)
+                for other in others:
+                    _REDUCTIONS[op](part, other, out=part)
+
+    def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
+        """Has each rank reduce one slice for all: what a rank reads does not grow with their number."""
+        slices = [place.tensor_split(self.size) for place in places]
+        mine = slices[self._rank][self._rank]
+        # Nobody else reads this slice of this rank's place before it is told.
+        mine.copy_(reduce(_REDUCTIONS[op], [own[self._rank] for own in slices]))
+        self._wait(self._tell())
+        for rank, target in enumerate(part.tensor_split(self.size)):
+            target.copy_(slices[rank][rank])
+
+    def _shown(self, data: torch.Tensor, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
+        """Shows this rank's data to the peers; returns the first `length` elements of each rank's place."""
+        self._turn ^= 1
+        if dtype not in self._views:
+            self._views[dtype] = [list(turn.view(dtype)) for turn in self._places]
+        places = [place[:length] for place in self._views[dtype][self._turn]]
+        places[self._rank][: len(data)] = data
+        self._wait(self._tell())
+        return places
+
+    def _tell(self) -> int:
+        """Tells the peers that this rank has written; returns how often it did so."""
         self._told += 1
         for rank, peer in self._peers.items():
             with _peer_errors(rank):
                 peer.send(b"1")
         return self._told
 
-    def wait(self, number: int) -> None:
-        """Waits until every peer has written for the `number`th time."""
+    def _wait(self, number: int) -> None:
+        """Waits until every peer has told so for the `number`th time."""
         for rank, peer in self._peers.items():
             while self._heard[rank] < number:
                 with _peer_errors(rank):
@@ -76,56 +141,10 @@ class SharedMemory:
                     raise CollectiveError(f"rank {rank} closed its connection")
                 self._heard[rank] += heard
 
-    def exchange(self, data: bytes | memoryview, *, is_read: bool = True) -> list[bytes]:
-        """Returns every rank's bytes, of any lengths, in the order of ranks.
-
-        Args:
-            is_read: Whether this rank wants them; if not, it gets an empty list.
-        """
-        received = [b""] * self.size
-        begin, longest = 0, 1
-        while begin < longest:
-            self._turn ^= 1
-            places = [(self._turn * self.size + rank) * self._place_bytes for rank in range(self.size)]
-            mine = data[begin : begin + _PIECE_BYTES]
-            at = places[self._rank]
-            _LENGTH.pack_into(self._pieces, at, len(data))
-            self._pieces[at + _LENGTH.size : at + _LENGTH.size + len(mine)] = mine
-            self.wait(self.tell())
-            lengths = [_LENGTH.unpack_from(self._pieces, at)[0] for at in places]
-            for rank, (at, length) in enumerate(zip(places, lengths, strict=True)):
-                if is_read and begin < length:
-                    end = at + _LENGTH.size + min(length - begin, _PIECE_BYTES)
-                    received[rank] += self._pieces[at + _LENGTH.size : end]
-            begin += _PIECE_BYTES
-            longest = max(lengths)
-        return received if is_read else []
-
-    def extended(self, num_bytes: int) -> mmap.mmap | None:
-        """Returns further memory, of the same bytes on every rank; None, on every rank, if one has none."""
-        made = None
-        with suppress(OSError):
-            made = self._mapped(num_bytes)
-        if all(told == b"1" for told in self.exchange(b"0" if made is None else b"1")):
-            return made
-        if made is not None:
-            made.close()
-        return None
-
-    def _mapped(self, num_bytes: int) -> mmap.mmap:
-        begin = self._length
-        self._length += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        # Takes the memory now: where it is short, this fails, and writing to it would end the process.
-        os.posix_fallocate(self._file, begin, self._length - begin)
-        return mmap.mmap(self._file, self._length - begin, offset=begin)
-
     def close(self) -> None:
         """Ends the waits of the peers."""
         for peer in self._peers.values():
             peer.close()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 class _peer_errors:  # noqa: N801
@@ -167,11 +186,11 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
             # Descriptors or memory may be short; the libraries need none.
             if link is not None:
                 with suppress(OSError):
-                    is_first = member.rank == 0
-                    dealt = (
-                        _deal(link, token, member.size, kept) if is_first else _receive(link, member, kept)
-                    )
-                    made = SharedMemory(member.rank, dealt, timeout)
+                    if member.rank == 0:
+                        memory, peers = _deal(link, token, member.size, meeting, kept)
+                    else:
+                        memory, peers = _receive(link, member, meeting, kept)
+                    made = SharedMemory(member.rank, memory, peers, timeout)
         # The door is closed by now, which ends the wait of a rank to which rank 0 has dealt nothing.
         client.set(f"sharing/{member.rank}", b"0" if made is None else b"1")
         client.meet("sharing/open", timeout)
@@ -223,15 +242,16 @@ def _open_door(stack: ExitStack) -> socket.socket | None:
     return None
 
 
-def _deal(door: socket.socket, token: bytes, size: int, kept: ExitStack) -> Dealt:
+def _deal(door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack) -> Dealt:
     """Makes memory and a pair of sockets for each two ranks; sends each rank its own. Runs on rank 0.
 
     Args:
-        kept: Closes what is this rank's, if the ranks do not share the memory.
+        meeting: Closes the memory's descriptor, which nobody needs once it is mapped.
+        kept: Closes this rank's sockets, if the ranks do not share the memory.
     """
     with ExitStack() as dealt:
         memory = os.memfd_create("ringspark")
-        kept.callback(os.close, memory)
+        meeting.callback(os.close, memory)
         ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
         for one in range(size):
             for other in range(one + 1, size):
@@ -253,8 +273,8 @@ def _deal(door: socket.socket, token: bytes, size: int, kept: ExitStack) -> Deal
         return memory, ends[0]
 
 
-def _receive(link: socket.socket, member: Member, kept: ExitStack) -> Dealt:
-    """Returns this rank's part of what rank 0 deals; `kept` as for rank 0."""
+def _receive(link: socket.socket, member: Member, meeting: ExitStack, kept: ExitStack) -> Dealt:
+    """Returns this rank's part of what rank 0 deals; `meeting` and `kept` as for rank 0."""
     _, descriptors, _, _ = socket.recv_fds(link, 1, member.size)
     if len(descriptors) != member.size:
         for descriptor in descriptors:
@@ -264,7 +284,7 @@ def _receive(link: socket.socket, member: Member, kept: ExitStack) -> Dealt:
         # A program that the user's code starts must not hold the memory or the connections.
         os.set_inheritable(descriptor, False)
     memory, *ends = descriptors
-    kept.callback(os.close, memory)
+    meeting.callback(os.close, memory)
     others = [other for other in range(member.size) if other != member.rank]
     peers = {
         other: kept.enter_context(socket.socket(fileno=end)) for other, end in zip(others, ends, strict=True)

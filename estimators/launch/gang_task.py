@@ -132,7 +132,6 @@ class GangTask:
     Attributes:
         pulse: Place where the ranks write their signs of life.
         driver: The driver's host, as Spark names it.
-        sums_only: Whether the steps of the work exchange nothing but sums.
     """
 
     collective: str
@@ -140,7 +139,6 @@ class GangTask:
     use_gpu: bool
     pulse: Pulse
     driver: str
-    sums_only: bool = False
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -217,7 +215,6 @@ class GangTask:
                 secret=self.secret,
                 timeout_seconds=self.pulse.timeout_seconds,
                 use_gpu=self.use_gpu,
-                sums_only=self.sums_only,
             )
             collective = kind.connect(at, meeting)
             return work_and_leave(collective, self.work, device, status, tell)

@@ -58,12 +58,8 @@ def run_spawned(
     work: Work,
     *,
     timeout_seconds: float = 60.0,
-    sums_only: bool = False,
 ) -> list[str]:
     """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
-
-    Args:
-        sums_only: Whether the steps of the work exchange nothing but sums.
 
     Raises:
         WorkerError: A rank failed.
@@ -77,9 +73,7 @@ def run_spawned(
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
     rendezvous = kind.open_rendezvous(members[0], secret)
-    meeting = Meeting(
-        address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds, sums_only=sums_only
-    )
+    meeting = Meeting(address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds)
     # The ranks are forks of a server that has imported the libraries, which takes seconds, and nothing else:
     # forking a process without threads takes next to none.
     context: Any = multiprocessing.get_context("forkserver")

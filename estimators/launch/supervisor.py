@@ -105,7 +105,6 @@ class Supervisor:
             work=self.make_work(config),
             use_gpu=config.use_gpu,
             pulse=pulse,
-            sums_only=config.sums_only,
             driver=spark_conf(self.spark).get("spark.driver.host", ""),
         )
         job = SparkJob(self.spark)

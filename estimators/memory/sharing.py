@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.collectives.shared_sum import is_for_shared_sum
 from ringspark.estimators.parallel.data.gradient_buckets import deal
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
@@ -53,5 +52,4 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     buckets = deal(trained, None if gradients <= FLAT_BYTES else BUCKET_BYTES)
     # Every gradient has a place in a bucket, with a number that says how many ranks had it.
     sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
-    # A small one also has two places in memory that the ranks share, if those are on one host.
-    return sum(3 * size if is_for_shared_sum(size, config.num_workers) else size for size in sizes)
+    return sum(sizes)

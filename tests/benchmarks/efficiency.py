@@ -116,7 +116,7 @@ def gang_rate(folder: Path, manifests: dict[int, ShardManifest], collective: str
     )
     config, _ = check_training(config, objects, manifest)
     task = PinnedTask(TrainTask(config=config, objects=user_code.dumps(objects)))
-    run_spawned(num_ranks, collective, task, timeout_seconds=120, sums_only=True)
+    run_spawned(num_ranks, collective, task, timeout_seconds=120)
     return BATCH * num_ranks / float(clock.read_text())
 
 

@@ -130,8 +130,8 @@ def loop_rate(name: str, rank_rows: int, rows: int) -> float:
     steps = max(1, rows // (rank_rows * harness.NUM_WORKERS))
     library = "horovod" if name in HOROVOD else "torch"
     loop = Loop(name=name, rank_rows=rank_rows, steps=steps)
-    # Horovod's own default, because a loop by hand exchanges a tensor at a time.
-    with environment({"HOROVOD_FUSION_THRESHOLD": str(128 << 20)}):
+    # Horovod's own defaults, because a loop by hand exchanges a tensor at a time, and by Horovod alone.
+    with environment({"HOROVOD_FUSION_THRESHOLD": str(128 << 20), "HOROVOD_CYCLE_TIME": "1"}):
         texts = run_spawned(harness.NUM_WORKERS, library, loop, timeout_seconds=120)
     return steps * rank_rows * harness.NUM_WORKERS / max(map(json.loads, texts))
 
@@ -180,10 +180,7 @@ def sweep(options: argparse.Namespace) -> None:
             def seconds(is_flat: bool, library: str = library, width: int = width) -> float:
                 steps = max(2, 10 * SWEEP_WIDTHS[0] // width)
                 loop = SweepLoop(width=width, is_flat=is_flat, steps=steps)
-                return max(
-                    json.loads(text)
-                    for text in run_spawned(harness.NUM_WORKERS, library, loop, sums_only=True)
-                )
+                return max(json.loads(text) for text in run_spawned(harness.NUM_WORKERS, library, loop))
 
             cases = {name: partial(seconds, name == "flat") for name in ("flat", "buckets")}
             times = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
@@ -230,9 +227,7 @@ def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | N
     config, _ = check_training(config, objects, ShardManifest.load(config.shards_uri))
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     work = partial(from_memory, task) if in_memory else task
-    texts = run_spawned(
-        config.num_workers, config.collective, work, timeout_seconds=120, sums_only=config.sums_only
-    )
+    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=120)
     later = TrainResult.from_json(texts[0]).history[1:]
     return sum(record.rows for record in later) / sum(record.seconds for record in later)
 

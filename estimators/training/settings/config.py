@@ -128,11 +128,6 @@ class TrainConfig:
                 raise ValueError(rule.message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
 
     @property
-    def sums_only(self) -> bool:
-        """Whether the ranks exchange nothing but sums in a step."""
-        return self.sharding == "none"
-
-    @property
     def columns(self) -> list[str]:
         """The columns that a training reads: inputs, labels and weights."""
         weights = [] if self.weight_column is None else [self.weight_column]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
-from ringspark.estimators.collectives import Member
 from ringspark.estimators.collectives.horovod_collective import _cycle
 
 NAME = "HOROVOD_CYCLE_TIME"
-ALONE = Member(rank=0, size=2, local_rank=0, local_size=2, host="here")
 START_TWICE = """
 import horovod.torch as hvd
 for _ in range(2):
@@ -44,19 +41,17 @@ def test_both_settings_survive_a_second_start_in_one_process() -> None:
 def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("horovod")
     monkeypatch.delenv(NAME, raising=False)
-    assert _cycle(ALONE, is_rare=True) == {NAME: "10"}
-    assert _cycle(ALONE, is_rare=False) == {NAME: "1"}
-    assert _cycle(replace(ALONE, size=3), is_rare=True) == {NAME: "1"}
-    assert _cycle(replace(ALONE, size=5, local_size=5), is_rare=True) == {NAME: "1"}
+    assert _cycle(is_rare=True) == {NAME: "30"}
+    assert _cycle(is_rare=False) == {NAME: "1"}
     monkeypatch.setenv(NAME, "3")
-    assert _cycle(ALONE, is_rare=True) == {NAME: "3"}
+    assert _cycle(is_rare=True) == {NAME: "3"}
 
 
 def test_a_cycle_time_that_horovod_tunes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("horovod")
     monkeypatch.delenv(NAME, raising=False)
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
-    assert _cycle(ALONE, is_rare=True) == {NAME: None}
+    assert _cycle(is_rare=True) == {NAME: None}
 
 
 def test_a_build_that_would_end_the_process_gets_no_cycle_time(
@@ -65,5 +60,5 @@ def test_a_build_that_would_end_the_process_gets_no_cycle_time(
     horovod = pytest.importorskip("horovod")
     monkeypatch.setattr(horovod, "__version__", "0.28.1+iface")
     monkeypatch.setenv(NAME, "3")
-    assert _cycle(ALONE, is_rare=True) == {NAME: None}
+    assert _cycle(is_rare=True) == {NAME: None}
     assert "HOROVOD_CYCLE_TIME=3 is not used: Horovod 0.28.1+iface cannot set it twice" in caplog.text

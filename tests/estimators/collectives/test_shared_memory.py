@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.shared_memory import (
+    _SPLIT_ELEMENTS,
     MOST_RANKS,
+    PLACE_BYTES,
     SharedMemory,
     _deal,
     _receive,
@@ -82,8 +85,8 @@ def _opens_with_few_descriptors(collective: Collective, device: str, status: Sta
                     # The memory and sockets to the peers, which a program that this one starts gets not.
                     assert len(_open() - before) == 1 + len(memory._peers)
                     assert not any(peer.get_inheritable() for peer in memory._peers.values())
-                    assert not os.get_inheritable(memory._file)
-                    assert memory.exchange(bytes([member.rank])) == [b"\0", b"\1", b"\2"]
+                    shown = memory.all_gather(torch.tensor([member.rank]))
+                    assert [piece.item() for piece in shown] == [0, 1, 2]
                     memory.close()
                     del memory
                     is_shared[name] = True
@@ -103,24 +106,33 @@ def test_ranks_without_descriptors_share_no_memory_and_leak_none() -> None:
         assert first[f"{short} has {ENOUGH}"]
 
 
-def _sums_without_room(collective: Collective, device: str, status: Status) -> str:
-    """A sum for which rank 1 gets no memory, one for which it does, and whether each went through memory."""
+def _reduces(collective: Collective, device: str, status: Status) -> str:
+    """Whether sums and extremes of several places' length are exact, and leave what they get unchanged."""
+    memory = collective._memory  # type: ignore[attr-defined]
+    rank, size = collective.rank, collective.size
     told = []
-    for name in ("first", "second"):
-        tensor = torch.full((1 << 19,), float(collective.rank))
-        is_short = collective.rank == 1 and name == "first"
-        # A mapping holds a descriptor.
-        with _free_descriptors(0) if is_short else nullcontext():
-            collective.start_sum(tensor, name)()
-        is_shared = collective._sums[name, tensor.shape, tensor.dtype] is not None  # type: ignore[attr-defined]
-        told.append([tensor.unique().tolist(), is_shared])
+    for length in (1, 7, _SPLIT_ELEMENTS + 5, 3 * PLACE_BYTES // 8 + 11):
+        numbers = torch.arange(length, dtype=torch.float64)
+        mine = numbers * (rank + 1)
+        total = numbers * sum(range(1, size + 1))
+        told.append(collective.all_reduce(mine).equal(total))
+        told.append(collective.all_reduce(mine, "max").equal(numbers * size))
+        told.append(collective.all_reduce(-mine, "min").equal(-numbers * size))
+        wait = collective.start_sum(copy := mine.clone(), "sum")
+        wait()
+        told += [copy.equal(total), mine.equal(numbers * (rank + 1))]
+    turned = torch.arange(6).view(2, 3).t()
+    told.append(collective.all_reduce(turned).equal(size * turned))
+    told.append(collective.all_reduce(torch.tensor(rank)).item() == sum(range(size)))
+    assert memory is not None
     return json.dumps(told)
 
 
 @pytest.mark.distributed
-def test_a_rank_that_gets_no_memory_for_a_sum_sends_all_to_the_library() -> None:
-    for text in run_spawned(3, "torch", _sums_without_room):
-        assert json.loads(text) == [[[3.0], False], [[3.0], True]]
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_of_any_length_are_reduced_place_by_place(size: int) -> None:
+    for text in run_spawned(size, "torch", _reduces):
+        assert all(json.loads(text)), text
 
 
 def test_the_sockets_of_the_most_ranks_are_few_beside_the_usual_limit_of_descriptors() -> None:
@@ -139,15 +151,11 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
             link.connect(str(tmp_path / "door"))
             link.send(said)
             links.append(link)
-        # A stack of their own: the memories close what they were dealt.
-        with ExitStack() as kept:
-            one = SharedMemory(0, _deal(door, b"token", 2, kept), 5)
-            for link in links[:-1]:
-                assert not link.recv(1)
-            other = SharedMemory(1, _receive(links[-1], Member(rank=1, size=2, local_size=2), kept), 5)
-            kept.pop_all()
-        stack.callback(one.close)
-        stack.callback(other.close)
-        one.wait(one.tell() - 1)
-        other.tell()
-        one.wait(1)
+        one = SharedMemory(0, *_deal(door, b"token", 2, stack, stack), 5)
+        for link in links[:-1]:
+            assert not link.recv(1)
+        member = Member(rank=1, size=2, local_size=2)
+        other = SharedMemory(1, *_receive(links[-1], member, stack, stack), 5)
+        with ThreadPoolExecutor(2) as ranks:
+            sums = [ranks.submit(collect.all_gather, torch.ones(3)) for collect in (one, other)]
+            assert [len(each.result()) for each in sums] == [2, 2]
