@@ -13,11 +13,13 @@ has heard that all peers wrote once more in between, so they have read what stoo
 from __future__ import annotations
 
 import hmac
+import logging
 import mmap
 import os
 import secrets
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import reduce
 from tempfile import mkdtemp
@@ -31,8 +33,11 @@ from ringspark.estimators.collectives.traffic import Member
 # The most ranks: rank 0 makes a pair of sockets for each two, which are 240 descriptors for so many.
 MOST_RANKS = 16
 
-# Bytes that a rank shows at a time; longer data take several turns.
-PLACE_BYTES = 1 << 20
+# Bytes that a rank shows at a time, after a head that says of what; longer data take several turns.
+_PIECE_BYTES, _HEAD_BYTES = 1 << 20, 64
+_HEAD = struct.Struct("qq")
+_GATHER, _REDUCE = 1, 2
+_REMEDY = "build the same model, with the same trainable parameters, on every rank"
 
 # From so many elements on, reading what each rank reduced for all costs less than reducing all oneself.
 _SPLIT_ELEMENTS = 16 << 10
@@ -45,12 +50,17 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
 }
 
+_logger = logging.getLogger(__name__)
+
 # What rank 0 gives to each rank: the memory's descriptor, and a connected socket for each other rank.
 Dealt = tuple[int, dict[int, socket.socket]]
 
 
 class SharedMemory:
-    """A file in memory, and a socket to each peer. Every method but `close` runs on every rank."""
+    """Memory of all ranks, and a socket to each peer. Every method but `close` runs on every rank.
+
+    Tensors are one row. Of what a rank does not show at a time, its place says how much there is.
+    """
 
     def __init__(
         self, rank: int, memory: int, peers: dict[int, socket.socket], timeout_seconds: float
@@ -61,11 +71,11 @@ class SharedMemory:
             peer.settimeout(timeout_seconds)
         self._told = 0  # how often this rank has told the peers that it wrote
         self._heard = dict.fromkeys(self._peers, 0)  # how often each peer has told so
-        length = 2 * self.size * PLACE_BYTES
         # Takes the memory now: where it is short, this fails, and writing to it would end the process.
-        os.posix_fallocate(memory, 0, length)
-        whole = torch.frombuffer(mmap.mmap(memory, length), dtype=torch.uint8)
-        self._places = whole.view(2, self.size, PLACE_BYTES)
+        os.posix_fallocate(memory, 0, shared_bytes(self.size))
+        self._memory = mmap.mmap(memory, shared_bytes(self.size))
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._places = whole.view(2, self.size, _HEAD_BYTES + _PIECE_BYTES)[:, :, _HEAD_BYTES:]
         self._turn = 0
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
@@ -75,33 +85,55 @@ class SharedMemory:
         return 1 + len(self._peers)
 
     def all_gather(self, tensor: torch.Tensor, *, is_read: bool = True) -> list[torch.Tensor]:
-        """Returns every rank's tensor, in the order of ranks; each is one row, of any length.
+        """Returns every rank's tensor, in the order of ranks; the lengths may differ.
 
         Args:
             is_read: Whether this rank wants them; if not, it gets an empty list.
         """
         mine = tensor.view(torch.uint8)
-        lengths = [int(n) for n in self._shown(torch.tensor([len(mine)]), torch.int64, 1)]
-        gathered = [mine.new_empty(length if is_read else 0) for length in lengths]
-        for begin in range(0, max(lengths), PLACE_BYTES):
-            places = self._shown(mine[begin : begin + PLACE_BYTES], torch.uint8, PLACE_BYTES)
-            for place, whole in zip(places, gathered, strict=True):
-                part = whole[begin : begin + PLACE_BYTES]
-                part.copy_(place[: len(part)])
-        return [whole.view(tensor.dtype) for whole in gathered] if is_read else []
+        gathered: list[torch.Tensor] = []
+        begin, longest = 0, 1
+        while begin < longest:
+            places = self._shown(mine[begin : begin + _PIECE_BYTES], len(mine), _GATHER)
+            lengths = self._lengths(_GATHER)
+            longest = max(lengths)
+            if is_read:
+                gathered = gathered or [mine.new_empty(length) for length in lengths]
+                for place, whole in zip(places, gathered, strict=True):
+                    part = whole[begin : begin + _PIECE_BYTES]
+                    part.copy_(place[: len(part)])
+            begin += _PIECE_BYTES
+        return [whole.view(tensor.dtype) for whole in gathered]
 
     def all_reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Overwrites a tensor of one row with its reduction over all ranks, in the order of ranks."""
-        num_elements = PLACE_BYTES // tensor.element_size()
-        for part in torch.split(tensor, num_elements):
-            places = self._shown(part, tensor.dtype, len(part))
+        """Overwrites a tensor with its reduction over all ranks, in the order of ranks."""
+        for part, places in self._pieces(tensor):
             if self.size > 2 and len(part) >= _SPLIT_ELEMENTS:
                 self._reduce_split(places, part, op)
             else:
-                first, second, *others = places
-                _REDUCTIONS[op](first, second, out=part)
-                for other in others:
-                    _REDUCTIONS[op](part, other, out=part)
+                _reduce(places, part, op)
+
+    def reduce_scatter(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Returns this rank's part, from `begin` to `end`, of the sum over all ranks."""
+        own, at = tensor.new_empty(end - begin), 0
+        for part, places in self._pieces(tensor):
+            low, high = max(at, begin), min(at + len(part), end)
+            if low < high:
+                _reduce(
+                    [place[low - at : high - at] for place in places], own[low - begin : high - begin], "sum"
+                )
+            at += len(part)
+        return own
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Yields this rank's tensor piece by piece, each with what every rank has in its place."""
+        for part in torch.split(tensor, _PIECE_BYTES // tensor.element_size()):
+            places = self._shown(part, tensor.nbytes, _REDUCE)
+            lengths = self._lengths(_REDUCE)
+            if min(lengths) < max(lengths):
+                told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+                raise ValueError(f"the ranks sum tensors of different sizes in bytes: {told}; {_REMEDY}")
+            yield part, [place[: len(part)] for place in places]
 
     def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
         """Has each rank reduce one slice for all: what a rank reads does not grow with their number."""
@@ -113,15 +145,30 @@ class SharedMemory:
         for rank, target in enumerate(part.tensor_split(self.size)):
             target.copy_(slices[rank][rank])
 
-    def _shown(self, data: torch.Tensor, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
-        """Shows this rank's data to the peers; returns the first `length` elements of each rank's place."""
+    def _shown(self, data: torch.Tensor, num_bytes: int, kind: int) -> list[torch.Tensor]:
+        """Shows a piece of this rank's data to the peers; returns the place of each rank.
+
+        Args:
+            num_bytes: Of all pieces together.
+        """
         self._turn ^= 1
-        if dtype not in self._views:
-            self._views[dtype] = [list(turn.view(dtype)) for turn in self._places]
-        places = [place[:length] for place in self._views[dtype][self._turn]]
+        if data.dtype not in self._views:
+            self._views[data.dtype] = [list(turn.view(data.dtype)) for turn in self._places]
+        places = self._views[data.dtype][self._turn]
         places[self._rank][: len(data)] = data
+        _HEAD.pack_into(self._memory, self._head(self._rank), kind, num_bytes)
         self._wait(self._tell())
         return places
+
+    def _lengths(self, kind: int) -> list[int]:
+        """Returns how many bytes each rank has, once it knows that all do the same."""
+        heads = [_HEAD.unpack_from(self._memory, self._head(rank)) for rank in range(self.size)]
+        if any(head[0] != kind for head in heads):
+            raise ValueError(f"some ranks sum while others gather; {_REMEDY}")
+        return [length for _, length in heads]
+
+    def _head(self, rank: int) -> int:
+        return (self._turn * self.size + rank) * (_HEAD_BYTES + _PIECE_BYTES)
 
     def _tell(self) -> int:
         """Tells the peers that this rank has written; returns how often it did so."""
@@ -147,6 +194,14 @@ class SharedMemory:
             peer.close()
 
 
+def _reduce(places: list[torch.Tensor], out: torch.Tensor, op: ReduceOp) -> None:
+    first, second, *others = places
+    reduction = _REDUCTIONS[op]
+    reduction(first, second, out=out)
+    for other in others:
+        reduction(out, other, out=out)
+
+
 class _peer_errors:  # noqa: N801
     """Like `base.peer_errors` for a socket; a class, because a generator costs more than the call inside."""
 
@@ -159,6 +214,11 @@ class _peer_errors:  # noqa: N801
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, OSError):
             raise CollectiveError(f"the connection to rank {self._rank} failed: {error}") from error
+
+
+def shared_bytes(num_ranks: int) -> int:
+    """Returns the bytes that so many ranks share: two places for each."""
+    return 2 * num_ranks * (_HEAD_BYTES + _PIECE_BYTES)
 
 
 def may_share(member: Member) -> bool:
@@ -198,6 +258,8 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
         if all(told == b"1" for told in able):
             kept.pop_all()
             return made
+    if member.rank == 0:
+        _logger.warning("the ranks of %s cannot share memory; they exchange through the network", member.host)
     return None
 
 
@@ -227,18 +289,21 @@ def _meet(
 
 def _open_door(stack: ExitStack) -> socket.socket | None:
     """Returns a listening socket in a folder of this user alone; None if there is no place for it."""
-    with suppress(OSError):
-        # TemporaryDirectory needs descriptors to remove itself.
-        folder = mkdtemp(prefix="ringspark-")
-        stack.callback(os.rmdir, folder)
-        door = stack.enter_context(socket.socket(socket.AF_UNIX))
-        path = os.path.join(folder, "door")
-        door.bind(path)
-        stack.callback(os.unlink, path)
-        door.listen(socket.SOMAXCONN)
-        # All ranks have connected when it is opened.
-        door.setblocking(False)
-        return door
+    # The name of the folder for temporary files may be too long for a socket's.
+    for parent in (None, "/tmp"):
+        with suppress(OSError), ExitStack() as made:
+            # TemporaryDirectory needs descriptors to remove itself.
+            folder = mkdtemp(prefix="ringspark-", dir=parent)
+            made.callback(os.rmdir, folder)
+            door = made.enter_context(socket.socket(socket.AF_UNIX))
+            path = os.path.join(folder, "door")
+            door.bind(path)
+            made.callback(os.unlink, path)
+            door.listen(socket.SOMAXCONN)
+            # All ranks have connected when it is opened.
+            door.setblocking(False)
+            stack.enter_context(made.pop_all())
+            return door
     return None
 
 

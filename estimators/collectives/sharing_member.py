@@ -57,12 +57,8 @@ class SharingMember(ConnectedMember, ABC):
             return self._start_reduce_scatter(tensor, counts)
         self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
 
-        def wait() -> torch.Tensor:
-            whole = tensor.detach().clone()
-            memory.all_reduce_(whole, "sum")
-            return torch.split(whole, list(counts))[self.rank].clone()
-
-        return wait
+        begin = sum(counts[: self.rank])
+        return partial(memory.reduce_scatter, tensor.detach(), begin, begin + counts[self.rank])
 
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         memory = self._memory_for(tensor)

@@ -31,8 +31,9 @@ def _until_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
     def plain(*args: Any, **kwargs: Any) -> Any:
         if _COMPILER not in sys.modules:
             return method(*args, **kwargs)
-        # torch now sets its own, by which the compiler leaves the method out.
-        delattr(method, _IN_PLACE)
+        # torch now sets its own, by which the compiler leaves the method out. Another thread may be faster.
+        if method.__dict__.get(_IN_PLACE) is plain:
+            method.__dict__.pop(_IN_PLACE, None)
         return getattr(Optimizer, method.__name__)(*args, **kwargs)
 
     return plain

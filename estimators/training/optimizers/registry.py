@@ -41,16 +41,30 @@ def _fused(parameters: list[Any]) -> bool | None:
     held = [p for entry in parameters for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     devices = {p.device.type for p in held}
     has_kernel = len(devices) == 1 and devices <= {"cpu", "cuda"}
-    plain = (not is_lazy(p) and p.is_floating_point() and p.is_contiguous() for p in held)
-    return (has_kernel and all(plain)) or None
+    rows = (not is_lazy(p) and p.is_floating_point() and p.is_contiguous() for p in held)
+    return (has_kernel and all(rows)) or None
+
+
+def _by_rows(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Has gradients that a user's hook replaced lie row by row too when the kernel reads them."""
+
+    def arrange(held: torch.optim.Optimizer, *_: object) -> None:
+        for group in held.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.grad.is_contiguous():
+                    parameter.grad = parameter.grad.contiguous()
+
+    if optimizer.defaults["fused"]:
+        optimizer.register_step_pre_hook(arrange)
+    return optimizer
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
     "momentum": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd, momentum=0.9),
-    "adam": lambda p, lr, wd: torch.optim.Adam(p, lr=lr, weight_decay=wd, fused=_fused(p)),
-    "adamw": lambda p, lr, wd: torch.optim.AdamW(p, lr=lr, weight_decay=wd, fused=_fused(p)),
+    "adam": lambda p, lr, wd: _by_rows(torch.optim.Adam(p, lr=lr, weight_decay=wd, fused=_fused(p))),
+    "adamw": lambda p, lr, wd: _by_rows(torch.optim.AdamW(p, lr=lr, weight_decay=wd, fused=_fused(p))),
     "adamax": lambda p, lr, wd: torch.optim.Adamax(p, lr=lr, weight_decay=wd),
     "nadam": lambda p, lr, wd: torch.optim.NAdam(p, lr=lr, weight_decay=wd),
     "radam": lambda p, lr, wd: torch.optim.RAdam(p, lr=lr, weight_decay=wd),

@@ -165,9 +165,8 @@ def test_sums_are_scattered_in_any_parts_and_gathered_again(name: str, size: int
     offset = size * (size - 1) / 2
     wanted = [size * i + offset for i in range(6)]
     roads = _results(size, name, _scatters)
-    for is_library, rank, result in (
-        (n > 0, *one) for n, road in enumerate(roads) for one in enumerate(road)
-    ):
+    by_road = enumerate(roads)
+    for number, rank, result in ((n, *one) for n, road in by_road for one in enumerate(road)):
         for counts, (length, sent, whole) in zip(PARTS[size], result, strict=True):
             assert length == counts[rank]
             assert [value for piece in whole for value in piece] == wanted

@@ -18,9 +18,9 @@ from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.shared_memory import (
+    _PIECE_BYTES,
     _SPLIT_ELEMENTS,
     MOST_RANKS,
-    PLACE_BYTES,
     SharedMemory,
     _deal,
     _receive,
@@ -111,7 +111,7 @@ def _reduces(collective: Collective, device: str, status: Status) -> str:
     memory = collective._memory  # type: ignore[attr-defined]
     rank, size = collective.rank, collective.size
     told = []
-    for length in (1, 7, _SPLIT_ELEMENTS + 5, 3 * PLACE_BYTES // 8 + 11):
+    for length in (1, 7, _SPLIT_ELEMENTS + 5, 3 * _PIECE_BYTES // 8 + 11):
         numbers = torch.arange(length, dtype=torch.float64)
         mine = numbers * (rank + 1)
         total = numbers * sum(range(1, size + 1))
@@ -133,6 +133,48 @@ def _reduces(collective: Collective, device: str, status: Status) -> str:
 def test_tensors_of_any_length_are_reduced_place_by_place(size: int) -> None:
     for text in run_spawned(size, "torch", _reduces):
         assert all(json.loads(text)), text
+
+
+def _differ(collective: Collective, device: str, status: Status) -> str:
+    """What a rank is told that sums other bytes than its peer, or something else than its peer does."""
+    memory = collective._memory  # type: ignore[attr-defined]
+    told = []
+    for act in (
+        lambda: memory.all_reduce_(torch.ones(3 + 2 * collective.rank), "sum"),
+        lambda: memory.all_gather(torch.ones(1)) if collective.rank else collective.all_reduce(torch.ones(1)),
+    ):
+        with pytest.raises(ValueError, match="the same model, with the same trainable parameters") as caught:
+            act()
+        told.append(str(caught.value))
+    return json.dumps(told)
+
+
+@pytest.mark.distributed
+def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers() -> None:
+    """The places also hold what a peer left there before."""
+    for text in run_spawned(2, "torch", _differ):
+        sizes, kinds = json.loads(text)
+        assert sizes.startswith(
+            "the ranks sum tensors of different sizes in bytes: 12 on rank 0, 20 on rank 1;"
+        )
+        assert kinds.startswith("some ranks sum while others gather; build the same model")
+
+
+def _is_sharing(collective: Collective, device: str, status: Status) -> str:
+    return str(collective._memory is not None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+def test_a_folder_for_temporary_files_with_a_long_name_keeps_nobody_from_sharing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of YARN's containers, whose names are longer than a Unix socket's may be."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert run_spawned(2, "torch", _is_sharing) == ["True"] * 2
+    monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
+    assert run_spawned(2, "torch", _is_sharing) == ["False"] * 2
 
 
 def test_the_sockets_of_the_most_ranks_are_few_beside_the_usual_limit_of_descriptors() -> None:

@@ -115,15 +115,6 @@ def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> N
         assert plan_memory(DEEP, BATCH, collective=collective, numWorkers=2).communication >= DEEP_PARAMETERS
 
 
-def test_small_buffers_also_have_two_places_in_shared_memory() -> None:
-    """In a network above the size of one exchange, that is the bucket of what is left over."""
-    first, last = nn.Linear(8, 400_000), nn.Linear(400_000, 24)
-    left, full = (4 * (sum(p.numel() for p in layer.parameters()) + 2) for layer in (first, last))
-    net = nn.Sequential(first, last)
-    for workers, expected in ((2, 3 * left + full), (3, left + full)):
-        assert plan_memory(net, BATCH, collective="torch", numWorkers=workers).communication == expected
-
-
 def test_a_plan_does_not_depend_on_how_the_batch_is_given() -> None:
     plan = plan_memory(DEEP, BATCH)
     forms: list[Any] = [

@@ -133,7 +133,7 @@ def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie: Tie)
     """Its error keeps the frames, and an exchange under way would keep the group and its peers waiting."""
     before = _sockets()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    collective = TorchCollective(Member(), False, Client(), 5.0)  # type: ignore[arg-type]
+    collective = TorchCollective(Member(), False, Client())  # type: ignore[arg-type]
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def fails(gradient: torch.Tensor) -> None:

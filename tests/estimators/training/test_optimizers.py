@@ -150,6 +150,20 @@ def test_adam_goes_on_alike_from_a_saved_state_whatever_the_order_in_memory(name
     torch.testing.assert_close(weights[0], reference.detach())
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_reads_gradients_as_they_lie_in_memory(name: str) -> None:
+    """A hook of the user's may set one whose columns lie together."""
+    weights = []
+    for is_turned in (False, True):
+        weight = nn.Parameter(torch.ones(4, 3))
+        optimizer = make_optimizer(name, [weight], 0.1, 0.0)
+        for gradient in (torch.arange(12.0).view(4, 3), -torch.ones(4, 3)):
+            weight.grad = gradient.t().contiguous().t() if is_turned else gradient
+            optimizer.step()
+        weights.append(weight.detach())
+    assert weights[1].equal(weights[0])
+
+
 def _gradients(*shapes: tuple[int, ...], seed: int = 0) -> Iterator[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
