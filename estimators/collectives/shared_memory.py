@@ -59,7 +59,7 @@ Dealt = tuple[int, dict[int, socket.socket]]
 class SharedMemory:
     """Memory of all ranks, and a socket to each peer. Every method but `close` runs on every rank.
 
-    Tensors are one row. Of what a rank does not show at a time, its place says how much there is.
+    Tensors have one dimension. What is longer than a place is shown in turns, each of which says how long.
     """
 
     def __init__(
@@ -119,9 +119,8 @@ class SharedMemory:
         for part, places in self._pieces(tensor):
             low, high = max(at, begin), min(at + len(part), end)
             if low < high:
-                _reduce(
-                    [place[low - at : high - at] for place in places], own[low - begin : high - begin], "sum"
-                )
+                theirs = [place[low - at : high - at] for place in places]
+                _reduce(theirs, own[low - begin : high - begin], "sum")
             at += len(part)
         return own
 
