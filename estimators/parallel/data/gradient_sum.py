@@ -24,7 +24,7 @@ from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, 
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
 # Gradients of at most so many bytes travel in one exchange. From 2 to 250 MiB, `slope --sweep` finds both
-# ways within a twentieth of each other where the ranks keep the cores of one host busy; over a slower link,
+# ways within a tenth of each other where the ranks keep the cores of one host busy; over a slower link,
 # what takes long to send should overlap with the backward pass.
 FLAT_BYTES = 32 << 20
 
