@@ -169,7 +169,7 @@ def test_a_pipeline_is_in_one_folder_whatever_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.modes
+@pytest.mark.connect
 def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folder_of_its_own(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
