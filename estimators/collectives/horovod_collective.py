@@ -28,8 +28,8 @@ _LOOK_SECONDS = 20e-6
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
 # Between two looks for work Horovod's thread sleeps so long. At each look the ranks exchange a message, which
-# takes time from the training; and an operation waits for the next look. Ranks that share memory wait for
-# three: to prove who they are, and to leave.
+# takes time from the training; and an operation waits for the next look. Ranks that share memory need
+# Horovod only to prove who they are and to leave.
 _CYCLE_MS, _RARE_CYCLE_MS = 1, 30
 
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"

@@ -37,7 +37,7 @@ MOST_RANKS = 16
 _PIECE_BYTES, _HEAD_BYTES = 1 << 20, 64
 _HEAD = struct.Struct("qq")
 _GATHER, _REDUCE = 1, 2
-_REMEDY = "build the same model, with the same trainable parameters, on every rank"
+REMEDY = "build the same model, with the same trainable parameters, on every rank"
 
 # From so many elements on, reading what each rank reduced for all costs less than reducing all oneself.
 _SPLIT_ELEMENTS = 16 << 10
@@ -52,14 +52,14 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 _logger = logging.getLogger(__name__)
 
-# What rank 0 gives to each rank: the memory's descriptor, and a connected socket for each other rank.
+# One rank's share: the memory's descriptor, and a connected socket for each other rank.
 Dealt = tuple[int, dict[int, socket.socket]]
 
 
 class SharedMemory:
     """Memory of all ranks, and a socket to each peer. Every method but `close` runs on every rank.
 
-    Tensors have one dimension. What is longer than a place is shown in turns, each of which says how long.
+    Tensors have one dimension. One that is longer than a place is shown in turns; its length is told in each.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SharedMemory:
             lengths = self._lengths(_REDUCE)
             if min(lengths) < max(lengths):
                 told = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
-                raise ValueError(f"the ranks sum tensors of different sizes in bytes: {told}; {_REMEDY}")
+                raise ValueError(f"the ranks sum tensors of different sizes in bytes: {told}; {REMEDY}")
             yield part, [place[: len(part)] for place in places]
 
     def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
@@ -163,7 +163,7 @@ class SharedMemory:
         """Returns how many bytes each rank has, once it knows that all do the same."""
         heads = [_HEAD.unpack_from(self._memory, self._head(rank)) for rank in range(self.size)]
         if any(head[0] != kind for head in heads):
-            raise ValueError(f"some ranks sum while others gather; {_REMEDY}")
+            raise ValueError(f"some ranks sum while others gather; {REMEDY}")
         return [length for _, length in heads]
 
     def _head(self, rank: int) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp, contiguous, num_bytes
-from ringspark.estimators.collectives.shared_memory import SharedMemory
+from ringspark.estimators.collectives.shared_memory import REMEDY, SharedMemory
 from ringspark.estimators.collectives.traffic import Member
 
 
@@ -81,7 +81,13 @@ class SharingMember(ConnectedMember, ABC):
             if memory := self._memory_for(*dense):
                 for tensor in dense:
                     flat = tensor.view(-1)
-                    flat.copy_(memory.all_gather(flat if self.rank == root else flat[:0])[root])
+                    sent = memory.all_gather(flat if self.rank == root else flat[:0])[root]
+                    if len(sent) != len(flat):
+                        raise ValueError(
+                            f"rank {root} sends a tensor of {len(sent)} elements, rank {self.rank} has one "
+                            f"of {len(flat)}; {REMEDY}"
+                        )
+                    flat.copy_(sent)
             else:
                 self._broadcast(dense, root)
         self.traffic.broadcast(num_bytes(tensors), root)

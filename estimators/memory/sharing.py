@@ -38,7 +38,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     """
     if config.num_workers == 1:
         return 0
-    # What ranks of one host share is small beside all this, and not counted.
+    # Ranks of one host share 2 MiB for each of them, which is not counted.
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = num_bytes(trained.values())
     if config.sharding == "parameters":

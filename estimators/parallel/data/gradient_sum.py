@@ -2,7 +2,8 @@
 
 A small network pays for the number of exchanges, not for their bytes, so all its gradients travel in one
 buffer after the step's last backward pass. The gradients of a large one travel in buckets, each as soon as
-it is complete, while the layers before it still compute (Li et al. 2020, "PyTorch Distributed").
+it is complete, while the layers before it still compute (Li et al. 2020, "PyTorch Distributed"); between
+ranks that share memory, after the pass, because there it is the same cores that would send.
 
 Invariant: every rank sends every bucket once a step, in the same order, whatever rows it has and whichever
 parameters they use. A bucket that is not complete in the backward pass leaves after it.

@@ -136,7 +136,7 @@ def test_tensors_of_any_length_are_reduced_place_by_place(size: int) -> None:
 
 
 def _differ(collective: Collective, device: str, status: Status) -> str:
-    """What a rank is told that sums other bytes than its peer, or something else than its peer does."""
+    """The errors of a rank whose peer sums tensors of other sizes, or gathers."""
     memory = collective._memory  # type: ignore[attr-defined]
     told = []
     for act in (
@@ -147,6 +147,25 @@ def _differ(collective: Collective, device: str, status: Status) -> str:
             act()
         told.append(str(caught.value))
     return json.dumps(told)
+
+
+def _receives_less(collective: Collective, device: str, status: Status) -> str:
+    """The error of rank 1, which torch would give one number in all places."""
+    tensor = torch.zeros(1 + 2 * collective.rank)
+    if collective.rank == 0:
+        collective.broadcast([tensor])
+        return ""
+    with pytest.raises(ValueError, match="build the same model") as caught:
+        collective.broadcast([tensor])
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
+    told = run_spawned(2, "torch", _receives_less)
+    assert told[1].startswith(
+        "rank 0 sends a tensor of 1 elements, rank 1 has one of 3; build the same model"
+    )
 
 
 @pytest.mark.distributed

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import json, sys, warnings
+import json, sys
 import torch
 from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
