@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError, WorkerError
     from ringspark.estimators.memory import MemoryPlan, plan_memory
+    from ringspark.estimators.sequence_windows import SequenceWindows
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
         TorchClassificationModel,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Callback": "training.callbacks",
     "MemoryPlan": "memory",
+    "SequenceWindows": "sequence_windows",
     "TorchClassifier": "torch_estimator",
     "TorchEstimator": "torch_estimator",
     "TorchRegressor": "torch_estimator",
@@ -36,6 +38,7 @@ _MODULES = {
 __all__ = [
     "Callback",
     "MemoryPlan",
+    "SequenceWindows",
     "TorchClassificationModel",
     "TorchClassifier",
     "TorchEstimator",

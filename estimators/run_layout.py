@@ -9,6 +9,7 @@ run/
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.stderr: what one wrote that has died
   history.json    the epochs so far
   progress.json   the present step
+  first-weights/  the weights that a large network of the user's own starts from, until the training has ended
   checkpoints/    step-<n>: positions to resume from, until the training has ended
   checkpoint/     the final weights
   best-<epoch>/   the weights of the best epoch, if they are kept
@@ -25,6 +26,7 @@ SHARDS = "shards"
 HEARTBEAT = "heartbeat"
 HISTORY = "history.json"
 PROGRESS = "progress.json"
+FIRST_WEIGHTS = "first-weights"
 CHECKPOINTS = "checkpoints"
 CHECKPOINT = "checkpoint"
 BEST = "best"

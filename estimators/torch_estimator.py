@@ -1,8 +1,8 @@
 """`TorchEstimator` and its two tasks: from a DataFrame to a trained network, in one `fit`.
 
-`fit` promises this order to the user: it checks every setting, then the storage; it writes the data once and
-checks its statistics; it tries the model on two rows of zeros; only then does a gang start. Whatever fails,
-`fit` removes its folders.
+`fit` promises this order to the user: it checks every setting with the schema, then the storage; it writes
+the data once and checks its statistics; it tries the model on two rows of zeros; only then does a gang start.
+Whatever fails, `fit` removes its folders.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
@@ -19,24 +19,23 @@ from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
-from ringspark.estimators import user_code
-from ringspark.estimators.columns.schema import check_types, field_named
-from ringspark.estimators.launch.python_daemon import PRELOADED, choose_daemon
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
-from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.launch.train_task import PackedObjects, TrainTask
 from ringspark.estimators.memory import check_budget, check_on_driver
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
+from ringspark.estimators.run.tables import FitsOnTables
 from ringspark.estimators.stages.advice import settings_without_effect
-from ringspark.estimators.stages.declared import set_params, value_of
-from ringspark.estimators.stages.fit_data import FitData, SharedShards
+from ringspark.estimators.stages.declared import set_params
+from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
     check_distinct,
-    check_free,
     check_thresholds,
 )
 from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
@@ -47,22 +46,23 @@ from ringspark.estimators.stages.summary import Finished, TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.console import ProgressWatcher
-from ringspark.estimators.training.driver_check import check_columns, check_training
+from ringspark.estimators.training.arguments import with_arguments
+from ringspark.estimators.training.data_check import check_columns
+from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.choices import Task
-from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.columns import check_frame, is_case_sensitive
+from ringspark.pipelines.columns import is_case_sensitive
 from ringspark.pipelines.spark_paths import alike, is_remote, resolve
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
 
 
-class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
+class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
     """Base class of the estimators. The keywords of the constructor are the Params: see `explainParams()`."""
 
     _task: Task = "any"
@@ -84,7 +84,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             A thread-safe iterator over (index of the map, model); each `next` is one fit.
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
-        fits = [_Fit.of(estimator, dataset) for estimator in estimators]
+        fits = [CheckedFit.of(estimator, dataset) for estimator in estimators]
         runs = [f.data.root for f, e in zip(fits, estimators, strict=True) if e.getRunUri() is not None]
         if len(set(runs)) < len(runs):
             raise ValueError(
@@ -108,14 +108,14 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         run_uri = self._run_uri(spark)
         config, objects = config_of(self, self._task, self._label_columns())
         self._warn(on_shards=True)
-        pickled = user_code.dumps(objects)
+        packed = PackedObjects.of(objects)
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
-        run = self._run_folder(run_uri or storage_root(spark, self.getStorageUri()))
+        run = self._run_folder(run_uri or self._storage_root(spark))
         choose_daemon(spark, config.use_gpu)
         with run.guarded():
-            return self._train_on(spark, run, config, objects, pickled, manifest)
+            return self._train_on(spark, run, config, objects, packed, manifest)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""
@@ -126,11 +126,14 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
-        fit = _Fit.of(self, dataset)
+        fit = CheckedFit.of(self, dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(dataset, fit, SharedShards(dataset, [fit.data]))
 
-    def _train(self, dataset: DataFrame, fit: _Fit, shards: SharedShards) -> M:
+    def _checked(self, dataset: DataFrame) -> CheckedFit:
+        return CheckedFit.of(self, dataset)
+
+    def _train(self, dataset: DataFrame, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = dataset.sparkSession, self._run_folder(fit.data.root)
         with ExitStack() as stack:
             if run.is_given:
@@ -141,7 +144,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 manifest, key = stack.enter_context(shards.shards(fit.data)), None
                 stack.enter_context(run.guarded())
             self._check_held_out(fit, manifest)
-            return self._train_on(spark, run, fit.config, fit.objects, fit.pickled, manifest, key)
+            return self._train_on(spark, run, fit.config, fit.objects, fit.packed, manifest, key)
 
     def _run_uri(self, spark: SparkSession) -> str | None:
         """Returns the folder that the user named for the run, if a fit may use it."""
@@ -150,18 +153,22 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         check_run_uri(run_uri, self.getResume())
         return run_uri
 
+    def _storage_root(self, spark: SparkSession) -> str:
+        """Returns the folder that holds what a fit writes, where the user named no run."""
+        return storage_root(spark, self.getStorageUri())
+
     def _run_folder(self, root: str) -> RunFolder:
         """Returns the folder of the run: `root`, if the user named it, or a new one in there."""
         return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
 
-    def _check_held_out(self, fit: _Fit, manifest: ShardManifest) -> None:
+    def _check_held_out(self, fit: CheckedFit, manifest: ShardManifest) -> None:
         """Warns if rows were to be held out but there are none."""
         asked = fit.data.validation_col is not None or fit.data.validation_fraction is not None
         if not asked or manifest.select("validation").num_rows:
             return
         told = "validationFraction" if fit.data.validation_col is None else "validationIndicatorCol"
         sentence = f"{told} holds out none of the {manifest.num_rows} rows; hold out more, or leave it unset"
-        if fit.config.keep == "best" or fit.config.patience is not None:
+        if fit.config.looks_for_best:
             raise ValueError(sentence)
         warnings.warn(sentence, UserWarning, stacklevel=5)
 
@@ -171,12 +178,16 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         run: RunFolder,
         config: TrainConfig,
         objects: UserObjects,
-        pickled: bytes,
+        packed: PackedObjects,
         manifest: ShardManifest,
         rows_key: str | None = None,
     ) -> M:
         """Checks, trains (unless the run has finished already) and makes the model."""
-        config = replace(config, run_uri=run.uri, shards_uri=manifest.uri)
+        names = config.input_columns
+        config = with_arguments(replace(config, run_uri=run.uri, shards_uri=manifest.uri), manifest)
+        if config.pretrained is not None:
+            uri = storage.normalize(resolve(spark, config.pretrained["uri"]))
+            config = replace(config, pretrained={**config.pretrained, "uri": uri})
         check_columns(config, manifest)
         # Checked before the network is made: a host that cannot hold it would kill the driver.
         check_on_driver(config, objects, manifest, spark_conf(spark), is_remote(spark))
@@ -188,7 +199,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         if finished is None:
             states = ShardStates(manifest, run.uri)
             states.note()
-            finished = self._supervised(spark, run, config, pickled, states)
+            finished = self._supervised(spark, run, config, packed, states)
             run.finish(finished)
         summary, result = TrainingSummary.of_run(finished, alike(spark, run.uri))
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
@@ -210,7 +221,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             shapes,
             summary,
             columns=manifest.columns,
-            input_columns=config.input_columns,
+            input_columns=names,
+            label_columns=config.label_columns,
             ignored_label=make_heads(config, objects, manifest)[0].ignored,
         )
         # The model also gets the parent's uid, like every Spark ML model.
@@ -222,13 +234,19 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return cast(M, model)
 
     def _supervised(
-        self, spark: SparkSession, run: RunFolder, config: TrainConfig, pickled: bytes, states: ShardStates
+        self,
+        spark: SparkSession,
+        run: RunFolder,
+        config: TrainConfig,
+        packed: PackedObjects,
+        states: ShardStates,
     ) -> str:
         """Trains on the gang; returns the JSON text that `TrainingSummary.of_run` reads."""
+        weights = packed.write_weights(run.uri)
         supervisor = Supervisor(
             spark=spark,
             config=config,
-            make_work=lambda config: TrainTask(config=config, objects=pickled),
+            make_work=lambda config: TrainTask(config=config, objects=packed.pickled, weights=weights),
             token=run.token,
             check_data=states.check,
         )
@@ -248,6 +266,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         """Returns the columns that the model will add."""
         return self.predictionColumns(num_outputs)
 
+    def _label_outputs(self) -> list[str]:
+        """Returns the columns that the model adds where the labels were strings."""
+        return []
+
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
         """Refuses output shapes that the model's `transform` would refuse, before the training."""
         check_distinct(self._output_columns(len(shapes)), exact)
@@ -255,65 +277,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def _warn(self, on_shards: bool = False) -> None:
         for sentence in settings_without_effect(self, on_shards):
             warnings.warn(sentence, UserWarning, stacklevel=4)
-
-    def _found(self, dataset: DataFrame, config: TrainConfig) -> tuple[TrainConfig, str | None]:
-        """Returns the config and the indicator with the columns' names as the DataFrame has them."""
-        schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
-
-        def named(name: str, param: str) -> str:
-            return field_named(name, param, schema, exact).name
-
-        inputs = tuple(named(name, "featuresCol or inputCols") for name in config.input_columns)
-        check_types(schema, inputs)
-        labels = tuple(named(name, self._label_param()) for name in config.label_columns)
-        weight = config.weight_column and named(config.weight_column, "weightCol")
-        config = replace(config, input_columns=inputs, label_columns=labels, weight_column=weight)
-        check_types(schema, config.columns)
-        indicator = value_of(self, VALIDATION_INDICATOR_COL)
-        if indicator is not None:
-            indicator = named(indicator, "validationIndicatorCol")
-            if indicator in config.columns:
-                raise ValueError(
-                    f"validationIndicatorCol {indicator!r} must be a column of its own, not an input, label "
-                    "or weight; copy it under another name"
-                )
-        outputs = self._output_columns(len(labels))
-        check_distinct(outputs, exact)
-        # As in Spark's own fit, a column whose name differs in case is for transform to refuse.
-        check_free(schema, outputs, exact=True)
-        return config, indicator
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """One fit, checked as far as possible without data."""
-
-    config: TrainConfig
-    objects: UserObjects
-    pickled: bytes
-    data: FitData
-
-    @classmethod
-    def of(cls, estimator: _TorchEstimator[Any], dataset: DataFrame) -> _Fit:
-        check_frame(dataset, f"{type(estimator).__name__}.fit")
-        run_uri = estimator._run_uri(dataset.sparkSession)
-        config, objects = config_of(estimator, estimator._task, estimator._label_columns())
-        config, indicator = estimator._found(dataset, config)
-        estimator._warn()
-        pickled = user_code.dumps(objects)
-        slots = check_slots(dataset.sparkSession, config.num_workers, config.use_gpu, config.collective)
-        fraction = estimator.getValidationFraction()
-        data = FitData(
-            columns=tuple(dict.fromkeys(config.columns)),
-            validation_col=indicator,
-            validation_fraction=fraction,
-            seed=config.seed if fraction is not None else 0,
-            drops_invalid=estimator.getHandleInvalid() != "error",
-            root=run_uri or storage_root(dataset.sparkSession, estimator.getStorageUri()),
-            # Only where the gang takes every slot: other processes would hold torch for nothing.
-            imports=PRELOADED if slots == config.num_workers else (),
-        )
-        return cls(config=config, objects=objects, pickled=pickled, data=data)
 
 
 class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
@@ -344,6 +307,9 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierPara
     def _output_columns(self, num_outputs: int) -> list[str]:
         names = [self.getRawPredictionCol(), self.getProbabilityCol(), *super()._output_columns(num_outputs)]
         return [name for name in names if name]
+
+    def _label_outputs(self) -> list[str]:
+        return [name for name in [self.getPredictedLabelCol()] if name]
 
     def _check_outputs(self, shapes: Sequence[tuple[int, ...]], exact: bool) -> None:
         super()._check_outputs(shapes, exact)

@@ -3,6 +3,7 @@
 Nothing here knows of Spark or Arrow; a network trains, saves and loads without either.
 """
 
+from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
 from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint
@@ -18,6 +19,8 @@ __all__ = [
     "MODELS",
     "Linear",
     "ModelSpec",
+    "RandomCrop",
+    "RandomHorizontalFlip",
     "ResNet",
     "TabularEnsemble",
     "TabularNet",

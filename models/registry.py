@@ -6,6 +6,7 @@ here and a line of example arguments there.
 """
 
 MODELS: dict[str, str] = {
+    "embedding_mean": "ringspark.models.embedding_mean:EmbeddingMean",
     "linear": "ringspark.models.linear:Linear",
     "mlp": "ringspark.models.mlp:MLP",
     "resnet": "ringspark.models.resnet:ResNet",

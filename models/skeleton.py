@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
-
-from ringspark.models import ModelSpec
 
 
 def skeleton(module: nn.Module) -> nn.Module:
@@ -71,12 +69,18 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         name: tensor.to(dtypes[name]) if name in dtypes and tensor.dtype != dtypes[name] else tensor
         for name, tensor in state.items()
     }
+    recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    for layer in recurrent:
+        # They keep weak references to their weights, and what has one cannot be swapped.
+        layer._flat_weight_refs = []
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         module.load_state_dict(cast, assign=True)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+        for layer in recurrent:
+            layer._init_flat_weights()
 
 
 def changed_state(start: nn.Module, trained: nn.Module) -> list[str]:
@@ -111,8 +115,8 @@ def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
-def build_skeleton(spec: ModelSpec) -> nn.Module:
-    """Builds the spec's network without weights; spends neither memory nor random draws on them."""
+def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
+    """Returns what `build` builds, without weights; spends neither memory nor random draws on them."""
     mine = threading.get_ident()
     empty: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
@@ -129,10 +133,10 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
     hook = register_module_parameter_registration_hook(cast(Any, to_meta))
     try:
         with torch.random.fork_rng(devices=[]):
-            return spec.build()
+            return build()
     except Exception:
         # The constructor probably looked at its own weights. Any other error is raised again below.
         hook.remove()
-        return skeleton(spec.build())
+        return skeleton(build())
     finally:
         hook.remove()

@@ -103,15 +103,15 @@ class _Trunk(nn.Module):
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
-    def _features(self, ids: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, seq) to (batch, seq, dim)."""
+    def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps (batch, seq) to (batch, seq, dim); attends where `tokens`, (batch, seq) booleans, is True."""
         seq = ids.shape[1]
         if seq > self.max_seq_len:
             raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
         ids = ids.long()
         mask = None
-        if self.padding_id is not None:
-            mask = (ids != self.padding_id)[:, None, None, :]
+        if tokens is not None:
+            mask = tokens[:, None, None, :]
             # A row that is all padding attends to itself: attention to nothing would be NaN.
             mask = mask | ~mask.any(-1, keepdim=True)
         x = self.dropout(self.tokens(ids) + self.positions(torch.arange(seq, device=ids.device)))
@@ -134,7 +134,8 @@ class TransformerClassifier(_Trunk):
         mlp_dim: Width inside the blocks; None takes 4 * dim.
         dropout: Dropout probability on embeddings and on the output of each sublayer.
         attention_dropout: Dropout probability on attention weights.
-        padding_id: Token id that fills rows up; attention and the mean leave such tokens out.
+        padding_id: Token id that fills rows up; attention and the mean leave such tokens out. A mask given
+            to `forward` says the same without it.
 
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
@@ -169,13 +170,21 @@ class TransformerClassifier(_Trunk):
         self.head = nn.Linear(dim, out_features)
         self._init_weights()
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, seq) token ids to (batch, out_features)."""
-        x = self._features(ids)
-        if self.padding_id is None:
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps (batch, seq) token ids to (batch, out_features).
+
+        Args:
+            ids: (batch, seq) token ids.
+            mask: (batch, seq), 0 where a row is filled up; None takes `padding_id`.
+        """
+        tokens = mask.bool() if mask is not None else None
+        if tokens is None and self.padding_id is not None:
+            tokens = ids != self.padding_id
+        x = self._features(ids, tokens)
+        if tokens is None:
             pooled = x.mean(1)
         else:
-            real = (ids != self.padding_id).unsqueeze(-1).to(x.dtype)  # (batch, seq, 1)
+            real = tokens.unsqueeze(-1).to(x.dtype)  # (batch, seq, 1)
             pooled = (x * real).sum(1) / real.sum(1).clamp(min=1)
         out: torch.Tensor = self.head(pooled)
         return out

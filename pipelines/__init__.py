@@ -1,21 +1,28 @@
 """From a Spark DataFrame to batches of NumPy columns. Nothing here imports torch.
 
 `write_shards` writes the shards and their manifest, `plan_epoch` says which
-rows every worker reads in every step, `open_reader` reads them. Importing this
+rows every worker reads in every step, `open_reader` reads them; `table_manifest`
+takes the place of `write_shards` for tables that stay where they are. Importing this
 package imports neither pyspark nor petastorm.
 """
 
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
+from ringspark.pipelines.foreign.delta import list_delta
+from ringspark.pipelines.foreign.listing import Listing, list_parquet
+from ringspark.pipelines.foreign.table_manifest import table_manifest
 from ringspark.pipelines.kinds import (
     Array,
     Binary,
     HashBuckets,
+    Image,
     Kind,
     Padded,
     Ragged,
     Scalar,
     Sparse,
+    Struct,
+    Tokens,
     Vector,
     Vocabulary,
 )
@@ -23,6 +30,7 @@ from ringspark.pipelines.manifest import ShardFile, ShardManifest
 from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
 from ringspark.pipelines.reuse.cache_entries import CachedShards, list_cached, remove_cached
 from ringspark.pipelines.reuse.cached_shards import cached_shards
+from ringspark.pipelines.tokenizer_training import train_tokenizer
 from ringspark.pipelines.writing.shards import write_shards
 
 __all__ = [
@@ -33,7 +41,9 @@ __all__ = [
     "Column",
     "EpochPlan",
     "HashBuckets",
+    "Image",
     "Kind",
+    "Listing",
     "Padded",
     "Ragged",
     "Scalar",
@@ -41,14 +51,20 @@ __all__ = [
     "ShardManifest",
     "ShardReader",
     "Sparse",
+    "Struct",
+    "Tokens",
     "Vector",
     "Vocabulary",
     "cached_shards",
     "check_engine",
     "default_engine",
     "list_cached",
+    "list_delta",
+    "list_parquet",
     "open_reader",
     "plan_epoch",
     "remove_cached",
+    "table_manifest",
+    "train_tokenizer",
     "write_shards",
 ]

@@ -1,6 +1,6 @@
 """The columns of a set of shards: a name, a kind, and where it came from.
 
-Numbers, booleans, dates, arrays and vectors have a kind by their Spark type.
+Numbers, booleans, dates, structs of these, arrays and vectors have a kind by their Spark type.
 A column that needs a decision (strings, bytes) is refused on the driver with
 its name and the choices; any other unusable type is refused with the remedy.
 No number is ever cast: the int64 16,777,217 in the DataFrame is the int64
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from ringspark.pipelines.kinds import Array, Kind, Scalar, Vector, kind_from_json
+from ringspark.pipelines.kinds import Array, Kind, Scalar, Struct, Vector, kind_from_json
 from ringspark.pipelines.kinds.array import element_dtype
+from ringspark.pipelines.kinds.image import is_spark_image
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.kinds.vector import is_vector
 from ringspark.pipelines.typed_json import record
@@ -25,11 +26,6 @@ from ringspark.pipelines.typed_json import record
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.types import DataType, StructType
-
-_REMEDIES = {
-    "struct": "select its fields as columns of their own first",
-    "map": "select its values as columns of their own first",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +147,22 @@ def _default_kind(name: str, data_type: DataType) -> Kind:
         remedy = (
             "index it with StringIndexer first, or choose in write_shards: "
             f"columns={{{name!r}: Vocabulary()}} gives each string an id of its own, "
-            f"columns={{{name!r}: HashBuckets(1024)}} hashes it"
+            f"columns={{{name!r}: HashBuckets(1024)}} hashes it, Tokens.of(tokenizer) makes ids of its words"
         )
     elif family == "binary":
         remedy = (
             "decode it into an array of numbers first, or choose in write_shards: "
-            f"columns={{{name!r}: Binary('image', shape=(height, width, 3))}}"
+            f"columns={{{name!r}: Image(height, width)}} for encoded images, or Binary('npy', shape=...)"
         )
+    elif is_spark_image(data_type):
+        remedy = f"give its images a size, by columns={{{name!r}: Image(height, width)}} of write_shards"
+    elif family == "struct":
+        return Struct()
+    elif family == "map":
+        remedy = "select its values as columns of their own first"
     else:
-        remedy = _REMEDIES.get(family, "turn it into numbers first, or drop it with df.drop")
+        remedy = "turn it into numbers first, or drop it with df.drop"
     raise ValueError(
         f"column {name!r} has type {simple}, which cannot be trained on as it is "
-        f"(numbers, booleans, dates, arrays and vectors can); {remedy}"
+        f"(numbers, booleans, dates, structs of these, arrays and vectors can); {remedy}"
     )

@@ -23,7 +23,8 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.kinds.base import BatchArray
-from ringspark.pipelines.typed_json import record, versioned
+from ringspark.pipelines.table_files import TABLE_REMEDY, TableFile, TableSource, changed_problem
+from ringspark.pipelines.typed_json import added, record, versioned
 
 FORMAT_VERSION = 3
 _DIGEST_BLOCK = 1 << 20
@@ -41,8 +42,9 @@ class ShardFile:
         path: Path relative to the manifest's folder.
         split: "train" or "validation".
         num_bytes: Size of the file in bytes.
-        sha256: SHA-256 digest of the file's bytes, in hexadecimal.
+        sha256: SHA-256 digest of the file's bytes, in hexadecimal; empty for a table's file, see `state`.
         row_groups: Number of rows of each row group, in order.
+        table: What else is known of a file that `write_shards` has not written.
     """
 
     path: str
@@ -50,6 +52,7 @@ class ShardFile:
     num_bytes: int
     sha256: str
     row_groups: tuple[int, ...]
+    table: TableFile | None = added(None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         leaves = any(part in ("", ".", "..") for part in self.path.split("/"))
@@ -57,15 +60,32 @@ class ShardFile:
             raise ValueError(f"a manifest may only name files in its own folder, got {self.path[:200]!r}")
         if self.num_bytes < 0 or any(rows < 0 for rows in self.row_groups):
             raise ValueError(f"file {self.path!r} has a negative size or number of rows")
+        if self.table is not None and not 0 <= self.num_rows <= self.table.most_rows:
+            raise ValueError(f"file {self.path!r} has more windows than a reader can plan")
 
     @property
     def num_rows(self) -> int:
         """Number of rows in the file."""
         return sum(self.row_groups)
 
+    @property
+    def state(self) -> str:
+        """Time, version or checksum of a table's file; empty for shards, which have a digest."""
+        return "" if self.table is None else self.table.state
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Number of rows of each group that is read at a time: the row groups, or their windows."""
+        if self.table is None:
+            return self.row_groups
+        return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))
+
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        if self.table is None:
+            del values["table"]
+        return values
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ShardFile:
@@ -85,6 +105,7 @@ class ShardManifest:
         files: The Parquet files in reading order.
         stats: Split -> column name -> statistics.
         skipped_rows: Number of rows of the DataFrame that were left out because they held a null.
+        table: The table that holds the files, if `write_shards` has not written them.
         format_version: Version of the JSON layout.
     """
 
@@ -93,17 +114,18 @@ class ShardManifest:
     files: tuple[ShardFile, ...]
     stats: dict[str, dict[str, ColumnStats]] = field(default_factory=dict)
     skipped_rows: int = 0
+    table: TableSource | None = added(None)  # noqa: RUF009
     format_version: int = FORMAT_VERSION
 
     @property
-    def schema(self) -> tuple[Column, ...]:
-        """The columns."""
-        return self.columns
+    def files_uri(self) -> str:
+        """URI of the folder that the files' paths start from."""
+        return self.uri if self.table is None else self.table.uri
 
     @property
     def row_groups(self) -> tuple[int, ...]:
-        """Number of rows of every row group, over the files in order; `plan_epoch` takes this."""
-        return tuple(rows for file in self.files for rows in file.row_groups)
+        """Number of rows of every group, over the files in order; `plan_epoch` takes this."""
+        return tuple(rows for file in self.files for rows in file.groups)
 
     @property
     def num_rows(self) -> int:
@@ -127,13 +149,22 @@ class ShardManifest:
         Raises:
             ValueError: No column gives such an array.
         """
+        array = self.described(name)
+        if not array.per_row:
+            raise self._no_array(name)
+        return array
+
+    def described(self, name: str) -> BatchArray:
+        """Describes the array `name` of a batch; raises ValueError if no column gives it."""
         column = self.column_of(name)
         array = column.kind.arrays(column.name).get(name)
-        if array is None or not array.per_row:
-            raise ValueError(
-                f"column {column.name!r} of the shards at {self.uri} gives a batch no array {name!r}"
-            )
+        if array is None:
+            raise self._no_array(name)
         return array
+
+    def _no_array(self, name: str) -> ValueError:
+        column = self.column_of(name).name
+        return ValueError(f"column {column!r} of the shards at {self.uri} gives a batch no array {name!r}")
 
     def column(self, name: str) -> Column:
         """Returns the column called `name`; raises ValueError, naming the known ones, if there is none."""
@@ -145,11 +176,22 @@ class ShardManifest:
 
     def range_of(self, name: str) -> tuple[float, float] | None:
         """Returns the smallest and largest number of a column over all splits; None if they are not known."""
-        stats = [columns[name] for columns in self.stats.values() if name in columns]
+        stats = self._stats_of(name)
         ranges = [(s.minimum, s.maximum) for s in stats if s.minimum is not None and s.maximum is not None]
         if not ranges or len(ranges) < sum(1 for s in stats if s.rows):
             return None
         return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    def mean_row_bytes(self, column: Column) -> float:
+        """Returns the bytes of a row in a batch; of rows of varying length, the mean of those written."""
+        stats = self._stats_of(column.name)
+        rows = sum(found.rows for found in stats)
+        if not column.kind.value_bytes or not rows:
+            return column.kind.row_bytes
+        return sum(found.values for found in stats) * column.kind.value_bytes / rows
+
+    def _stats_of(self, name: str) -> list[ColumnStats]:
+        return [columns[name] for columns in self.stats.values() if name in columns]
 
     def select(self, split: Split) -> ShardManifest:
         """Returns a view with the files and statistics of one split; it may hold no rows."""
@@ -159,13 +201,13 @@ class ShardManifest:
         return replace(self, files=files, stats={key: val for key, val in self.stats.items() if key == split})
 
     def locate(self) -> tuple[tuple[ShardFile, int], ...]:
-        """Returns (file, row group within the file) for every index into `row_groups`."""
-        return tuple((file, group) for file in self.files for group in range(len(file.row_groups)))
+        """Returns (file, group within the file) for every index into `row_groups`."""
+        return tuple((file, group) for file in self.files for group in range(len(file.groups)))
 
     @property
     def paths(self) -> tuple[str, ...]:
         """URIs of the Parquet files. Other tools need them, because the folder also holds other files."""
-        return tuple(storage.join(self.uri, file.path) for file in self.files)
+        return tuple(storage.join(self.files_uri, file.path) for file in self.files)
 
     def describe(self) -> str:
         """Returns a text table: a line for each column of each split, with its statistics."""
@@ -234,16 +276,18 @@ class ShardManifest:
                 "write them with write_shards"
             ) from error
         manifest = ShardManifest.from_json(data, folder)
-        for file in manifest.files:
+        for file in manifest.files if manifest.table is None else ():
             storage.check_inside(folder, file.path)
         # To Spark, the bare path may be another place.
         return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
         """Returns the manifest as JSON text. It leaves the URI out, so that the folder can be moved."""
+        table = {} if self.table is None else {"table": asdict(self.table)}
         return json.dumps(
             {
                 "format_version": self.format_version,
+                **table,
                 "columns": [column.to_json() for column in self.columns],
                 "files": [file.to_json() for file in self.files],
                 "stats": {
@@ -274,14 +318,15 @@ class ShardManifest:
             problems = [problem for problem in pool.map(problem_of, self.files) if problem is not None]
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-            raise ValueError(
-                f"{'; '.join(problems[:3])}{more}; "
-                "write the shards again with write_shards(..., overwrite=True)"
-            )
+            remedy = "write the shards again with write_shards(..., overwrite=True)"
+            remedy = remedy if self.table is None else TABLE_REMEDY
+            raise ValueError(f"{'; '.join(problems[:3])}{more}; {remedy}")
 
     def _footer_problem(self, file: ShardFile) -> str | None:
-        uri = storage.join(self.uri, file.path)
+        uri = storage.join(self.files_uri, file.path)
         try:
+            if file.table is not None:
+                return changed_problem([(uri, file.num_bytes, file.state)])
             num_bytes = storage.size(uri)
             if num_bytes != file.num_bytes:
                 return f"shard file {uri!r} has {num_bytes} bytes where the manifest says {file.num_bytes}"
@@ -295,7 +340,9 @@ class ShardManifest:
         return None if problem is None else f"shard file {uri!r} {problem}"
 
     def _digest_problem(self, file: ShardFile) -> str | None:
-        uri = storage.join(self.uri, file.path)
+        if file.table is not None:
+            return None  # nobody took a digest; its state was compared
+        uri = storage.join(self.files_uri, file.path)
         digest = hashlib.sha256()
         try:
             with storage.store_errors(uri), storage.open_file(uri) as source:

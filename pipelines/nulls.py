@@ -53,6 +53,8 @@ def fill_nulls(values: Any) -> Any:
         zero = ""
     elif pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type):
         zero = b""
+    elif pa.types.is_fixed_size_binary(values.type):
+        zero = bytes(values.type.byte_width)
     elif pa.types.is_temporal(values.type):
         number = pa.int32() if pa.types.is_date32(values.type) else pa.int64()
         return pc.fill_null(values.view(number), 0).view(values.type)

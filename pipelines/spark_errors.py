@@ -6,10 +6,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Stands in front of a task's error sentence, so that the driver finds it in Spark's report.
-_MARK = "ringspark: "
-_TASK_ERROR = re.compile(rf"RuntimeError: {_MARK}(.*)")
+MARK = "ringspark: "
+"""Stands in front of a task's error sentence, so that the driver finds it in Spark's report."""
 
+_TASK_ERROR = re.compile(rf"RuntimeError: {MARK}(.*)")
+
+# What a plan of ours raises by `raise_error`, since Spark 4 and before.
+_RAISED = re.compile(
+    rf"(?:\[USER_RAISED_EXCEPTION\]|RuntimeException:) {MARK}(.*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
+)
 _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|torch)")
 
 
@@ -20,6 +25,7 @@ def python_workers() -> Iterator[None]:
     Raises:
         RuntimeError: The workers run another Python than the driver, or lack the package; or a task
             failed with an error that `named` raised.
+        ValueError: The plan met rows that it refuses.
     """
     try:
         yield
@@ -27,6 +33,8 @@ def python_workers() -> Iterator[None]:
         failed = _TASK_ERROR.search(str(error))
         if failed is not None:
             raise RuntimeError(failed[1].strip()) from None
+        if (raised := _RAISED.search(str(error))) is not None:
+            raise ValueError(raised[1]) from None
         missing = _MISSING_MODULE.search(str(error))
         if missing is None:
             raise
@@ -48,4 +56,4 @@ def named(sentence: str) -> Iterator[None]:
         yield
     except OSError as error:
         cause = " ".join(str(error).split())
-        raise RuntimeError(f"{_MARK}{sentence} ({type(error).__name__}: {cause})") from error
+        raise RuntimeError(f"{MARK}{sentence} ({type(error).__name__}: {cause})") from error

@@ -25,7 +25,7 @@ def main() -> None:
     )
     idle = [(s.name, s.without_effect[1]) for s in SETTINGS.values() if s.without_effect is not None]
     written = [setting.name for setting in SETTINGS.values() if setting.is_for_writing]
-    idle += [(name, "of `fitOnShards`: the shards were divided when written") for name in written]
+    idle += [(name, "of `fitOnShards`: the shards are written already") for name in written]
     _table("Without effect, said in a warning", ["setting", "where"], [[f"`{n}`", why] for n, why in idle])
 
 

@@ -29,8 +29,8 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.manifest import SPLITS, ShardFile
+from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.writing.shards import _manifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -158,7 +158,7 @@ def make_shards(tmp_path: Path) -> MakeShards:
             reports.append(json.loads(report.to_pydict()["report"][0]))
         files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
         files.sort(key=lambda file: (SPLITS.index(file.split), file.path))
-        manifest = _manifest(plan, reports, files)
+        manifest = join_reports(plan, reports, files)
         manifest.save()
         return manifest
 
@@ -187,6 +187,14 @@ def executors_find_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for library in (cloudpickle, spark_cloudpickle):
         library.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture(autouse=True)
+def networks_begin_alike() -> None:
+    """A network that a test makes has the same first weights in every run, alone or after other tests."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("estimators/columns", "estimators/tracking", "estimators/memory"),
     ("estimators/stages", "estimators/inference"),
     ("estimators/launch", "estimators/run"),
-    ("estimators/torch_estimator", "estimators/torch_model"),
+    (
+        "estimators/checked_fit",
+        "estimators/torch_estimator",
+        "estimators/torch_model",
+        "estimators/trained_model",
+        "estimators/sequence_windows",
+    ),
     ("estimators",),  # the public names, each imported when it is asked for
     ("jobs",),
 )
@@ -245,9 +251,11 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("activationCompression", "activationOffload", "gradientAccumulation"), _PLANNED),
     **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
-    **dict.fromkeys(("epochs", "metrics", "model", "monitor", "seed"), _READ),
+    **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
+    **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),
+    "columns": "the word also names the columns of a DataFrame, of shards and of a batch",
     "runUri": "the config calls the run's folder so, where all that a rank keeps is written",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringspark.estimators.collectives.base import Collective, CollectiveError, Meeting, Rendezvous
 from ringspark.estimators.collectives.traffic import Member
+from ringspark.pipelines.entry_points import load_part
 
 # Name -> (module, class, the package it needs). Modules are imported when chosen, not before.
 COLLECTIVES: dict[str, tuple[str, str, str]] = {
@@ -17,14 +18,20 @@ COLLECTIVES: dict[str, tuple[str, str, str]] = {
 }
 
 
+# A package of its own declares such a class as an entry point in this group, and is found by that name.
+ENTRY_POINTS = "ringspark.collectives"
+# Of `connect`'s result; `ConnectedMember` has some of it.
+_NEEDED = ("open_rendezvous", "connect", *(name for name in dir(Collective) if not name.startswith("_")))
+
+
 def collective_class(name: str) -> Any:
     """Returns the class registered as `name`; it has `open_rendezvous` and `connect`.
 
     Raises:
-        ValueError: The name is unknown or its library is not installed.
+        ValueError: The name is unknown, its library is not installed, or its package's class is none.
     """
     if name not in COLLECTIVES:
-        raise ValueError(f"collective must be one of {', '.join(sorted(COLLECTIVES))}, got {name!r}")
+        return load_part(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
     module, class_name, package = COLLECTIVES[name]
     if find_spec(package) is None:
         # pip alone does not build it: its sources ask for a C++ older than this torch's headers do.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType
+
+from ringspark.pipelines.kinds.scalar import number_of
 
 TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 
@@ -25,24 +30,31 @@ def input_expression(column: Column, data_type: DataType, *, wants_floats: bool 
         dense = F.when(inside.getField("type") == 1, inside.getField("values").cast("array<float>"))
         return dense.when(column.isNotNull(), vector_to_array(column, "float32"))
     name = data_type.typeName()
-    if name == "date":
-        return F.unix_date(column)
-    if name == "timestamp":
-        return F.unix_micros(column)
-    if name == "timestamp_ntz":
-        # Computed field by field, because every shorter way goes through the session's time zone.
-        micros = (F.date_part(F.lit("SECOND"), column) * F.lit(1_000_000)).cast("bigint")
-        minutes = (
-            F.unix_date(F.to_date(column)).cast("bigint") * 1_440 + F.hour(column) * 60 + F.minute(column)
-        )
-        return minutes * F.lit(60_000_000).cast("bigint") + micros
+    if name in TEMPORAL:
+        return number_of(column, name)
     if name == "decimal":
-        return column.cast("double").cast("float")
+        return number_of(column, name).cast("float")
     leaf, depth = leaf_type(data_type)
     # Rounding here instead of in Python gives the same numbers and halves the bytes on the way.
     if leaf.typeName() == "double" or (wants_floats and leaf.typeName() != "float"):
         return column.cast("array<" * depth + "float" + ">" * depth)
     return column
+
+
+def class_name(number: Column, labels: Sequence[str]) -> Column:
+    """Returns the string of a class; null for a null, and for the class of all unknown strings."""
+    return F.get(_texts(labels), number.cast("int"))
+
+
+def class_of(text: Column, labels: Sequence[str]) -> Column:
+    """Returns the number of a class as a double; the one after the last for a string that is not known."""
+    place = F.array_position(_texts(labels), text.cast("string"))
+    return F.when(place == 0, F.lit(len(labels))).otherwise(place - 1).cast("double")
+
+
+def _texts(labels: Sequence[str]) -> Column:
+    # One literal, which Spark reads once: thousands would take seconds on their way to the JVM.
+    return F.from_json(F.lit(json.dumps(list(labels))), "array<string>")
 
 
 def leaf_type(data_type: DataType) -> tuple[DataType, int]:

@@ -6,16 +6,17 @@ sentence that names it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ringspark.estimators.training.feed import Array, as_input
-from ringspark.pipelines.kinds import Kind, Padded
+from ringspark.pipelines.kinds import Image, Kind, Padded, Ragged, Sparse
 from ringspark.pipelines.kinds.base import is_list, list_offsets, make_lists
 from ringspark.pipelines.nulls import fill_nulls
-from ringspark.pipelines.rows import RaggedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,17 @@ class Feed:
     part: str = ""
     fills_nulls: bool = False
 
+    @property
+    def judges(self) -> bool:
+        """Whether only Python can tell if a value can be read, as with images."""
+        return isinstance(self.kind, Image)
+
+    def read(self, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:
+        """Returns the column as its kind reads it; see `Kind.read`."""
+        return (column, {}) if self.kind is None else self.kind.read(column)
+
     def __call__(self, column: pa.Array) -> Array:
-        """Returns an array of shape (rows, ...), fp32 or int64.
+        """Returns an array of shape (rows, ...), fp32 or int64, from a column that was read.
 
         Raises:
             ValueError: A row is null or NaN, or has another shape.
@@ -47,20 +57,30 @@ class Feed:
         if self.kind is None:
             values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
             return values.astype(self.dtype, copy=False) if self.dtype else values
-        return as_input(self._through_kind(self.kind, column))
+        return self._argument(self._made(self.kind, column))
 
-    def _through_kind(self, kind: Kind, column: pa.Array) -> Array:
+    def _argument(self, made: dict[str, Array]) -> Array:
+        """Returns this part of what the kind made, as a network gets it."""
+        assert self.kind is not None
+        is_starts = self.kind.arrays("")[self.part].offsets == self.part != ""
+        values = made[self.part]
+        return as_input(values[:-1] if is_starts else values)
+
+    def _made(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
+        """Returns the arrays that the kind makes of the column, by part."""
         valid = None
         if column.null_count:
             if not self.fills_nulls:
                 raise null_error(self.name)
             valid = column.is_valid().to_numpy(zero_copy_only=False)
             column = fill_nulls(column)
-        if isinstance(kind, Padded):
+        if isinstance(kind, Padded | Ragged):
             leaf = column.flatten()
             if _holds_nan(leaf):
                 raise null_error(self.name)
             column = make_lists(list_offsets(column), _numbers(leaf).astype(kind.dtype), kind.dtype)
+        elif isinstance(kind, Sparse):
+            column = _vectors(self.name, column, kind, valid)
         try:
             encoded = kind.encode(column, valid)
             rows = kind.decode(encoded.arrays)
@@ -73,9 +93,48 @@ class Feed:
                     f"column {self.name!r} has an array of {longest} elements, the model was trained on "
                     f"up to {kind.length}; cut them first with F.slice"
                 )
-        if isinstance(rows, RaggedRows):
-            return kind.finish("", rows)[self.part]
-        return rows
+        return kind.finish("", rows)
+
+
+def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Array]:
+    """Returns the arguments of `forward`; a kind that gives several makes them once.
+
+    Raises:
+        ValueError: See `Feed.__call__`.
+    """
+    made: dict[tuple[str, int], dict[str, Array]] = {}
+    inputs = []
+    for feed, column in zip(feeds, columns, strict=True):
+        if feed.kind is None:
+            inputs.append(feed(column))
+            continue
+        key = feed.name, id(feed.kind)
+        if key not in made:
+            made[key] = feed._made(feed.kind, column)
+        inputs.append(feed._argument(made[key]))
+    return inputs
+
+
+def _vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> pa.Array:
+    """Refuses vectors with NaN, and of another size than those of the training."""
+    sizes, _, values = column.flatten()
+    if _holds_nan(values.flatten()):
+        raise null_error(name)
+    others = sizes.to_numpy(zero_copy_only=False)
+    others = others[others != kind.size] if valid is None else others[valid & (others != kind.size)]
+    if len(others):
+        raise ValueError(
+            f"column {name!r} has a vector of size {others[0]} in transform, the model was trained on "
+            f"{kind.size}; give the column that was made in the same way"
+        )
+    return column
+
+
+def unread_error(name: str, problem: str) -> ValueError:
+    """Returns the error for a value that cannot be read where rows must be complete."""
+    return ValueError(
+        f"column {name!r} {problem} in transform; repair or drop it, or set handleInvalid to 'skip' or 'keep'"
+    )
 
 
 def null_error(name: str) -> ValueError:

@@ -11,15 +11,28 @@ through the code of their kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    ShortType,
+    StructField,
+    StructType,
+)
 
 from ringspark.estimators.columns.expressions import (
     TEMPORAL,
+    class_of,
     fill,
     holds_null,
     input_expression,
@@ -28,13 +41,37 @@ from ringspark.estimators.columns.expressions import (
     zero,
 )
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.estimators.columns.schema import check_types, field_named
+from ringspark.estimators.columns.schema import MASK, check_types, field_named
+from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import columns_from_spark, quote
-from ringspark.pipelines.kinds import Array, Binary, HashBuckets, Padded, Scalar, Vector, Vocabulary
+from ringspark.pipelines.kinds import (
+    Array,
+    HashBuckets,
+    Kind,
+    Padded,
+    Ragged,
+    Scalar,
+    Sparse,
+    Struct,
+    Vector,
+    Vocabulary,
+)
+from ringspark.pipelines.kinds.base import BatchArray
+from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.kinds.structs import Path, dotted
+from ringspark.pipelines.typed_json import added
 
-MASK = ".isnull"
+_NUMBERS: dict[str, type[DataType]] = {
+    "bool": BooleanType,
+    "int8": ByteType,
+    "int16": ShortType,
+    "int32": IntegerType,
+    "int64": LongType,
+    "float32": FloatType,
+    "float64": DoubleType,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +82,20 @@ class ModelInput:
         column: The column of the shards; None if the shards are not known.
         part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether the shards kept nulls as zeros; such rows are valid then.
+        place: Place in `inputCols` of the name that the input belongs to; one name may give several. None:
+            each name gives one.
     """
 
     column: ShardColumn | None = None
     part: str = ""
     fills_nulls: bool = False
+    place: int | None = added(None)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the input as JSON values."""
         column = self.column.to_json() if self.column is not None else None
-        return {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
+        named = {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
+        return named if self.place is None else named | {"place": self.place}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +116,21 @@ class BoundInput:
 
 
 def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[ModelInput, ...]:
-    """Returns the inputs called `names` of a model that was trained on shards with these columns."""
+    """Returns the inputs that `names` gave a model which was trained on shards with these columns."""
     if not columns:
         return tuple(ModelInput() for _ in names)
     known = {column.name: column for column in columns}
+    expanded = arguments_of(columns, names)
+    is_plain = all(len(arguments) == 1 for arguments in expanded)
     inputs = []
-    for name in names:
+    for place, name in [(place, name) for place, names in enumerate(expanded) for name in names]:
         owner = name.removesuffix(MASK)
         if owner != name and owner in known:
-            inputs.append(ModelInput(column=known[owner], part=MASK, fills_nulls=True))
+            inputs.append(
+                ModelInput(
+                    column=known[owner], part=MASK, fills_nulls=True, place=None if is_plain else place
+                )
+            )
             continue
         column = next(c for c in columns if name in c.kind.batch_names(c.name))
         inputs.append(
@@ -91,9 +138,19 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
                 column=column,
                 part=name.removeprefix(column.name),
                 fills_nulls=column.name + MASK in known,
+                place=None if is_plain else place,
             )
         )
     return tuple(inputs)
+
+
+def shared_columns(inputs: Sequence[ModelInput]) -> tuple[ModelInput, ...]:
+    """Returns the inputs with one object for each column: `make_inputs` tells by it what to make once."""
+    known: dict[ShardColumn, ShardColumn] = {}
+    return tuple(
+        item if item.column is None else replace(item, column=known.setdefault(item.column, item.column))
+        for item in inputs
+    )
 
 
 def source_columns(
@@ -107,11 +164,29 @@ def source_columns(
     Raises:
         ValueError: There are more or fewer names than inputs, or the DataFrame lacks a column.
     """
-    if len(inputs) != len(names):
-        raise ValueError(f"the model has {len(inputs)} inputs, inputCols names {len(names)} columns: {names}")
-    # "tokens.length" is made from "tokens", unless the model was given another column of that kind.
-    owners = [name.removesuffix(item.part) for item, name in zip(inputs, names, strict=True)]
+    places = [number if item.place is None else item.place for number, item in enumerate(inputs)]
+    wanted = max(places, default=-1) + 1
+    if wanted != len(names):
+        raise ValueError(f"the model has {wanted} inputs, inputCols names {len(names)} columns: {names}")
+    # "tokens.length" is made from "tokens", unless the model was given another column of that kind. A name
+    # that gives several inputs is that of a column.
+    owners = [
+        names[place] if places.count(place) > 1 else names[place].removesuffix(item.part)
+        for item, place in zip(inputs, places, strict=True)
+    ]
     return [field_named(owner, "featuresCol or inputCols", schema, exact) for owner in owners]
+
+
+def layout_of_inputs(inputs: Sequence[ModelInput]) -> Layout:
+    """Returns which inputs hold rows of varying length."""
+
+    def described(item: ModelInput) -> tuple[str, BatchArray]:
+        if item.column is None or item.part == MASK:
+            return item.part, BatchArray("float32")
+        name = item.column.name + item.part
+        return name, item.column.kind.arrays(item.column.name)[name]
+
+    return layout_of([described(item) for item in inputs])
 
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:
@@ -122,16 +197,17 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     """
     name, data_type, source = field.name, field.dataType, F.col(quote(field.name))
     trained = item.column
-    if trained is not None and isinstance(trained.kind, Vocabulary | HashBuckets | Padded | Binary):
+    if trained is not None and trained.kind.is_choice:
         return _bind_choice(item, field, source)
-    check_types(StructType([field]), [name])
-    (given,) = columns_from_spark(StructType([field]))
+    given = _given(field, trained)
+    if isinstance(given.kind, Struct):
+        source, data_type = _opened(source, field, given.kind)
     shape = None
     if trained is not None:
-        _check_same(name, trained, given, data_type)
+        _check_same(trained, given, data_type)
         shape = getattr(trained.kind, "shape", ()) or ()
     if item.part == MASK:
-        return _bind_mask(source, field)
+        return _bind_mask(name, source, data_type)
     wants_floats = trained is not None and not _is_whole(trained)
     values = input_expression(source, data_type, wants_floats=wants_floats)
     if item.fills_nulls:
@@ -150,51 +226,110 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     )
 
 
-def label_expression(field: StructField) -> Column:
-    """Returns the numbers of a label as doubles, or as arrays of doubles as deep as its own."""
-    check_types(StructType([field]), [field.name])
-    numbers = input_expression(F.col(quote(field.name)), field.dataType, wants_floats=True)
-    (column,) = columns_from_spark(StructType([field]))
-    depth = _rank(column, field.dataType)
+def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
+    """Returns the numbers of a label as doubles, or as arrays of doubles as deep as its own.
+
+    Args:
+        fields: Those that the model was trained on, in their order, if its label was a struct.
+    """
+    is_struct = fields and isinstance(field.dataType, StructType)
+    kinds = {field.name: Struct(fields=tuple(fields))} if is_struct else {}
+    (column,) = check_types(StructType([field]), [field.name], kinds)
+    source, data_type = F.col(quote(field.name)), field.dataType
+    if isinstance(column.kind, Struct):
+        source, data_type = _opened(source, field, column.kind)
+    numbers = input_expression(source, data_type, wants_floats=True)
+    depth = _rank(column, data_type)
     return numbers.cast("array<" * depth + "double" + ">" * depth)
 
 
-def _bind_mask(source: Column, field: StructField) -> BoundInput:
+def class_number(field: StructField, labels: Sequence[str]) -> Column:
+    """Returns the number of a label's class, of which the model knows the strings.
+
+    Raises:
+        ValueError: The column holds no strings.
+    """
+    Vocabulary().adopt(field.name, field.dataType)
+    return class_of(F.col(quote(field.name)), labels)
+
+
+def _given(field: StructField, trained: ShardColumn | None = None) -> ShardColumn:
+    """Returns a column of a DataFrame as the shards would have it; of a struct, the fields of the training.
+
+    Raises:
+        ValueError: It cannot be an input; or it is a struct whose fields differ in nature from the trained.
+    """
+    schema = StructType([field])
+    kinds: dict[str, Kind] = {}
+    if trained is not None and isinstance(trained.kind, Struct) and isinstance(field.dataType, StructType):
+        kinds[field.name] = Struct(fields=trained.kind.fields)
+    check_types(schema, [field.name], kinds)
+    (given,) = columns_from_spark(schema, kinds)
+    if trained is None or not kinds:
+        return given
+    assert isinstance(trained.kind, Struct)
+    assert isinstance(given.kind, Struct)
+    for was, now in zip(_fields(trained, trained.kind), _fields(given, given.kind), strict=True):
+        _check_same(was, now, field.dataType)
+    # Integers of several widths stay whole, as they were in the training.
+    return replace(given, kind=replace(given.kind, dtype="int64")) if _is_whole(trained) else given
+
+
+def _fields(column: ShardColumn, kind: Struct) -> list[ShardColumn]:
+    """Returns the fields of a struct as columns of their own."""
+    return [
+        ShardColumn(
+            name=dotted((column.name, *path)), kind=Scalar(SPARK_DTYPES.get(source, "float64")), source=source
+        )
+        for path, source in zip(kind.fields, kind.types, strict=True)
+    ]
+
+
+def _opened(source: Column, field: StructField, kind: Struct) -> tuple[Column, ArrayType]:
+    """Returns a struct as the array that its kind makes of it, and the type of that."""
+    return kind.select(source, field.dataType), ArrayType(_NUMBERS[kind.dtype]())
+
+
+def _bind_mask(name: str, source: Column, data_type: DataType) -> BoundInput:
     """Binds a null mask: 1 for a row that is null or holds a null, otherwise 0."""
     return BoundInput(
-        values=holds_null(source, field.dataType),
+        values=holds_null(source, data_type),
         valid=F.lit(True),
-        feed=Feed(name=field.name, shape=(), dtype="float32"),
+        feed=Feed(name=name, shape=(), dtype="float32"),
     )
 
 
 def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundInput:
     """Binds a column whose kind the user chose; the kind's code runs in SQL or in Python."""
     assert item.column is not None
-    kind, name, data_type = item.column.kind, field.name, field.dataType
-    kind.adopt(name, data_type)
+    name, data_type = field.name, field.dataType
+    kind = item.column.kind.adopt(name, data_type)
     if item.part == MASK:
-        return _bind_mask(source, field)
+        return _bind_mask(name, source, data_type)
     values = kind.select(source, data_type)
-    valid = F.lit(True) if item.fills_nulls else source.isNotNull()
+    # A struct that is no null may hold one, and then there is no value.
+    valid = F.lit(True) if item.fills_nulls else source.isNotNull() & values.isNotNull()
     if isinstance(kind, HashBuckets):
         if item.fills_nulls:
             values = F.coalesce(values, F.lit(0).cast("bigint"))
         feed = Feed(name=name, shape=(), dtype="int64")
         return BoundInput(values=values, valid=valid, feed=feed, filler=F.lit(0))
-    if isinstance(kind, Padded):
+    if isinstance(kind, Padded | Ragged):
         if item.fills_nulls:
             values = fill(values, data_type)
         valid = is_valid(
             source, values, data_type, floats=kind.dtype.startswith("float"), fills_nulls=item.fills_nulls
         )
+    elif isinstance(kind, Sparse):
+        valid = is_valid(source, source, data_type, floats=True, fills_nulls=item.fills_nulls)
     feed = Feed(name=name, kind=kind, part=item.part, fills_nulls=item.fills_nulls)
     return BoundInput(values=values, valid=valid, feed=feed)
 
 
-def _check_same(name: str, trained: ShardColumn, given: ShardColumn, data_type: DataType) -> None:
+def _check_same(trained: ShardColumn, given: ShardColumn, data_type: DataType) -> None:
     """Refuses a column whose values differ in nature from those that the model was trained on."""
     wrong = _rank(trained) != _rank(given, data_type)
+    wrong |= isinstance(trained.kind, Struct) != isinstance(given.kind, Struct)
     # Days and microseconds match only themselves. Whole numbers may replace fractions, but not the reverse.
     temporal = {column.source for column in (trained, given) if column.source in TEMPORAL}
     if trained.source and temporal:
@@ -205,7 +340,7 @@ def _check_same(name: str, trained: ShardColumn, given: ShardColumn, data_type: 
         wrong |= _dtype(given) != "bool"
     if wrong:
         raise ValueError(
-            f"column {name!r} has type {data_type.simpleString()}, the model was trained on "
+            f"column {given.name!r} has type {given.source}, the model was trained on "
             f"{trained.source or trained.kind} ({trained.kind}); cast it, or give the column of that type"
         )
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 
 from ringspark.estimators.names import nearest
-from ringspark.pipelines.columns import columns_from_spark
+from ringspark.pipelines.columns import Column, columns_from_spark
+from ringspark.pipelines.kinds import Kind
+from ringspark.pipelines.kinds.image import is_spark_image
 
-# `fit` and `transform` take columns as they are; they do not have the choices of `write_shards`.
+_IMAGES = "have fit decode it, by columns={{{name!r}: Image(height, width)}} of ringspark.pipelines"
+MASK = ".isnull"
+
+# What `fit` can be told about a column that is no number; ids of strings go into an nn.Embedding.
 _REMEDIES: dict[type[DataType], str] = {
-    StringType: "index it with StringIndexer first, or hash it with F.pmod(F.xxhash64(column), F.lit(1024))",
-    BinaryType: "decode it into an array of numbers first",
+    StringType: "give its strings ids in fit, by columns={{{name!r}: Vocabulary(max_size=1000)}} or "
+    "HashBuckets(1024), or ids of their words by Tokens.of(tokenizer), of ringspark.pipelines",
+    BinaryType: _IMAGES + " for encoded images, or Binary('npy', shape=...)",
 }
 
 
@@ -48,12 +54,73 @@ def field_named(name: str, param: str, schema: StructType, exact: bool) -> Struc
     return found[0]
 
 
-def check_types(schema: StructType, columns: Sequence[str]) -> None:
-    """Refuses columns of types that a network can neither take nor be trained on.
+def input_names(
+    names: Sequence[str], kinds: Mapping[str, Kind], schema: StructType, exact: bool
+) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the columns from which inputs are made, and the inputs' names as the DataFrame spells them.
+
+    Args:
+        names: Names of columns, or of one of the arrays that a kind makes of its column ("words.length").
+        kinds: Kinds that were chosen, by the columns' names as the DataFrame has them.
+        exact: See `fields_named`.
 
     Raises:
-        ValueError: A column has such a type; the message names the column and the remedy.
+        ValueError: A name is neither; the message has the nearest one.
     """
+    sources, found = [], []
+    for name in names:
+        owner, _, part = name.rpartition(".")
+        owners = [f.name for f in fields_named(owner, schema, exact) if not fields_named(name, schema, exact)]
+        if owners and owners[0] in kinds and f"{owners[0]}.{part}" in kinds[owners[0]].batch_names(owners[0]):
+            sources.append(owners[0])
+            found.append(f"{owners[0]}.{part}")
+        else:
+            sources.append(field_named(name, "featuresCol or inputCols", schema, exact).name)
+            found.append(sources[-1])
+    return sources, tuple(found)
+
+
+def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) -> dict[str, Kind]:
+    """Returns the kinds that a user chose by the columns' names as the DataFrame has them.
+
+    Raises:
+        ValueError: A name is no column, or two names are one.
+    """
+    kinds: dict[str, Kind] = {}
+    for name, kind in given.items():
+        found = field_named(name, "columns", schema, exact).name
+        if found in kinds:
+            raise ValueError(f"columns names {found!r} twice, in different case; keep one of the two")
+        kinds[found] = kind
+    return kinds
+
+
+def check_masks(names: Sequence[str]) -> None:
+    """Refuses columns that transform would take for the null masks of others, which `write_shards` makes."""
+    for name in names:
+        owner = name.removesuffix(MASK)
+        if owner != name and owner in names:
+            raise ValueError(
+                f"column {name!r} has the name of the null mask that write_shards makes of {owner!r}; "
+                f"rename it, e.g. df.withColumnRenamed({name!r}, {owner + '_missing'!r})"
+            )
+
+
+def check_types(
+    schema: StructType, columns: Sequence[str], kinds: Mapping[str, Kind] | None = None
+) -> tuple[Column, ...]:
+    """Refuses columns of types that a network can neither take nor be trained on.
+
+    Args:
+        kinds: Kinds that were chosen for some of the columns.
+
+    Raises:
+        ValueError: A column has such a type, or not one for its kind; the message has name and remedy.
+
+    Returns:
+        The columns, whose kinds are complete but for what the data settles.
+    """
+    kinds = kinds or {}
     fields = [schema[name] for name in dict.fromkeys(columns)]
     for field in fields:
         # The module is checked by name, because pyspark-client, which has no JVM, has no pyspark.mllib.
@@ -62,17 +129,17 @@ def check_types(schema: StructType, columns: Sequence[str]) -> None:
                 f"column {field.name!r} has a type of the old pyspark.mllib, which only its own algorithms "
                 "take; convert it by MLUtils.convertVectorColumnsToML from pyspark.mllib.util"
             )
-        for refused, remedy in _REMEDIES.items():
-            if isinstance(field.dataType, refused):
-                raise ValueError(
-                    f"column {field.name!r} has type {field.dataType.simpleString()}, which is no number, "
-                    f"date, array or vector; {remedy}"
-                )
-    columns_from_spark(StructType(fields))
+        remedy = _IMAGES if is_spark_image(field.dataType) else _REMEDIES.get(type(field.dataType))
+        if remedy is not None and field.name not in kinds:
+            raise ValueError(
+                f"column {field.name!r} has type {field.dataType.simpleString()}, which is no number, "
+                f"date, array or vector; {remedy.format(name=field.name)}"
+            )
+    return columns_from_spark(StructType(fields), {f.name: kinds[f.name] for f in fields if f.name in kinds})
 
 
 def for_fit(error: ValueError) -> ValueError:
     """A refusal of `write_shards` as a user of `fit` needs it: with how to use the choices that it names."""
     if "to write_shards" not in str(error):
         return error
-    return ValueError(f"{error}; fitOnShards trains on shards that write_shards has written")
+    return ValueError(f"{error}; fit takes the same by its setting columns")

@@ -6,8 +6,9 @@ each metric's own method. Metrics of curves send every score.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from pyspark.sql import DataFrame
 from safetensors.torch import load, save
 
+from ringspark.estimators import user_code
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.objective.metric_set import MetricSet
+from ringspark.estimators.training.objective.own_metrics import tried
 from ringspark.pipelines.kinds.base import is_list, list_offsets
 
 _SCHEMA = "state binary, problem string"
@@ -33,6 +36,10 @@ class Evaluation:
         label: Name of the label's column, for messages.
         num_classes: Number of classes; None for a regression.
         ignored: Rows with this label are not counted; see `Head.ignored`.
+        output_shape: Shape of one row of the output, as the user's own metrics get it.
+        whole_labels: Whether they get int64 labels, as in a training on this column.
+        own: The user's metrics by name, each with whether it is a function of single rows, as
+            `user_code.dumps` gives them.
     """
 
     names: tuple[str, ...]
@@ -40,6 +47,26 @@ class Evaluation:
     label: str
     num_classes: int | None = None
     ignored: int | None = None
+    output_shape: tuple[int, ...] = ()
+    whole_labels: bool = False
+    own: bytes = b""
+
+    def with_own(self, metrics: Mapping[str, Any]) -> Evaluation:
+        """Returns the same with the user's metrics, after a trial.
+
+        Raises:
+            ValueError: See `tried`.
+        """
+        if not metrics:
+            return self
+        classes = max(2, self.num_classes or 0)
+        # Of another length than the output, whose classes or values could have one number each.
+        rows = next(n for n in count(classes + 1) if n not in (self.width, *self.output_shape))
+        numbers = torch.arange(rows) % classes
+        labels = numbers if self.num_classes is not None else numbers[:, None].expand(rows, self.width)
+        output, label = self._own_arguments(torch.zeros(rows, self.width), labels)
+        found = {name: (m, tried(name, m, [output], [label]).per_row) for name, m in metrics.items()}
+        return replace(self, own=user_code.dumps(found))
 
     def over(self, scored: DataFrame) -> dict[str, float]:
         """Returns the metrics by name.
@@ -60,7 +87,8 @@ class Evaluation:
         return metrics.compute(LocalCollective())
 
     def _metrics(self) -> MetricSet:
-        return MetricSet(self.names, self.width, torch.device("cpu"), self.ignored)
+        own = user_code.loads(self.own) if self.own else {}
+        return MetricSet(self.names, self.width, torch.device("cpu"), self.ignored, own)
 
     def _in_task(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Adds up the rows of one partition. Runs in a Spark task."""
@@ -93,8 +121,16 @@ class Evaluation:
                     f"got {wrong[0]}"
                 )
         output, label = (v.reshape(len(labels), -1) for v in (_numbers(outputs)[0], given))
-        metrics.update(torch.from_numpy(output), torch.from_numpy(label))
+        pair = torch.from_numpy(output), torch.from_numpy(label)
+        metrics.update(*(self._own_arguments(*pair) if self.own else pair))
         return None
+
+    def _own_arguments(self, output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns outputs and labels in the shapes and dtypes of a training."""
+        rows = len(output)
+        shape = () if self.num_classes is not None or label.numel() == rows else self.output_shape
+        dtype = torch.int64 if self.whole_labels else torch.float32
+        return output.float().reshape(rows, *self.output_shape), label.to(dtype).reshape(rows, *shape)
 
 
 def _numbers(column: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

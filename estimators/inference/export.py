@@ -7,32 +7,27 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from ringspark.estimators.columns.inputs import MASK, ModelInput
+from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
+from ringspark.estimators.columns.schema import MASK
+from ringspark.estimators.training.arguments import Layout
+from ringspark.estimators.training.batch_transforms import prepare_inputs, prepared
 from ringspark.estimators.training.feed import zeros
-from ringspark.models.outputs import as_outputs
+from ringspark.models.program import Program
+from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, recorded, traced
 from ringspark.pipelines import storage
+from ringspark.pipelines.kinds.base import BatchArray
 
 ExportFormat = Literal["torch.export", "onnx"]
 
 # The most bytes that one protobuf message holds; larger weights go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
-
-
-class _Outputs(nn.Module):
-    """Returns only the tensors, whatever else the network returns beside them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        outputs = as_outputs(self.module(*inputs))
-        return outputs[0] if len(outputs) == 1 else outputs
+# Values of a row of varying length in a sample.
+_VALUES = 3
 
 
 def export_module(
@@ -52,7 +47,6 @@ def export_module(
             f"format 'onnx' needs {' and '.join(missing)}; pip install 'ringspark[onnx]', or take "
             "format='torch.export'"
         )
-    samples = tuple(_sample(item, name) for item, name in zip(inputs, names, strict=True))
     target = storage.normalize(path)
     fs, inside = storage.filesystem(target)
     if path.endswith("/") or storage.exists(target):
@@ -60,21 +54,17 @@ def export_module(
         raise ValueError(f"{path} {what}, and an export writes a new file; give a path that is free")
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
         file = os.path.join(folder, os.path.basename(target))
-        # All inputs share the name of this dimension, because they have equally many rows.
-        batch = torch.export.Dim("batch", min=1)
         try:
-            with torch.no_grad():
-                program = torch.export.export(
-                    _Outputs(module).eval(), samples, dynamic_shapes=(tuple({0: batch} for _ in samples),)
-                )
-                if format == "onnx":
-                    _to_onnx(program, names, file)
-                else:
-                    torch.export.save(program, file)
+            program = traced(module, _samples(inputs, TRACED_ROWS), _varying(inputs))
+            if format == "onnx":
+                plain = [item.column.name + item.part for item in inputs if item.column is not None]
+                _to_onnx(program, names if len(names) == len(inputs) else plain, file)
+            else:
+                torch.export.save(program, file)
         except Exception as error:  # tracing runs the module's code
             raise ValueError(
                 f"model {type(module).__name__} cannot be exported as {format}: "
-                f"{type(error).__name__}: {_first_line(error)}; torch.export needs a forward without "
+                f"{type(error).__name__}: {first_line(error)}; torch.export needs a forward without "
                 "branches on values"
             ) from error
         parent = target.rpartition("/")[0]
@@ -87,19 +77,73 @@ def export_module(
                 shutil.copyfileobj(source, writer, 16 << 20)
 
 
-def _first_line(error: Exception) -> str:
-    """Returns the first line of the error, which says what went wrong; torch's reasoning fills pages."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" .;:") if lines else "no reason given"
+def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
+    """Records the module as a program, for any number of rows.
+
+    Args:
+        prepare: Function that prepares the inputs, which the program does not hold; None for none.
+
+    Raises:
+        NoProgramError: It cannot be recorded.
+    """
+    if any(item.column is None for item in inputs):
+        raise NoProgramError("the types of its inputs are not known")
+    function = prepared(prepare, torch.device("cpu"), training=False)
+
+    def samples(rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return prepare_inputs(function, _samples(inputs, rows, length))
+
+    longest = max((array.shape[0] for array in map(_described, inputs) if array.varies), default=0)
+    # A trace may follow a branch on the length that holds for the traced one alone.
+    every, some = range(1, longest + 1), max(1, longest // 16)
+    return recorded(module, samples, _varying(inputs), [*every[:32], *every[32::some]])
 
 
-def _sample(item: ModelInput, name: str) -> torch.Tensor:
-    """Returns two rows of zeros as input; with one row, tracing would take the 1 for a constant."""
+def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Returns inputs of zeros; of rows of varying length each has `_VALUES`.
+
+    Args:
+        length: Length of the longest row, for inputs that are as long; by default one that depends on `rows`.
+    """
+    made = []
+    for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
+        array = _described(item)
+        if place == number:
+            made.append(torch.arange(rows) * _VALUES)
+            continue
+        sample = zeros(array, rows if place is None else rows * _VALUES)
+        if array.varies:
+            # A single row is as long as any, others are of several lengths.
+            sample = sample[:, : length or (rows + _VALUES if rows > 1 else None)]
+        made.append(sample)
+    return tuple(made)
+
+
+def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
+    """Returns the dimensions of each input that differ from batch to batch."""
+    # Equal dimensions share a name: the rows, and the arrays of one column that lie end to end.
+    batch = torch.export.Dim("batch", min=1)
+    ends: dict[int, Any] = {}
+    dims = []
+    for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
+        if place is not None and place != number:
+            dims.append({0: ends.setdefault(place, torch.export.Dim(f"values{place}", min=0))})
+        else:
+            # torch may refuse a bound that the network treats as any other length; see `_samples`.
+            dims.append({0: batch} | ({1: torch.export.Dim.AUTO} if _described(item).varies else {}))
+    return dims
+
+
+def _places(inputs: Sequence[ModelInput]) -> Layout:
+    return layout_of_inputs(inputs) or (None,) * len(inputs)
+
+
+def _described(item: ModelInput) -> BatchArray:
     assert item.column is not None
     if item.part == MASK:
-        return torch.zeros(2)
-    described = item.column.kind.arrays(item.column.name)[item.column.name + item.part]
-    return zeros(described, 2)
+        return BatchArray("float32")
+    return item.column.kind.arrays(item.column.name)[item.column.name + item.part]
 
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:

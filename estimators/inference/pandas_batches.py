@@ -21,8 +21,6 @@ from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import DataType
 
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.pipelines.kinds import Binary, Padded, Vocabulary
-from ringspark.pipelines.kinds.base import list_type
 
 # With more values per row than this, arrays leave Python as lists: Spark compiles no code for wider structs.
 FLAT_WIDTH = 64
@@ -91,19 +89,16 @@ def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
     """Makes Arrow arrays of pandas columns, which say nothing of their type where all values are null."""
     # If there is only one column, Spark passes a bare Series.
     series = [batch] if isinstance(batch, pd.Series) else batch
-    types = [_type(feed) for feed in feeds] + [None] * (len(series) - len(feeds))
-    return tuple(
-        pa.array(column.to_numpy(), data_type, from_pandas=data_type is not None)
-        for column, data_type in zip(series, types, strict=True)
-    )
+    types = [feed.kind and feed.kind.selected for feed in feeds] + [None] * (len(series) - len(feeds))
+    return tuple(_array(column, data_type) for column, data_type in zip(series, types, strict=True))
 
 
-def _type(feed: Feed) -> Any:
-    if isinstance(feed.kind, Padded):
-        return list_type(feed.kind.dtype)
-    if isinstance(feed.kind, Vocabulary):
-        return pa.string()
-    return pa.binary() if isinstance(feed.kind, Binary) else None
+def _array(column: Any, data_type: Any) -> pa.Array:
+    if not isinstance(column, pd.DataFrame):
+        return pa.array(column.to_numpy(), data_type, from_pandas=data_type is not None)
+    # A struct comes as a frame, in which a null is a row of nulls.
+    parts = [pa.array(column[field.name].to_numpy(), field.type, from_pandas=True) for field in data_type]
+    return pa.StructArray.from_arrays(parts, fields=list(data_type), mask=pc.is_null(parts[0]))
 
 
 def _series(parts: Sequence[pa.Array], widths: Sequence[int]) -> Iterator[pd.Series[Any]]:

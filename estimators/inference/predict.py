@@ -2,9 +2,9 @@
 
 Only the model's input columns go to Python; every other column stays in the JVM, untouched. The
 expression is lazy and has a declared type and no state, so it serves batch and streaming alike. Little
-travels, because the weights stay on the store. A Python worker maps them once for all tasks that it runs
-later, and the workers of a host share the pages (see `training.checkpoint`). On a GPU, whose memory other
-tasks need, they stay for one task.
+travels, because the weights stay on the store. A Python worker maps them once for the tasks that follow each
+other (see `module_cache`), and the workers of a host share the pages (see `training.checkpoint`). On a GPU,
+whose memory other tasks need, they stay for one task.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import user_code
-from ringspark.estimators.columns.feeds import Feed
+from ringspark.estimators.columns.feeds import Feed, make_inputs, unread_error
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.device import task_device
+from ringspark.estimators.inference.module_cache import ModuleCache
 from ringspark.estimators.inference.results import Results
+from ringspark.estimators.training.arguments import Layout, cut_rows, rows_in
+from ringspark.estimators.training.batch_transforms import Prepared
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
@@ -45,8 +48,10 @@ class Predictor:
     Attributes:
         model: `ModelSpec` as JSON, or the user's module without weights, as `user_code.dumps` gives it.
         weights_uri: Folder of the checkpoint.
+        prepare: The user's function that prepares the inputs, as `user_code.dumps` gives it; empty for none.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
         feeds: Makers of the input arrays, one for each argument of `forward`.
+        layout: Which of them hold rows of varying length.
         results: Conversion of the outputs to columns.
         output_widths: Values per row of each output (product of its shape).
         batch_size: Rows per forward pass.
@@ -62,9 +67,11 @@ class Predictor:
     results: Results
     output_widths: tuple[int, ...]
     batch_size: int
+    prepare: bytes = b""
     use_gpu: bool = False
     keeps_rows: bool = False
     gives_vectors: bool = True
+    layout: Layout = ()
 
     def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
         """Returns the trained module in eval mode on `device`.
@@ -74,21 +81,24 @@ class Predictor:
         """
         module: nn.Module
         if isinstance(self.model, str):
-            module = build_skeleton(ModelSpec.from_json(self.model))
+            module = build_skeleton(ModelSpec.from_json(self.model).build)
         else:
             module = user_code.loads(self.model)
         # A task may start long after `transform` was called, when the folder holds another model.
         map_checkpoint(self.weights_uri, module, device, cache, expected_id=self.weights_id)
+        if self.prepare:
+            module = Prepared(user_code.loads(self.prepare), module, device)
         return module.eval()
 
     def predict(self, module: nn.Module, columns: Sequence[Array], device: str = "cpu") -> Array:
         """Returns the raw outputs side by side, (rows, sum of `output_widths`) float64."""
-        num_rows = len(columns[0])
+        num_rows = rows_in(columns, self.layout)
         outputs = np.empty((num_rows, sum(self.output_widths)), dtype=np.float64)
         with torch.inference_mode():
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
-                inputs = [torch.from_numpy(column[start:stop]).to(device) for column in columns]
+                piece = cut_rows(columns, self.layout, start, stop)
+                inputs = [torch.from_numpy(column).to(device) for column in piece]
                 left = 0
                 for width, output in zip(self.output_widths, as_outputs(module(*inputs)), strict=True):
                     # Converted to float64 here, because fp32 would round whole numbers beyond 2^24.
@@ -98,23 +108,15 @@ class Predictor:
         return outputs
 
 
-# Modules that this Python worker has on the CPU, by (folder, checkpoint id, network); the least recently used
-# comes first. Two networks may use the same weights, as a copy of a model with another activation does.
-_modules: dict[tuple[str, str, str | bytes], nn.Module] = {}
-# A pipeline has a few models, but a worker of a CrossValidator switches between many.
-MAX_MODULES = 4
+# Modules that this process has on the CPU, by (folder, checkpoint id, network). Two networks may use the same
+# weights, as a copy of a model with another activation does.
+modules: ModuleCache[nn.Module] = ModuleCache()
 
 
 def cached_module(predictor: Predictor) -> nn.Module:
     """Returns the predictor's module on the CPU, from this process's cache if it is there."""
-    key = (predictor.weights_uri, predictor.weights_id, predictor.model)
-    module = _modules.pop(key, None)
-    if module is None:
-        while len(_modules) >= MAX_MODULES:
-            _modules.pop(next(iter(_modules)))
-        module = predictor.load(cache=_cache_folder())
-    _modules[key] = module
-    return module
+    key = (predictor.weights_uri, predictor.weights_id, predictor.model, predictor.prepare)
+    return modules.get(key, lambda: predictor.load(cache=_cache_folder()))
 
 
 def takes_vectors(spark: SparkSession) -> bool:
@@ -182,12 +184,19 @@ def _run_piece(
     """Returns the results of some rows, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
     valid = None
     if predictor.keeps_rows:
-        valid = piece.pop().to_numpy(zero_copy_only=False)
-        if valid.all():
-            valid = None
-        else:
-            piece = [column.filter(pa.array(valid)) for column in piece]
-    columns = [feed(column) for feed, column in zip(predictor.feeds, piece, strict=True)]
+        valid = np.array(piece.pop().to_numpy(zero_copy_only=False))
+    for index, feed in enumerate(predictor.feeds):
+        piece[index], problems = feed.read(piece[index])
+        if not problems:
+            continue
+        if valid is None:
+            raise unread_error(feed.name, next(iter(problems.values())))
+        valid[list(problems)] = False
+    if valid is not None and valid.all():
+        valid = None
+    if valid is not None:
+        piece = [column.filter(pa.array(valid)) for column in piece]
+    columns = make_inputs(predictor.feeds, piece)
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
     results = predictor.results.to_arrow(outputs, with_vectors=predictor.gives_vectors)

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ringspark.estimators import user_code
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ringspark.estimators import run_layout, user_code
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.training.checkpoint.tensor_file import check_state
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint, save_checkpoint
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
-from ringspark.pipelines import ShardManifest
+from ringspark.models.skeleton import skeleton
+from ringspark.pipelines import ShardManifest, storage
+
+# Up to here a network travels whole in Spark's closure: reading a file of a store would take longer.
+CLOSURE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedObjects:
+    """The `UserObjects` as Spark's closure holds them, which some clients bound to 128 MiB.
+
+    Attributes:
+        pickled: The objects with the code from the user's own files.
+        network: The network, if `pickled` has it without its weights, which then travel by the store.
+    """
+
+    pickled: bytes
+    network: nn.Module | None
+
+    @classmethod
+    def of(cls, objects: UserObjects) -> PackedObjects:
+        """Packs the objects; the error of one that cannot be pickled names it."""
+        network = objects.module
+        if network is None or not _travels_by_store(network):
+            return cls(pickled=user_code.dumps(objects), network=None)
+        empty = replace(objects, module=skeleton(network))
+        return cls(pickled=user_code.dumps(empty), network=network)
+
+    def write_weights(self, run_uri: str) -> str | None:
+        """Writes the weights into the folder of a run; returns their folder, None if they are pickled."""
+        if self.network is None:
+            return None
+        uri = storage.join(run_uri, run_layout.FIRST_WEIGHTS)
+        save_checkpoint(uri, self.network)
+        return uri
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +60,41 @@ class TrainTask:
 
     Attributes:
         objects: The `UserObjects`, pickled together with the code from the user's own files.
+        weights: Folder of the network's first weights; None if `objects` has them.
     """
 
     config: TrainConfig
     objects: bytes
+    weights: str | None = None
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         status.phase = "loading the model"
         objects = user_code.loads(self.objects)
         status.phase = "looking at the memory"
         config = check_on_rank(self.config, objects, ShardManifest.load(self.config.shards_uri), collective)
+        if self.weights is not None:
+            status.phase = "loading the first weights"
+            map_checkpoint(self.weights, objects.module, tick=status.tick)
         return train_worker(config, collective, objects, device, status).to_json()
+
+
+def _travels_by_store(network: nn.Module) -> bool:
+    """Whether the network is worth it, and a skeleton and a checkpoint give back all of its tensors."""
+    tensors = [*network.parameters(), *network.buffers()]
+    if any(is_lazy(tensor) for tensor in tensors) or num_bytes(tensors) <= CLOSURE_BYTES:
+        return False
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors):
+        return False
+    # The file has neither the order of the numbers in memory nor memory that tensors share, which plain
+    # attributes may do as well.
+    if not all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors):
+        return False
+    plain = [v for owner in network.modules() for v in vars(owner).values() if isinstance(v, torch.Tensor)]
+    filled = [tensor for tensor in (*tensors, *plain) if tensor.layout == torch.strided and tensor.numel()]
+    if len({tensor.untyped_storage().data_ptr() for tensor in filled}) < len(filled):
+        return False
+    try:
+        check_state(network.state_dict())
+    except ValueError:
+        return False
+    return True

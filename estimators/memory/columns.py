@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,12 @@ class Column:
 
 
 def column_of(manifest: ShardManifest, name: str, rows: int) -> Column:
-    """Returns `rows` rows of a column of the shards."""
-    described = zeros(manifest.array(name), 0)
+    """Returns `rows` rows of an array of the shards; where their length varies, of the mean length."""
+    array = manifest.described(name)
+    described = zeros(array, 0)
+    if array.offsets not in ("", name):
+        stats = manifest.select("train").stats["train"][manifest.column_of(name).name]
+        rows = math.ceil(rows * stats.values / max(1, stats.rows))
     return Column(shape=(rows, *described.shape[1:]), dtype=described.dtype)
 
 

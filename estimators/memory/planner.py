@@ -14,6 +14,7 @@ from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_ste
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton, skeleton
 
@@ -32,9 +33,10 @@ class Planner:
         self._inputs, self._labels = inputs, labels
         self._rows = labels[0].shape[0]
         if config.model is not None:
-            self.network = build_skeleton(ModelSpec.from_json(config.model))
+            self.network = build_skeleton(ModelSpec.from_json(config.model).build)
         else:
             self.network = skeleton(objects.module)
+        tuned(self.network, config)
         self._steps: dict[str, StepBytes] = {}
         self._update: UpdateBytes | None = None
 

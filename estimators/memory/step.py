@@ -25,6 +25,7 @@ from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.meter import Meter, Peak
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
 from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
 from ringspark.estimators.training.driver_check import own_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
@@ -88,10 +89,14 @@ def measure_step(
             on the numbers in a tensor.
     """
     device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
-    _know_sizes(empty, inputs)
+    _know_sizes(empty, inputs, objects)
     gpus = [device] if device.type == "cuda" else []
     weightings = {name: shares(name, config.num_workers) for name in SHARDED_PARTS}
     meter = Meter(weightings)
+    # Copied here, because a fake mode cannot copy real buffers.
+    transform: BatchTransform | None = None
+    if objects.transform_batch is not None:
+        transform = BatchTransform(objects.transform_batch, config.seed, 0, device)
     with (
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=gpus),
@@ -102,7 +107,7 @@ def measure_step(
     ):
         # A network or an optimizer repeats its warnings when it trains.
         warnings.simplefilter("ignore")
-        return _Step(config, objects, empty, device, meter).run(inputs, labels, update)
+        return _Step(config, objects, empty, device, meter, transform).run(inputs, labels, update)
 
 
 @contextmanager
@@ -120,9 +125,16 @@ class _Step:
     """The network, the optimizer and the recipe of one rank, on fake tensors."""
 
     def __init__(
-        self, config: TrainConfig, objects: UserObjects, empty: nn.Module, device: torch.device, meter: Meter
+        self,
+        config: TrainConfig,
+        objects: UserObjects,
+        empty: nn.Module,
+        device: torch.device,
+        meter: Meter,
+        transform: BatchTransform | None,
     ) -> None:
         self._config, self._device, self._meter = config, device, meter
+        self._transform = transform
         self._module = _with_storage(empty, device)
         meter.assign([*self._module.parameters(), *self._module.buffers()], "parameters")
         if config.precision != "fp32":
@@ -130,6 +142,9 @@ class _Step:
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(self._module, segment_policy(config.gradient_checkpointing))
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        # A rank holds of the average what it holds of the parameters.
+        self._average = [torch.empty_like(p) for p in self._trained if config.ema_decay is not None]
+        meter.assign(self._average, "parameters")
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
         optimizer = own_optimizer(config, objects, self._module)
@@ -159,6 +174,8 @@ class _Step:
         ahead = [c.empty(self._device) for c in (*inputs, *labels) if self._device.type == "cuda"]
         self._meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
         self._module.train()
+        if self._transform is not None:
+            batch = self._transform(batch, 0)
         self._meter.restart()
         divisor = global_weights(self._recipe, batch, batch.num_rows, LocalCollective())
         # Outputs are kept for metrics until the step is over, as in the trainer.
@@ -207,7 +224,7 @@ class _Step:
             self._meter.answers_scalars = False
 
 
-def _know_sizes(empty: nn.Module, inputs: Sequence[Column]) -> None:
+def _know_sizes(empty: nn.Module, inputs: Sequence[Column], objects: UserObjects) -> None:
     """Initializes lazy layers, as `probe` does, by a forward pass on shapes alone."""
     tensors = (*empty.parameters(), *empty.buffers())
     if not any(is_lazy(tensor) for tensor in tensors):
@@ -221,7 +238,8 @@ def _know_sizes(empty: nn.Module, inputs: Sequence[Column]) -> None:
                 owner._buffers[name] = UninitializedBuffer(device="meta")  # type: ignore[call-arg]
     empty.eval()
     with torch.no_grad():
-        empty(*(c.empty("meta") for c in inputs))
+        prepare = prepared(objects.transform_in_prediction, torch.device("meta"), training=False)
+        empty(*prepare_inputs(prepare, tuple(c.empty("meta") for c in inputs)))
     empty.train()
 
 

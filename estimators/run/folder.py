@@ -185,6 +185,7 @@ class RunFolder:
         discard(checkpoints_uri(self.uri))
         discard(storage.join(self.uri, run_layout.HEARTBEAT))
         discard(storage.join(self.uri, run_layout.SHARD_STATES))
+        discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
         # A killed `write_atomic` leaves its temporary file.
         for name in storage.list_names(self.uri):
             if name.startswith((".", f"{run_layout.SHARDS}-")):
@@ -220,6 +221,8 @@ class RunFolder:
             if owner is not None and owner.token != self.token:
                 return ""  # the folder is another driver's by now
             if self.is_given and self.has_checkpoint():
+                # A later start writes them anew.
+                discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
         discard(self.uri)
         return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import math
 from dataclasses import fields
@@ -25,7 +26,10 @@ from ringspark.pipelines import ShardManifest
 FORMAT_VERSION = 2
 
 # Config fields that may differ between the starts of one run: the folders, and settings that declare it.
-_FREE = {"shards_uri", "run_uri"} | {s.field for s in SETTINGS.values() if s.may_differ_on_resume}
+# What was found out about the metrics follows from them.
+_FREE = {"shards_uri", "run_uri", "own_metrics"} | {
+    s.field for s in SETTINGS.values() if s.may_differ_on_resume
+}
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs"
 }
@@ -42,11 +46,16 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
     }
     losses = [head.loss for head in make_heads(config, objects)]
     settings |= {
-        "loss": [loss if isinstance(loss, str) else _name(loss) for loss in losses],
+        "loss": [loss if isinstance(loss, str) else _settings_of(loss) for loss in losses],
         "optimizer function": _name(objects.optimizer),
         "lrSchedule function": _name(objects.lr_schedule),
+        "transformBatch": _settings_of(objects.transform_batch),
+        "transformInPrediction": _settings_of(objects.transform_in_prediction),
+        # By name alone: their attributes may be folders, counters, or when to stop.
         "callbacks": [_name(callback) for callback in objects.callbacks],
     }
+    if objects.metrics:
+        settings["own metrics"] = {name: _described(metric) for name, metric in objects.metrics.items()}
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
     # Converted to the form in which it is read back, where tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
@@ -88,7 +97,9 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
 
 
 def _data_of(manifest: ShardManifest) -> dict[str, Any]:
-    files = [[f.path.rpartition("/")[2], f.split, f.sha256, list(f.row_groups)] for f in manifest.files]
+    files = [
+        [f.path.rpartition("/")[2], f.split, f.sha256 or f.state, list(f.row_groups)] for f in manifest.files
+    ]
     return {
         "columns": [f"{column.name}: {column.kind}" for column in manifest.columns],
         "train rows": manifest.select("train").num_rows,
@@ -129,6 +140,42 @@ def _name(value: Any) -> str | None:
         return f"partial of {_name(value.func)}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _described(metric: Any) -> dict[str, Any]:
+    """Returns the class or function of a metric, and its plain public attributes; its rows are no part."""
+    own = {**getattr(metric, "__dict__", {})}
+    if isinstance(metric, functools.partial):
+        own |= {"args": metric.args} | metric.keywords
+    states = getattr(metric, "_defaults", {})
+    # As text, because a file of JSON has no infinity and no NaN.
+    plain = {
+        name: repr(value)
+        for name, value in sorted(own.items())
+        if name[0] != "_" and name not in states and _is_plain(value)
+    }
+    return {"is": _name(metric), **plain}
+
+
+def _settings_of(given: Any) -> Any:
+    """Returns the name of a loss or transform; with the plain settings of it and its layers, if it has any.
+
+    A setting is an argument of the constructor that is kept under its name: others may be counters.
+    """
+    layers = dict(given.named_modules()) if isinstance(given, torch.nn.Module) else {"": given}
+    found = {}
+    for path, layer in layers.items():
+        known = {"is", *inspect.signature(type(layer).__init__).parameters}
+        is_partial = isinstance(layer, functools.partial)
+        found[path] = {name: text for name, text in _described(layer).items() if is_partial or name in known}
+    # A plain name where that is all, as runs have stored it so far.
+    return found if len(found) > 1 or len(found[""]) > 1 else _name(given)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -71,7 +71,7 @@ class ShardStates:
         """
         paths = [file.path for file in self._manifest.files]
         try:
-            folder = storage.normalize(self._manifest.uri)
+            folder = storage.normalize(self._manifest.files_uri)
             states = path_states([storage.join(folder, path) for path in paths])
         except (FileNotFoundError, ValueError):
             return {}

@@ -20,6 +20,4 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
                 yield f"{setting.name} has no effect: {reason}"
     for setting in was_set if on_shards else []:
         if setting.is_for_writing:
-            yield (
-                f"{setting.name} has no effect on fitOnShards: the shards were divided when they were written"
-            )
+            yield (f"{setting.name} has no effect on fitOnShards: the shards are written already")

@@ -6,6 +6,7 @@ needs it, the others wait for that write, and the last one removes the shards.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import uuid
@@ -22,7 +23,8 @@ from pyspark.sql import DataFrame
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.columns.schema import for_fit
 from ringspark.pipelines import ShardManifest, storage, write_shards
-from ringspark.pipelines.columns import quote
+from ringspark.pipelines.columns import Column, quote
+from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.spark_paths import alike
 
 _logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class FitData:
         validation_fraction: Share of the rows to hold out instead, between 0 and 1, or None.
         seed: Seed of that draw; 0 if there is no draw, so that fits with other seeds share the write.
         drops_invalid: Whether rows with nulls or NaN are left out.
+        kinds: JSON text of the kinds by column, as the setting `columns` holds them.
         root: Parent of the shards' own folder.
         imports: Modules that the tasks of the write import beside it.
     """
@@ -48,19 +51,29 @@ class FitData:
     seed: int
     drops_invalid: bool
     root: str
+    kinds: str = "{}"
     imports: tuple[str, ...] = field(default=(), compare=False)
 
     def write(self, dataset: DataFrame, uri: str) -> ShardManifest:
         """Writes the shards; a failure leaves nothing in `uri`."""
+        kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
         if self.drops_invalid:
             schema = dataset.schema
-            valid = [bind(ModelInput(), schema[name]).valid for name in self.columns]
+            chosen = {
+                name: ModelInput(column=Column(name=name, kind=kind))
+                for name, kind in kinds.items()
+                if kind.is_choice
+            }
+            valid = [bind(chosen.get(name, ModelInput()), schema[name]).valid for name in self.columns]
             dataset = dataset.where(reduce(and_, valid))
         names = dict.fromkeys(c for c in (*self.columns, self.validation_col) if c is not None)
         try:
             return write_shards(
                 dataset.select(*map(quote, names)),
                 alike(dataset.sparkSession, uri),
+                columns=kinds,
+                # What only the writing tasks can judge, such as broken images.
+                handle_invalid="skip" if self.drops_invalid else "error",
                 validation_col=self.validation_col,
                 validation_fraction=self.validation_fraction,
                 seed=self.seed,

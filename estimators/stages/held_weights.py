@@ -12,12 +12,19 @@ import os
 import shutil
 import weakref
 
+from safetensors.torch import load
+from torch import Tensor, nn
+
 from ringspark.estimators.training.checkpoint.tensor_file import BLOCK_BYTES
 from ringspark.estimators.training.checkpoint.weights import (
+    ADAPTER,
     COMMIT,
     WEIGHTS,
     CheckpointInfo,
+    map_checkpoint,
+    map_file,
     parse_info,
+    read_adapter,
     read_info,
     replacing,
 )
@@ -27,10 +34,11 @@ from ringspark.pipelines import storage
 class HeldWeights:
     """The checkpoint of one model in folder `uri`; copies of the model share it."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, commit: bytes | None = None) -> None:
         self.uri = uri
-        self._commit: bytes | None = None
+        self._commit = commit
         self._descriptor: int | None = None
+        self._adapter: bytes | None = None
 
     def hold(self) -> None:
         """Reads the checkpoint's record; on a local disk also opens the file of the tensors.
@@ -48,6 +56,7 @@ class HeldWeights:
                 f"{self.uri}/{WEIGHTS} has {size} bytes, {info.num_bytes} were written; save the model again"
             )
         self._commit = storage.read_bytes(storage.join(self.uri, COMMIT))
+        self._adapter = self._read_adapter()
         if storage.is_local(self.uri):
             storage.check_inside(self.uri, WEIGHTS)
             self._descriptor = os.open(os.path.join(self.uri, WEIGHTS), os.O_RDONLY | os.O_CLOEXEC)
@@ -68,6 +77,28 @@ class HeldWeights:
         if self._commit is not None and parse_info(self._commit, self.uri) != info:
             raise ValueError(f"{self.uri} holds the weights of another model by now; load the model again")
         return info
+
+    def map_into(self, module: nn.Module) -> None:
+        """Makes the checkpoint's tensors the module's own, also after its folder was removed from a disk.
+
+        Raises:
+            ValueError: The weights are gone, or are not this module's.
+        """
+        if self._descriptor is None:
+            map_checkpoint(self.uri, module, expected_id=self.info().checkpoint_id)
+        else:
+            map_file(f"/dev/fd/{self._descriptor}", module, self.uri)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Returns the tensors of the adapter, also after the folder was removed.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self._adapter is not None:
+            return load(self._adapter)
+        self.info()
+        return read_adapter(self.uri)
 
     def check(self) -> None:
         """Checks that the weights can still be copied.
@@ -91,8 +122,14 @@ class HeldWeights:
             else:
                 with storage.open_file(storage.join(self.uri, WEIGHTS), "rb") as reader:
                     shutil.copyfileobj(reader, writer, BLOCK_BYTES)
+        if adapter := self._adapter or self._read_adapter():
+            storage.write_atomic(storage.join(target, ADAPTER), adapter)
         storage.write_atomic(storage.join(target, COMMIT), commit)
 
-    def __reduce__(self) -> tuple[type[HeldWeights], tuple[str]]:
-        # An open file cannot be pickled; another process needs the folder.
-        return HeldWeights, (self.uri,)
+    def _read_adapter(self) -> bytes | None:
+        uri = storage.join(self.uri, ADAPTER)
+        return storage.read_bytes(uri) if storage.exists(uri) else None
+
+    def __reduce__(self) -> tuple[type[HeldWeights], tuple[str, bytes | None]]:
+        # An open file cannot be pickled; another process needs the folder, with these weights still in it.
+        return HeldWeights, (self.uri, self._commit)

@@ -16,14 +16,17 @@ from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.schema import fields_named
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
-from ringspark.estimators.training.settings import columns, optimization
-from ringspark.estimators.training.settings.python_objects import MODEL
+from ringspark.estimators.training.settings import columns
+from ringspark.estimators.training.settings.python_objects import METRICS, MODEL, TRANSFORM_IN_PREDICTION
 
 
 class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
     """The Params that estimators and models share."""
 
     model, getModel = param_of(MODEL), getter(MODEL)
+    transformInPrediction, getTransformInPrediction, setTransformInPrediction = declared(
+        TRANSFORM_IN_PREDICTION
+    )
     featuresCol, setFeaturesCol = param_of(columns.FEATURES_COL), setter(columns.FEATURES_COL)
     inputCols, setInputCols = param_of(columns.INPUT_COLS), setter(columns.INPUT_COLS)
     predictionCol, setPredictionCol = param_of(columns.PREDICTION_COL), setter(columns.PREDICTION_COL)
@@ -64,7 +67,7 @@ class _EvaluatedParams(DeclaredParams, HasLabelCol):
     """What a model is evaluated by: the label and the metrics of its training, unless others are set."""
 
     labelCol, setLabelCol = param_of(columns.LABEL_COL), setter(columns.LABEL_COL)
-    metrics, getMetrics, setMetrics = declared(optimization.METRICS)
+    metrics, getMetrics, setMetrics = declared(METRICS)
 
 
 class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
@@ -74,6 +77,7 @@ class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
     setRawPredictionCol = setter(columns.RAW_PREDICTION_COL)
     probabilityCol, setProbabilityCol = param_of(columns.PROBABILITY_COL), setter(columns.PROBABILITY_COL)
     thresholds, getThresholds, setThresholds = declared(columns.THRESHOLDS)
+    predictedLabelCol, getPredictedLabelCol, setPredictedLabelCol = declared(columns.PREDICTED_LABEL_COL)
 
 
 def check_distinct(names: Sequence[str], exact: bool = False) -> None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 from pyspark.ml.param import Params
 from pyspark.ml.param.shared import HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
 
-from ringspark.estimators.stages.declared import declared, param_of, setter
+from ringspark.estimators.stages.declared import declared, param_of, setter, value_of
 from ringspark.estimators.stages.model_params import _ModelParams
+from ringspark.estimators.training.settings import columns as column_settings
 from ringspark.estimators.training.settings import (
-    columns,
     memory,
     optimization,
     places,
     python_objects,
     recovery,
+    tuning,
     workers,
 )
+from ringspark.pipelines.kinds import Kind, kind_from_json
 
 
 class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
@@ -31,6 +33,8 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     optimizer, getOptimizer, setOptimizer = declared(python_objects.OPTIMIZER)
     parameterGroups, getParameterGroups, setParameterGroups = declared(python_objects.PARAMETER_GROUPS)
     lrSchedule, getLrSchedule, setLrSchedule = declared(python_objects.LR_SCHEDULE)
+    metrics, getMetrics, setMetrics = declared(python_objects.METRICS)
+    transformBatch, getTransformBatch, setTransformBatch = declared(python_objects.TRANSFORM_BATCH)
     callbacks, getCallbacks, setCallbacks = declared(python_objects.CALLBACKS)
 
     learningRate, getLearningRate, setLearningRate = declared(optimization.LEARNING_RATE)
@@ -44,7 +48,6 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     )
     seed, setSeed = param_of(optimization.SEED), setter(optimization.SEED)
     shuffle, getShuffle, setShuffle = declared(optimization.SHUFFLE)
-    metrics, getMetrics, setMetrics = declared(optimization.METRICS)
     monitor, getMonitor, setMonitor = declared(optimization.MONITOR)
     patience, getPatience, setPatience = declared(optimization.PATIENCE)
     minDelta, getMinDelta, setMinDelta = declared(optimization.MIN_DELTA)
@@ -53,10 +56,16 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
         optimization.VALIDATION_FRACTION
     )
 
-    labelCol, setLabelCol = param_of(columns.LABEL_COL), setter(columns.LABEL_COL)
-    weightCol, setWeightCol = param_of(columns.WEIGHT_COL), setter(columns.WEIGHT_COL)
-    validationIndicatorCol = param_of(columns.VALIDATION_INDICATOR_COL)
-    setValidationIndicatorCol = setter(columns.VALIDATION_INDICATOR_COL)
+    freeze, getFreeze, setFreeze = declared(tuning.FREEZE)
+    lora, getLora, setLora = declared(tuning.LORA)
+    pretrained, getPretrained, setPretrained = declared(tuning.PRETRAINED)
+    emaDecay, getEmaDecay, setEmaDecay = declared(tuning.EMA_DECAY)
+
+    columns, setColumns = param_of(column_settings.COLUMNS), setter(column_settings.COLUMNS)
+    labelCol, setLabelCol = param_of(column_settings.LABEL_COL), setter(column_settings.LABEL_COL)
+    weightCol, setWeightCol = param_of(column_settings.WEIGHT_COL), setter(column_settings.WEIGHT_COL)
+    validationIndicatorCol = param_of(column_settings.VALIDATION_INDICATOR_COL)
+    setValidationIndicatorCol = setter(column_settings.VALIDATION_INDICATOR_COL)
 
     numWorkers, getNumWorkers, setNumWorkers = declared(workers.NUM_WORKERS)
     useGpu, getUseGpu, setUseGpu = declared(workers.USE_GPU)
@@ -96,9 +105,14 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     minWorkers, getMinWorkers, setMinWorkers = declared(recovery.MIN_WORKERS)
     timeoutSeconds, getTimeoutSeconds, setTimeoutSeconds = declared(recovery.TIMEOUT_SECONDS)
 
+    def getColumns(self) -> dict[str, Kind]:
+        """Gets `columns`: the kinds that were chosen, by name."""
+        given = value_of(self, column_settings.COLUMNS) or {}
+        return {name: kind_from_json(kind) for name, kind in given.items()}
+
 
 class _MultiLabelParams(Params):
     """The Params of a network with several outputs: one label for each."""
 
-    labelCols, getLabelCols, setLabelCols = declared(columns.LABEL_COLS)
+    labelCols, getLabelCols, setLabelCols = declared(column_settings.LABEL_COLS)
     lossWeights, getLossWeights, setLossWeights = declared(python_objects.LOSS_WEIGHTS)

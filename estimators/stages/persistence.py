@@ -4,14 +4,21 @@
     ringspark.json        format version, the model's spec, names of pickled Params; for models also the
                           types of the inputs, the shapes of the outputs, the training summary
     weights/              models only: a checkpoint (safetensors + JSON)
-    objects.pkl           only where a Param holds Python code: an nn.Module, a callable
+    <param>.safetensors   estimators only: the first weights of a network that `ringspark.json` describes
+    <param>.program.json  models only: a network of a class of the user's own as a program (`models.program`);
+                          <param>.constants.safetensors beside it: its tensors that no checkpoint holds
+    objects.pkl           only where a Param holds other Python code: an estimator's module of such a class,
+                          a module that no program can be made of, a callable
 
 `ringspark.json` is written last: its presence says that the stage is complete. A saved model's
 `objects.pkl` holds its nn.Module without weights, which are in `weights/`; an estimator's holds the whole
 module.
 
-Without `objects.pkl` nothing is unpickled on load. With it, loading runs code from whoever wrote the
-file, so the user has to allow it by the environment variable RINGSPARK_ALLOW_PICKLE=1.
+Without `objects.pkl` nothing is unpickled on load, and a program runs only the operators that
+`models.operators` lists. With it, loading runs code from whoever wrote the file, so the user has to allow
+it by the environment variable RINGSPARK_ALLOW_PICKLE=1. Where that is set
+during `save`, a program's class is written to `objects.pkl` as well, and where it is set during `load`, the
+class comes back, which can train on; everywhere else such a file is left alone.
 
 A stage that replaces another one is written beside it first. Weights are copied in blocks.
 """
@@ -20,39 +27,33 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-import pyspark
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, MLReader, MLWriter
 from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, save_program, save_start
+from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
 from ringspark.estimators.stages.storage_root import find_session
-from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
+from ringspark.models.descriptions import described
+from ringspark.models.program import Program
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import resolve
-from ringspark.pipelines.typed_json import OtherFormatError, fit, parse_object, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
 FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
-METADATA = "metadata"
 OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
-
-# The fields that Spark's reader needs, and their types.
-_METADATA_TYPES = {"class": str, "uid": str, "sparkVersion": str, "paramMap": dict, "defaultParamMap": dict}
-
-# Settings whose default depends on what is installed: each machine that loads a stage has its own.
-_OF_THE_MACHINE = [setting.name for setting in SETTINGS.values() if setting.default_words]
 
 Stage = TypeVar("Stage", bound=Any)
 
@@ -63,24 +64,31 @@ class Description:
 
     Attributes:
         model: The model's spec as JSON; None if the model is no ModelSpec.
-        objects: Names of the Params in `objects.pkl`.
+        objects: Names of the Params that only `objects.pkl` holds.
+        modules: Descriptions, by Param, of networks without pickle: see `saved_networks`.
     """
 
     model: str | None
     objects: tuple[str, ...]
     format_version: int = FORMAT_VERSION
+    modules: dict[str, Any] | None = added(None)  # noqa: RUF009
 
 
 class StageWriter(MLWriter):
-    """Writes any of our stages; only models give `weights` and `extra`."""
+    """Writes any of our stages; only models give `weights`, `extra` and a maker of their program."""
 
     def __init__(
-        self, stage: Params, weights: HeldWeights | None = None, extra: dict[str, Any] | None = None
+        self,
+        stage: Params,
+        weights: HeldWeights | None = None,
+        extra: dict[str, Any] | None = None,
+        program: Callable[[], Program | None] = lambda: None,
     ) -> None:
         super().__init__()
         self._stage = stage
         self._weights = weights
         self._extra = extra or {}
+        self._program = program
 
     def save(self, path: str) -> None:
         """Writes the stage to the folder `path`.
@@ -123,27 +131,55 @@ class StageWriter(MLWriter):
         self._write(meaning_of(path))
 
     def _write(self, uri: str) -> None:
+        spec: str | None = None
         plain: dict[str, Any] = {}
         objects: dict[str, Any] = {}
-        spec: str | None = None
+        modules: dict[str, Any] = {}
+        # What has another form, too, and comes back as an object only where pickles are allowed.
+        classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
             if isinstance(value, ModelSpec):
                 spec = value.to_json()
             elif _is_json(value):
                 plain[param.name] = value
-            elif isinstance(value, nn.Module) and self._weights is not None:
+            elif isinstance(value, nn.Module) and (known := self._network(uri, param.name, value)):
+                modules[param.name] = known
+                if PROGRAM in known and _allows_pickle() and not isinstance(value, Program):
+                    classes[param.name] = skeleton(value)
+            elif isinstance(value, nn.Module) and self._holds_weights_of(param.name):
                 objects[param.name] = skeleton(value)
             else:
                 objects[param.name] = value
         write_metadata(self._stage, uri, plain)
-        if objects:
-            storage.write_atomic(storage.join(uri, OBJECTS), user_code.dumps(objects))
+        if objects or classes:
+            storage.write_atomic(storage.join(uri, OBJECTS), user_code.dumps(objects | classes))
         if self._weights is not None:
             self._weights.copy_to(storage.join(uri, WEIGHTS_FOLDER))
-        description = {"format_version": FORMAT_VERSION, "model": spec, "objects": sorted(objects)}
+        description = {
+            "format_version": FORMAT_VERSION,
+            "model": spec,
+            "objects": sorted(objects),
+            "modules": modules,
+        }
         storage.write_atomic(
             storage.join(uri, DESCRIPTION), json.dumps(description | self._extra, indent=1).encode()
         )
+
+    def _network(self, uri: str, param: str, module: nn.Module) -> dict[str, Any] | None:
+        """Returns what `ringspark.json` says of a network without pickle, writing what it needs beside."""
+        description = described(module)
+        if not self._holds_weights_of(param):
+            # The start of the training is a part of the estimator.
+            if description is not None:
+                save_start(uri, param, module)
+            return description
+        if description is None and (program := self._program()) is not None:
+            description = save_program(uri, param, program)
+        return description
+
+    def _holds_weights_of(self, param: str) -> bool:
+        """Whether the trained weights are those of this Param's module; a transform keeps its own."""
+        return self._weights is not None and param == "model"
 
 
 class StageReader(MLReader[Stage], Generic[Stage]):
@@ -180,13 +216,24 @@ class StageReader(MLReader[Stage], Generic[Stage]):
                 raise _damaged(path, error) from error
             if description.model is not None:
                 stage._set(model=ModelSpec.from_json(description.model))
-            if description.objects:
+            for name, known in (description.modules or {}).items():
+                stage._set(**{name: self._network(path, uri, name, known)})
+            if description.objects or (_allows_pickle() and storage.exists(storage.join(uri, OBJECTS))):
                 stage._set(**_load_objects(path, uri, description.objects))
             if hasattr(stage, "_restore"):
                 stage._restore(uri, description)
         except (LookupError, TypeError, AttributeError, OverflowError, AssertionError) as error:
             raise _damaged(path, error) from error
         return stage
+
+    def _network(self, path: str, uri: str, param: str, description: dict[str, Any]) -> nn.Module:
+        try:
+            return load_network(
+                uri, param, description, is_fitted=param == "model" and hasattr(self._cls, "_restore")
+            )
+        except ValueError as error:
+            told = f"the network of {param!r} cannot be loaded: {error}; if need be, save the stage again"
+            raise ValueError(f"{path}: {told}") from error
 
     def _describe(self, path: str, uri: str) -> Description:
         file = storage.join(uri, DESCRIPTION)
@@ -202,43 +249,6 @@ class StageReader(MLReader[Stage], Generic[Stage]):
             raise ValueError(f"{path} cannot be loaded: {error}") from None
         except ValueError as error:
             raise _damaged(path, error) from error
-
-
-def write_metadata(stage: Params, uri: str, params: dict[str, Any]) -> None:
-    """Writes the same files as Spark's `DefaultParamsWriter`, which cannot on Connect before Spark 4."""
-    metadata = {
-        "class": f"{type(stage).__module__}.{type(stage).__name__}",
-        "timestamp": int(time.time() * 1000),
-        "sparkVersion": pyspark.__version__,
-        "uid": stage.uid,
-        "paramMap": params,
-        "defaultParamMap": {
-            param.name: value
-            for param, value in stage._defaultParamMap.items()
-            if param.name not in _OF_THE_MACHINE
-        },
-    }
-    folder = storage.join(uri, METADATA)
-    storage.make_dirs(folder)
-    storage.write_atomic(storage.join(folder, "part-00000"), f"{json.dumps(metadata)}\n".encode())
-    storage.write_atomic(storage.join(folder, "_SUCCESS"), b"")
-
-
-def read_metadata(uri: str) -> dict[str, Any]:
-    """Reads the metadata that `write_metadata` or Spark's `DefaultParamsWriter` wrote.
-
-    Raises:
-        ValueError: The metadata is damaged.
-    """
-    folder = storage.join(uri, METADATA)
-    (part,) = [name for name in storage.list_names(folder) if name.startswith("part-")]
-    # The values of Params may be NaN.
-    metadata = parse_object(storage.read_bytes(storage.join(folder, part)), allow_nan=True)
-    for name, kind in _METADATA_TYPES.items():
-        fit(kind, metadata.get(name), name)
-    for name in _OF_THE_MACHINE:
-        metadata["defaultParamMap"].pop(name, None)
-    return metadata
 
 
 def meaning_of(path: str) -> str:
@@ -323,11 +333,18 @@ def _is_json(value: Any) -> bool:
         return False
 
 
+def _allows_pickle() -> bool:
+    return os.environ.get(ALLOW_PICKLE) == "1"
+
+
 def _load_objects(path: str, uri: str, names: Sequence[str]) -> dict[str, Any]:
-    if os.environ.get(ALLOW_PICKLE) != "1":
+    if not _allows_pickle():
+        network = (
+            "; a network can be trained only by its class, which that code is" if "model" in names else ""
+        )
         raise ValueError(
-            f"{path} holds pickled Python code for {list(names)}, which runs when it is loaded; if you trust "
-            f"whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
+            f"{path} holds pickled Python code for {list(names)}, which runs when it is loaded{network}; if "
+            f"you trust whoever wrote it set {ALLOW_PICKLE}=1, or save a model made by ModelSpec instead"
         )
     file = storage.join(uri, OBJECTS)
     if not storage.exists(file):

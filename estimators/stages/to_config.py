@@ -8,10 +8,12 @@ from typing import Any
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
 from ringspark.estimators.training.driver_check import check_names
+from ringspark.estimators.training.objective.own_metrics import named_metrics
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
+from ringspark.models.program import Program
 
 # If such a setting is no name, the config keeps its default and the object travels beside it.
 _FACTORIES = ("optimizer", "lr_schedule")
@@ -31,6 +33,12 @@ def config_of(
         )
     given = values_of(stage)
     _check_validation(given["validationFraction"], given["validationIndicatorCol"])
+    if isinstance(given["model"], Program):
+        raise ValueError(
+            "model is a saved program, which predicts and cannot be trained; give a network of its class, "
+            "filled by network.load_state_dict(program.state_dict())"
+        )
+    metrics = named_metrics(given["metrics"])
     model, losses = given["model"], _for_each_label(given["loss"], len(label_columns))
     values = {
         setting.field: _frozen(given[name])
@@ -42,6 +50,7 @@ def config_of(
         "model": model.to_json() if isinstance(model, ModelSpec) else None,
         "input_columns": tuple(stage.inputColumns()),
         "label_columns": tuple(label_columns),
+        "metrics": tuple(metrics),
         "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
     }
     if given["useGpu"] and not stage.isSet(stage.collective):
@@ -53,6 +62,9 @@ def config_of(
     objects = UserObjects(
         module=None if isinstance(model, ModelSpec) else model,
         losses=tuple(None if isinstance(loss, str) else loss for loss in losses),
+        metrics={name: metric for name, metric in metrics.items() if not isinstance(metric, str)},
+        transform_batch=given["transformBatch"],
+        transform_in_prediction=given["transformInPrediction"],
         callbacks=tuple(given["callbacks"]),
         **by_factory,
     )

@@ -8,7 +8,8 @@ step unless it overrides `on_step_end`. `state_dict` returns what a callback nee
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ class TrainingState:
         step: Optimizer steps taken so far, at most `num_steps`.
         history: One record per finished epoch; `history[-1]` is the present one in `on_epoch_end`.
         stop_reason: Why the training will end after this epoch; None if it goes on.
+        averaged: Returns a context in which `module` holds the weights that are validated and saved: with
+            `emaDecay` the average, else its own. Every rank enters it.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class TrainingState:
     step: int = 0
     history: list[EpochRecord] = field(default_factory=list)
     stop_reason: str | None = None
+    averaged: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def stop(self, reason: str) -> None:
         """Ends the training on all ranks after the present epoch; one rank's call is enough."""

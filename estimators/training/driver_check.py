@@ -7,39 +7,55 @@ rows of zeros; they read no data.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import collective_class
-from ringspark.estimators.names import check_name, nearest
+from ringspark.estimators.names import check_name
+from ringspark.estimators.training.arguments import layout_in, with_arguments
+from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
+from ringspark.estimators.training.data_check import (
+    check_classes,
+    check_columns,
+    check_losses,
+    check_regression,
+)
 from ringspark.estimators.training.feed import zeros
-from ringspark.estimators.training.objective.heads import Head, ignored_label, make_heads, with_outputs
+from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
+from ringspark.estimators.training.objective.own_metrics import (
+    OwnMetric,
+    check_own,
+    tried,
+)
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
-from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe
-from ringspark.estimators.training.settings.choices import Task
+from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, samples
+from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.tuning.adapter_check import check_adapters
+from ringspark.estimators.training.tuning.freezing import tuned
+from ringspark.estimators.training.tuning.pretrained import check_pretrained
 from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models.outputs import as_outputs
 from ringspark.models.skeleton import copied
 from ringspark.pipelines import ShardManifest, check_engine
+from ringspark.pipelines.manifest import Split
 
-# Losses whose targets are not class numbers, or whose inputs are not logits.
-NOT_FOR_CLASSES = {
-    "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
-    "KLDivLoss": "takes distributions as labels",
-    "SoftMarginLoss": "takes the labels -1 and 1, and classes are 0 and 1",
-    "HingeEmbeddingLoss": "takes the labels -1 and 1, and classes are 0 and 1",
-    "MultiLabelMarginLoss": "takes several labels a row",
-    "MultiLabelSoftMarginLoss": "takes several labels a row",
-}
+# Share of the first weights in the final average above which a training warns.
+MOST_OF_FIRST_WEIGHTS = 0.5
+
+# The history's entries that a monitor prefers come first.
+_BEST_SPLITS: tuple[Split, ...] = ("validation", "train")
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
@@ -56,18 +72,24 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
         loss = objects.loss(config, index)
         if isinstance(loss, str) and loss != "auto":
             resolve_loss(loss)
-    check_metrics(config.metrics, config.task)
+    check_metrics([name for name in config.metrics if name not in objects.metrics], config.task)
+    check_own(objects.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
-    """Returns the untrained module, built from the spec or copied from the user's own."""
+    """Returns the untrained module, built from the spec or copied from the user's own.
+
+    Its frozen parameters are frozen, and its adapters are there.
+    """
     if config.model is not None:
-        return ModelSpec.from_json(config.model).build()
-    if objects.module is None:
+        module = ModelSpec.from_json(config.model).build()
+    elif objects.module is not None:
+        module = copied(objects.module)
+    else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    return copied(objects.module)
+    return tuned(module, config)
 
 
 def own_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) -> torch.optim.Optimizer:
@@ -95,11 +117,12 @@ def check_training(
         ValueError: They do not fit; the error names the column or the module, and the remedy.
     """
     check_names(config, objects)
+    config = with_arguments(config, manifest)
     check_columns(config, manifest)
+    splits: list[Split] = [split for split in _BEST_SPLITS if manifest.select(split).num_rows]
+    check_schema(config, objects, manifest.columns, splits)
     module = build_module(config, objects)
-    _check_layers(config, module)
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(f"model {type(module).__name__} has no trainable parameters; unfreeze some")
+    check_network(config, module)
     do_without_compiler()
     # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
     optimizer = own_optimizer(config, objects, module)
@@ -110,7 +133,10 @@ def check_training(
         )
     num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
     make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)
-    outputs = probe(module, config, manifest)
+    outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
+    if config.pretrained is not None:
+        check_pretrained(config.pretrained, module)
+    _check_average(config, num_steps)
     shapes = [tuple(output.shape) for output in outputs]
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
@@ -118,168 +144,81 @@ def check_training(
     widths = [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
     config = with_outputs(config, widths)
     heads = make_heads(config, objects, manifest)
-    config = replace(config, monitor=monitored(config.monitor, heads, manifest))
+    monitor = monitored(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
+    config = replace(config, monitor=monitor)
+    labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
+    if objects.transform_batch is not None:
+        labels = _check_batch_transform(config, objects, manifest, module, shapes, labels)
     name = type(module).__name__
     if config.task == "classification":
-        _check_classes(heads[0], manifest, name, shapes[0])
+        check_classes(heads[0], manifest, name, shapes[0])
     elif config.task == "regression":
-        _check_regression(heads[0], manifest, name, shapes[0])
-    _check_losses(config.task, heads, outputs, manifest)
+        check_regression(heads[0], manifest, name, shapes[0])
+    check_losses(config.task, heads, outputs, labels)
+    if objects.metrics:
+        own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
+        config = replace(config, own_metrics=own)
     return config, [shape[1:] for shape in shapes]
 
 
-def _check_layers(config: TrainConfig, module: nn.Module) -> None:
-    """Refuses layers whose forward pass waits for all workers, as one without rows in a step runs none."""
-    waiting = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-    if config.num_workers > 1 and waiting:
-        raise ValueError(
-            f"layer {waiting[0]!r} of model {type(module).__name__} is a SyncBatchNorm, which hangs where a "
-            "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
-        )
-
-
-def _check_losses(
-    task: Task, heads: Sequence[Head], outputs: Sequence[torch.Tensor], manifest: ShardManifest
-) -> None:
-    """Applies each loss to the module's outputs for two rows of zeros, and to labels of 0."""
-    for head, output in zip(heads, outputs, strict=True):
-        name = head.loss_name
-        if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
-            raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
-        if head.is_per_member:
-            # It applies to outputs in training mode, and these are of evaluation.
-            continue
-        labels = zeros(manifest.array(head.label), PROBE_ROWS)
-        try:
-            resolve_loss(head.loss)(output.float(), labels)
-        except Exception as error:
-            given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
-            raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
-
-
-def monitored(monitor: str, heads: Sequence[Head], manifest: ShardManifest) -> str:
-    """Returns the history's entry that `monitor` means; a bare name prefers the held-out rows.
-
-    Raises:
-        ValueError: The history will have no such entry; the error names the nearest one.
-    """
-    splits = [split for split in ("validation", "train") if manifest.select(split).num_rows]
-    names = ["loss", *heads[0].metrics]
-    if len(heads) > 1:
-        names = ["loss", *(f"{part}_{head.label}" for head in heads for part in ("loss", *head.metrics))]
-    known = [f"{split}_{name}" for split in splits for name in names]
-    wanted = monitor or "loss"
-    for name in (wanted, f"{splits[0]}_{wanted}"):
-        if name in known:
-            return name
-    hint = nearest(wanted, [*known, *names]) or f"; give one of {known}"
-    if wanted.startswith("validation_") and "validation" not in splits:
-        hint = "; no row is held out: set validationFraction or validationIndicatorCol"
-    raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
-
-
-def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
-    """Refuses shards whose columns no network can take, or whose rows are none.
-
-    Raises:
-        ValueError: Names the column.
-    """
-    for name in config.columns:
-        _check_dense(name, manifest)
-    if manifest.select("train").num_rows == 0:
-        raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
-    for split, columns in manifest.stats.items():
-        for name in config.columns:
-            if name not in columns:
-                continue
-            stats = columns[name]
-            for count, what in ((stats.nans, "NaN"), (stats.infs, "infinite")):
-                if count:
-                    raise ValueError(
-                        f"column {name!r} has {count} {what} values in the {split} rows; "
-                        "filter or replace them before fit"
-                    )
-    if config.weight_column is not None:
-        _check_weights(config.weight_column, manifest)
-
-
-def _check_weights(name: str, manifest: ShardManifest) -> None:
-    """Refuses weights that are not one number per row, are negative, or are all zero."""
-    if manifest.array(name).shape:
-        raise ValueError(f"weightCol {name!r} must hold one number per row, got an array column")
-    for split, columns in manifest.stats.items():
-        stats = columns[name]
-        if stats.minimum is not None and stats.minimum < 0:
-            raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}")
-        if stats.rows and stats.maximum == 0:
-            raise ValueError(
-                f"weightCol {name!r} is 0 in all {split} rows, which leaves nothing to average; "
-                "leave the column out or give some rows a weight"
-            )
-
-
-def _check_dense(name: str, manifest: ShardManifest) -> None:
-    """Refuses a column that the shards lack, or that a batch does not hold as one dense array."""
+def _check_batch_transform(
+    config: TrainConfig,
+    objects: UserObjects,
+    manifest: ShardManifest,
+    module: nn.Module,
+    shapes: Sequence[Shape],
+    labels: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
+    """Runs the module on two rows of zeros that transformBatch has changed; returns their labels."""
+    given = samples(config.input_columns, manifest)
+    layout = layout_in(manifest, config.input_columns)
+    inputs, labels = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
+    got = ", ".join(str(tuple(values.shape)) for values in inputs)
     try:
-        manifest.array(name)
-    except ValueError:
-        column = next((c for c in manifest.columns if c.name == name), None)
-        if column is None:
-            raise
-        dense = "Vector()" if column.kind.tag == "sparse" else "Padded()"
+        module.eval()
+        with torch.no_grad():
+            found = [tuple(output.shape) for output in as_outputs(module(*inputs))]
+    except Exception as error:
         raise ValueError(
-            f"column {name!r} is {column.kind.tag} in the shards at {manifest.uri}, but training takes "
-            f"one dense array a column; write it with {dense}, or read it with open_reader"
-        ) from None
+            f"model {type(module).__name__} cannot take what transformBatch returns, [{got}]: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        module.train()
+    if found != list(shapes):
+        raise ValueError(
+            f"model {type(module).__name__} must return {list(shapes)} in training as in prediction, got "
+            f"{found} for what transformBatch returns, [{got}]; let transformInPrediction give the same shape"
+        )
+    return labels
 
 
-def _check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
-    label, loss = head.label, head.loss
-    if manifest.array(label).shape:
-        raise ValueError(f"labelCol {label!r} must hold one class number per row, got an array column")
-    if len(shape) > 2:
-        raise ValueError(
-            f"model {model} must return (batch, classes) logits, got {tuple(shape)} for {PROBE_ROWS} rows; "
-            "flatten or pool the other dimensions"
-        )
-    is_binary = len(shape) == 1 or shape[1] == 1
-    name = loss if isinstance(loss, str) else type(loss).__name__
-    if is_binary and name in ("cross_entropy", "CrossEntropyLoss", "NLLLoss"):
-        raise ValueError(
-            f"loss {name!r} needs one logit per class, model {model} gives one; "
-            "set loss='bce_with_logits' or give the model 2 outputs"
-        )
-    # An ensemble of binary networks returns one logit per member.
-    per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
-    num_classes = 2 if per_member or is_binary else shape[1]
-    ignored = ignored_label(resolve_loss(loss))
-    for split, columns in manifest.stats.items():
-        stats = columns[label]
-        if not stats.rows:
+def _try_metric(
+    name: str, heads: Sequence[Head], outputs: Sequence[torch.Tensor], manifest: ShardManifest
+) -> OwnMetric:
+    """Tries a user's metric on rows of every class, or on labels of 0 and 1."""
+    metric, given, labels = None, [], []
+    for head, output in zip(heads, outputs, strict=True):
+        if name not in head.metrics:
             continue
-        if stats.fractional:
-            raise ValueError(
-                f"labelCol {label!r} must hold whole class numbers, {stats.fractional} {split} rows do not; "
-                "index it with StringIndexer or use TorchRegressor"
-            )
-        low, high = int(stats.minimum), int(stats.maximum)  # type: ignore[arg-type]
-        # The statistics hold only the smallest label; another one below 0 fails in its batch.
-        low = 0 if low == ignored else low
-        if low < 0 or high >= num_classes:
-            raise ValueError(
-                f"labelCol {label!r} must lie in 0..{num_classes - 1} for the {num_classes} classes of model "
-                f"{model}, got {low}..{high} in the {split} rows; use StringIndexer or widen the model"
-            )
+        metric, _ = head.own_metrics[name]
+        array = manifest.array(head.label)
+        classes = max(PROBE_ROWS, head.width) if head.takes_classes and not array.shape else PROBE_ROWS
+        # Of another length than the output, whose classes or values could have one number each.
+        rows = next(n for n in count(classes + 1) if n not in output.shape[1:])
+        label = zeros(array, rows)
+        numbers = torch.arange(rows) % classes
+        labels.append(label + numbers.view(-1, *(1,) * (label.dim() - 1)).to(label.dtype))
+        given.append(output[:1].float().expand(rows, *output.shape[1:]))
+    return tried(name, metric, given, labels)
 
 
-def _check_regression(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
-    label = head.label
-    row_shape = manifest.array(label).shape
-    label_shape = (PROBE_ROWS, *row_shape)
-    squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
-    if squeezed != label_shape:
-        wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"
-        raise ValueError(
-            f"model {model} must return {wanted} for labelCol {label!r}, "
-            f"got {tuple(shape)} for {PROBE_ROWS} rows; change the model's last layer"
+def _check_average(config: TrainConfig, num_steps: int) -> None:
+    decay = config.ema_decay
+    if decay is not None and decay**num_steps > MOST_OF_FIRST_WEIGHTS:
+        warnings.warn(
+            f"emaDecay {decay} leaves {decay**num_steps:.0%} of the first weights in the average after all "
+            f"{num_steps} steps; lower it, to {0.01 ** (1 / num_steps):.2g} for 1 %",
+            UserWarning,
+            stacklevel=5,
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringspark.estimators.training.arguments import Layout, cut_rows
 from ringspark.pipelines.kinds.base import BatchArray
 
 if TYPE_CHECKING:
@@ -23,14 +25,16 @@ class Batch:
     """One rank's rows of one step; may have zero rows.
 
     Attributes:
-        inputs: One tensor per argument of `forward`, each (rows, ...).
+        inputs: One tensor per argument of `forward`, each (rows, ...), or as `arguments` describes it.
         labels: One tensor per output of the network, each (rows, ...).
         weight: Row weights, (rows,) fp32; None if every row has weight 1.
+        layout: Which inputs hold rows of varying length.
     """
 
     inputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     weight: torch.Tensor | None
+    layout: Layout = ()
 
     @property
     def num_rows(self) -> int:
@@ -41,11 +45,21 @@ class Batch:
         parts = max(1, min(parts, self.num_rows))
         if parts == 1:
             return [self]
-        inputs = [torch.tensor_split(t, parts) for t in self.inputs]
         labels = [torch.tensor_split(t, parts) for t in self.labels]
         weights = torch.tensor_split(self.weight, parts) if self.weight is not None else [None] * parts
+        inputs: Sequence[Sequence[torch.Tensor]]
+        if self.layout:
+            ends = pairwise([0, *accumulate(len(part) for part in labels[0])])
+            inputs = [cut_rows(self.inputs, self.layout, start, stop) for start, stop in ends]
+        else:
+            inputs = list(zip(*(torch.tensor_split(t, parts) for t in self.inputs), strict=True))
         return [
-            Batch(inputs=tuple(t[i] for t in inputs), labels=tuple(t[i] for t in labels), weight=weights[i])
+            Batch(
+                inputs=tuple(inputs[i]),
+                labels=tuple(t[i] for t in labels),
+                weight=weights[i],
+                layout=self.layout,
+            )
             for i in range(parts)
         ]
 
@@ -79,7 +93,7 @@ def zeros(array: BatchArray, rows: int) -> torch.Tensor:
 
 
 def batches_on(
-    device: torch.device, columns: Iterable[dict[str, Array]], config: TrainConfig
+    device: torch.device, columns: Iterable[dict[str, Array]], config: TrainConfig, layout: Layout = ()
 ) -> Iterator[Batch]:
     """Yields the reader's batches on `device`, in order.
 
@@ -87,13 +101,13 @@ def batches_on(
     more than that of the step is on the GPU, and the host waits for no copy.
     """
     if device.type != "cuda":
-        yield from (to_batch(columns_of, config, device) for columns_of in columns)
+        yield from (to_batch(columns_of, config, device, layout) for columns_of in columns)
         return
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ahead: tuple[Batch, torch.cuda.Event] | None = None
     for columns_of in columns:
         with torch.cuda.stream(stream):
-            batch = to_batch(columns_of, config, device)
+            batch = to_batch(columns_of, config, device, layout)
             copied = stream.record_event()
         if ahead is not None:
             yield _arrived(*ahead, device)
@@ -124,13 +138,27 @@ def to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def to_batch(columns: dict[str, Array], config: TrainConfig, device: torch.device) -> Batch:
+def to_batch(
+    columns: dict[str, Array], config: TrainConfig, device: torch.device, layout: Layout = ()
+) -> Batch:
     """Returns the reader's columns as a batch on `device`."""
+
+    def given(number: int, name: str) -> torch.Tensor:
+        values = columns[name]
+        # The reader also says where the last row ends.
+        return to_tensor(values[:-1] if layout and layout[number] == number else values, device)
+
+    def label(name: str) -> torch.Tensor:
+        # Apart from an input of this column: a network or a transform may change its inputs in place.
+        values = columns[name]
+        return to_tensor(values.copy() if name in config.input_columns else values, device)
+
     weight = None
     if config.weight_column is not None:
         weight = to_tensor(columns[config.weight_column].astype(np.float32), device)
     return Batch(
-        inputs=tuple(to_tensor(columns[name], device) for name in config.input_columns),
-        labels=tuple(to_tensor(columns[name], device) for name in config.label_columns),
+        inputs=tuple(given(number, name) for number, name in enumerate(config.input_columns)),
+        labels=tuple(label(name) for name in config.label_columns),
         weight=weight,
+        layout=layout,
     )

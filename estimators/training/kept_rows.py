@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class KeptRows:
     """The row groups that a rank reads in two epochs or more.
 
     Attributes:
-        num_bytes: Their bytes; for rows that vary in length, by the kinds' guess.
+        num_bytes: Their bytes; for rows that vary in length, by their mean.
         least_bytes: Without rows that vary in length.
     """
 
@@ -45,12 +46,16 @@ def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: 
         seed=config.seed,
         shuffle=config.shuffle or not is_training,
     )
-    kinds = {column.name: column.kind for column in map(manifest.column_of, config.columns)}.values()
+    columns = {column.name: column for column in map(manifest.column_of, config.columns)}.values()
+    widths = [
+        math.ceil(manifest.mean_row_bytes(column)) if column.kind.value_bytes else column.kind.held_bytes
+        for column in columns
+    ]
     rows = int(row_groups[again].sum())
     return KeptRows(
         row_groups=frozenset(again.tolist()),
-        num_bytes=rows * sum(kind.row_bytes for kind in kinds),
-        least_bytes=rows * sum(kind.row_bytes for kind in kinds if isinstance(kind, DENSE)),
+        num_bytes=rows * sum(widths),
+        least_bytes=rows * sum(c.kind.held_bytes for c in columns if isinstance(c.kind, DENSE)),
     )
 
 

@@ -1,29 +1,70 @@
-"""Runs a module on two rows of zeros in the data's shapes and types."""
+"""Runs a module on two rows in the data's shapes and types: zeros, and the largest ids."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import nn
 
-from ringspark.estimators.training.feed import zeros
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.batch_transforms import try_transform
+from ringspark.estimators.training.feed import network_dtype
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Array, Padded
 
 PROBE_ROWS = 2
 
 Shape = tuple[int, ...]
 
 
-def probe(module: nn.Module, config: TrainConfig, manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
-    """Returns the module's outputs for `PROBE_ROWS` rows of zeros.
+def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
+    """Returns `PROBE_ROWS` rows of the inputs called `names`; of varying length, one value a row."""
+    layout = layout_in(manifest, names)
+
+    def sample(number: int, name: str) -> torch.Tensor:
+        array, column = manifest.described(name), manifest.column_of(name)
+        values = torch.from_numpy(np.zeros((PROBE_ROWS, *array.shape), network_dtype(array.dtype)))
+        if layout and layout[number] == number:
+            values[:] = torch.arange(PROBE_ROWS)
+        elif name == column.kind.arguments(column.name)[0] and not values.is_floating_point():
+            # A table of embeddings with fewer rows is refused now, not by the worker that meets the id.
+            # Arrays of one size may hold another thing in each place, and the statistics are of all places.
+            values[-1] = 0 if isinstance(column.kind, Array) else _largest_id(column, manifest)
+        return values
+
+    return tuple(sample(number, name) for number, name in enumerate(names))
+
+
+def _largest_id(column: Column, manifest: ShardManifest) -> int:
+    if column.kind.num_ids is not None:
+        return column.kind.num_ids - 1
+    found = [columns[column.name].maximum for columns in manifest.stats.values() if column.name in columns]
+    filled = int(column.kind.value) if isinstance(column.kind, Padded) else 0
+    return max(filled, *(int(maximum) for maximum in found if maximum is not None), 0)
+
+
+def probe(
+    module: nn.Module, config: TrainConfig, manifest: ShardManifest, objects: UserObjects
+) -> tuple[torch.Tensor, ...]:
+    """Returns the module's outputs for `PROBE_ROWS` rows of zeros, or of the first and the last id.
+
+    The rows are prepared as for a prediction.
 
     Raises:
         ValueError: The module cannot take the input columns, or does not return one tensor per label
             with one entry per row.
     """
     name = type(module).__name__
-    inputs = [zeros(manifest.array(column), PROBE_ROWS) for column in config.input_columns]
+    inputs = samples(config.input_columns, manifest)
+    if objects.transform_in_prediction is not None:
+        layout = layout_in(manifest, config.input_columns)
+        prepare = objects.transform_in_prediction
+        inputs, _ = try_transform(prepare, "transformInPrediction", inputs, None, layout)
     given = ", ".join(
         f"{column} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         for column, t in zip(config.input_columns, inputs, strict=True)

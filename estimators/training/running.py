@@ -10,6 +10,7 @@ import torch
 
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.batch_transforms import BatchTransform, prepared, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.non_finite import FirstBadLoss
@@ -18,8 +19,9 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.optimizers.schedules import Rates
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
+from ringspark.estimators.training.tuning.average import Average
 
 
 class Running:
@@ -27,8 +29,11 @@ class Running:
 
     Attributes:
         recipe: How a micro-batch is computed; its scaler changes.
+        transform: Changes training rows; None for none.
+        prepare: Prepares the inputs of held-out rows; None for none.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
+        average: Moving average of the weights, empty where none is asked for.
         state: State that callbacks see: epoch, step, history.
         finished_epochs: Epochs with a record in the history.
         step_in_epoch: Steps done in the current epoch.
@@ -47,6 +52,7 @@ class Running:
         log: RunLog,
         steps_per_epoch: int,
         device: torch.device,
+        objects: UserObjects,
     ) -> None:
         """Stands before the first step.
 
@@ -56,14 +62,21 @@ class Running:
         """
         # Ranks that hold parts of the gradients must agree on overflows; else all see the same numbers.
         combine = partial(mesh.world.all_reduce, op="max") if config.sharding != "none" else None
+        self.transform: BatchTransform | None = None
+        if objects.transform_batch is not None:
+            self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
+        self.prepare = prepared(objects.transform_in_prediction, device, training=False)
         self.scaler = LossScaler(config.precision, device, combine, guards=config.on_non_finite != "stop")
         self.recipe = Recipe(
             config=config, criterion=Criterion(heads, device), scaler=self.scaler, device=device
         )
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)
+        # Labels that a transform has mixed are those of no row.
+        predicts = predicts and not takes_labels(objects.transform_batch)
         self.sums = Sums("train", heads, device, with_metrics=predicts)
         self.validation = Sums("validation", heads, device)
+        self.average = Average(sync.network, config.ema_decay)
         self.state = TrainingState(
             rank=mesh.world.rank,
             size=mesh.world.size,
@@ -71,6 +84,7 @@ class Running:
             optimizer=sync.optimizer,
             num_steps=config.epochs * steps_per_epoch,
             history=log.history,
+            averaged=self.average.in_place,
         )
         self.sync = sync
         self.rates = rates

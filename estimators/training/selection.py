@@ -15,7 +15,7 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.estimators.training.objective.metrics import metric_info
+from ringspark.estimators.training.objective.own_metrics import direction, metric_of
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
@@ -33,9 +33,8 @@ class Best(Callback):
         self.epoch = 0
         self.value = math.nan
         _, name = config.monitor.split("_", 1)
-        # With several labels the name is the metric, "_", the label.
-        metric = next((m for m in config.metrics if name == m or name.startswith(f"{m}_")), None)
-        self._sign = 1.0 if metric is not None and metric_info(metric).higher_is_better else -1.0
+        metric = metric_of(name, config.metrics)
+        self._sign = 1.0 if metric is not None and direction(metric, config.own_metrics) else -1.0
         self._min_delta = min_delta
 
     def improves(self, record: EpochRecord) -> bool:
@@ -111,9 +110,10 @@ class BestCheckpoint(Best):
         if not self.improves(state.history[-1]):
             return
         last, self.uri = self.uri, self._folder()
-        save_together(
-            self.uri, state.module, self._mesh, self._status.tick, epoch=state.epoch, step=state.step
-        )
+        with state.averaged():
+            save_together(
+                self.uri, state.module, self._mesh, self._status.tick, epoch=state.epoch, step=state.step
+            )
         if self._mesh.writes and last is not None and not self._keeps_worse:
             with suppress(OSError):
                 storage.remove(last, recursive=True)

@@ -8,7 +8,9 @@ rows' loss divided by the global weight, and the ranks' gradients are summed.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch
 
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch, batches_on
 from ringspark.estimators.training.history import EpochRecord, Progress
@@ -112,7 +116,7 @@ class Trainer:
         self._sync.module.train()
         # Closed also when the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
-            for step, batch in enumerate(batches_on(running.device, batches, self._config), first):
+            for step, batch in enumerate(self._on_device(reader, batches), first):
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
                 global_rows = plan.global_rows(step)
@@ -141,6 +145,10 @@ class Trainer:
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
 
+    def _on_device(self, reader: ShardReader, batches: Any) -> Iterator[Batch]:
+        layout = layout_in(reader.manifest, self._config.input_columns)
+        return batches_on(self._running.device, batches, self._config, layout)
+
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
         self._sync.optimizer.zero_grad()
@@ -155,6 +163,8 @@ class Trainer:
             self._sync.clip_gradients(self._config.max_grad_norm)
         self._sync.step(self._scaler)
         self._scaler.update()
+        if not self._scaler.skipped:
+            self._running.average.update()
         if self._guards and self._scaler.skipped:
             self._on_skipped(step, seen, buffers)
         elif not self._scaler.skipped:
@@ -164,6 +174,8 @@ class Trainer:
     def _backward(self, batch: Batch, global_rows: int) -> list[Seen]:
         """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
         running = self._running
+        if running.transform is not None:
+            batch = running.transform(batch, self._state.step)
         divisor = global_weights(running.recipe, batch, global_rows, self._mesh.data)
         if not batch.num_rows:
             self._sync.backward_without_rows(batch.inputs)
@@ -226,9 +238,14 @@ class Trainer:
         self._status.phase = f"validation after epoch {epoch + 1}"
         self._share_buffers()
         network.eval()
-        with torch.no_grad(), closing(cast("Any", reader.batches(0))) as batches:
-            for batch in batches_on(running.device, batches, self._config):
+        with (
+            running.average.in_place(),
+            torch.no_grad(),
+            closing(cast("Any", reader.batches(0))) as batches,
+        ):
+            for batch in self._on_device(reader, batches):
                 self._status.tick()
+                batch = replace(batch, inputs=prepare_inputs(running.prepare, batch.inputs, batch.layout))
                 if not batch.num_rows:
                     # The other ranks may need this rank's parts of the weights.
                     with backward_errors():

@@ -22,6 +22,7 @@ from ringspark.estimators.parallel.base import refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
+from ringspark.estimators.training.checkpoint.solo import Solo
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.compilation import compiled
 from ringspark.estimators.training.driver_check import build_module, own_optimizer
@@ -37,6 +38,7 @@ from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.trainer import Trainer
+from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import seed_rank, shared_generators_kept
@@ -123,7 +125,7 @@ def _train(
     manifest = ShardManifest.load(config.shards_uri)
     train, validation = _open_readers(config, mesh, manifest, opened)
     status.phase = "building the model"
-    module = _build(config, objects, manifest, device)
+    module = _build(config, objects, manifest, device, mesh, status)
     start_state = skeleton(module)
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
@@ -143,7 +145,7 @@ def _train(
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
     with RunLog(config.run_uri, writes=mesh.writes) as log, compiled(sync.network, config.compile, device):
-        running = Running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device)
+        running = Running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device, objects)
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()
     state = running.state
@@ -167,14 +169,26 @@ def _train(
 
 
 def _build(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, device: torch.device
+    config: TrainConfig,
+    objects: UserObjects,
+    manifest: ShardManifest,
+    device: torch.device,
+    mesh: Mesh,
+    status: Status,
 ) -> nn.Module:
     # Any whole number may be a seed, but torch takes 64 bits.
     torch.manual_seed(config.seed % 2**63)
     module = build_module(config, objects)
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         # A first pass initializes lazy layers, as on the driver.
-        probe(module, config, manifest)
+        probe(module, config, manifest, objects)
+    if config.pretrained is not None:
+        status.phase = "loading the pretrained weights"
+        solo = Solo(mesh, status.tick)
+        if mesh.writes:
+            # The other ranks get them when the first weights are shared.
+            load_pretrained(config.pretrained, module, solo.progress)
+        solo.end()
     module = module.to(device)
     accept_single_rows(module)
     if config.num_workers > 1:
@@ -205,7 +219,8 @@ def _final_weights(
         return best.uri, best.epoch
     status.phase = "writing the checkpoint"
     uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
-    save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)
+    with state.averaged():
+        save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)
     return uri, state.epoch
 
 

@@ -10,16 +10,32 @@ from typing import Any
 from ringspark.pipelines.kinds.array import Array
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
 from ringspark.pipelines.kinds.binary import DECODERS, Binary
+from ringspark.pipelines.kinds.image import Image
 from ringspark.pipelines.kinds.ragged import Padded, Ragged
 from ringspark.pipelines.kinds.scalar import Scalar
 from ringspark.pipelines.kinds.sparse import Sparse
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
+from ringspark.pipelines.kinds.structs import Struct
+from ringspark.pipelines.kinds.tokens import Tokens
 from ringspark.pipelines.kinds.vector import Vector
 from ringspark.pipelines.typed_json import record
 
 KINDS: dict[str, type[Kind]] = {
     kind.tag: kind
-    for kind in (Scalar, Array, Ragged, Padded, Vector, Sparse, Vocabulary, HashBuckets, Binary)
+    for kind in (
+        Scalar,
+        Array,
+        Ragged,
+        Padded,
+        Vector,
+        Struct,
+        Sparse,
+        Vocabulary,
+        HashBuckets,
+        Tokens,
+        Binary,
+        Image,
+    )
 }
 """Tag in the manifest -> class."""
 
@@ -31,11 +47,14 @@ __all__ = [
     "Binary",
     "Encoded",
     "HashBuckets",
+    "Image",
     "Kind",
     "Padded",
     "Ragged",
     "Scalar",
     "Sparse",
+    "Struct",
+    "Tokens",
     "Vector",
     "Vocabulary",
     "kind_from_json",

@@ -50,6 +50,7 @@ class Array(Kind):
     """
 
     tag: ClassVar[str] = "array"
+    is_choice: ClassVar[bool] = False
     dtype: str = ""
     shape: Shape | None = None
     nullable: bool = False

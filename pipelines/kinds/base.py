@@ -50,12 +50,20 @@ class BatchArray:
     Attributes:
         dtype: NumPy dtype name.
         shape: Shape after the first dimension.
-        per_row: Whether the first dimension is the rows of the batch.
+        varies: Whether a batch may have a smaller shape; `shape` is the largest then.
+        offsets: Name of the batch's array of offsets, for rows of varying length laid end to end: row i is
+            from offset i to offset i + 1. That array names itself. Empty if the first dimension is the rows.
     """
 
     dtype: str
     shape: Shape = ()
-    per_row: bool = True
+    varies: bool = False
+    offsets: str = ""
+
+    @property
+    def per_row(self) -> bool:
+        """Whether the first dimension is the rows of the batch."""
+        return not self.offsets
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,12 @@ class Kind(ABC):
 
     Attributes:
         tag: The kind's name in the manifest.
+        is_choice: Whether the user chooses it: transform then makes the values by its code, as the write.
+            Numbers, arrays and vectors need no choice.
     """
 
     tag: ClassVar[str]
+    is_choice: ClassVar[bool] = True
 
     # ------------------------------------------------------------- on the driver, before the write
 
@@ -88,12 +99,22 @@ class Kind(ABC):
 
     # ------------------------------------------------------------------------- in the writing task
 
+    def read(self, values: Any) -> tuple[Any, dict[int, str]]:
+        """Brings an Arrow array from Spark into what `encode` takes, where only Python can judge a value.
+
+        Returns:
+            The array, whose rows that cannot be read are null, and why, by row: each text completes
+            "column 'x' ...".
+        """
+        return values, {}
+
     @abstractmethod
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         """Brings an Arrow array from Spark, without nulls, into the stored form.
 
         Args:
-            values: The array; rows that were null have been filled with zeros or emptied.
+            values: The array that `read` returned; rows that were null have been filled with zeros or
+                emptied.
             valid: Boolean NumPy array, false where a row was null; None if the column keeps no nulls.
 
         Raises:
@@ -125,13 +146,32 @@ class Kind(ABC):
                 "column 'x' ...".
         """
 
-    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
-        """Returns the arrays of a batch from rows of varying length; dense rows need no such step."""
-        raise NotImplementedError(f"kind {self.tag!r} decodes to dense rows")
+    def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
+        """Returns the arrays of a batch from its rows, `RaggedRows` or dense ones as `decode` gives them."""
+        return {name: rows}
 
     def batch_names(self, name: str) -> tuple[str, ...]:
         """Returns the names of the arrays that the column gives to a batch."""
         return (name,)
+
+    def arguments(self, name: str) -> tuple[str, ...]:
+        """Returns the names of the arrays that a network gets of the column, in that order."""
+        return self.batch_names(name)[:1]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value, for rows of any number of them; 0 where `row_bytes` is no guess."""
+        return 0
+
+    @property
+    def selected(self) -> Any:
+        """Arrow type of what `select` gives; None if that follows the column."""
+        return None
+
+    @property
+    def num_ids(self) -> int | None:
+        """Number of different ids that a batch may hold, which a table of embeddings has rows for."""
+        return None
 
     @abstractmethod
     def arrays(self, name: str) -> dict[str, BatchArray]:
@@ -141,6 +181,11 @@ class Kind(ABC):
     @abstractmethod
     def row_bytes(self) -> int:
         """Approximate number of bytes that one row takes in a batch."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Approximate number of bytes of one row as `decode` gives it."""
+        return self.row_bytes
 
     # ----------------------------------------------------------------------------------- as a value
 

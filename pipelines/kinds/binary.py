@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
+from ringspark.pipelines.kinds.image_decoding import EIGHT_BITS, MODES, pillow
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -64,32 +65,15 @@ class NpyDecoder(Decoder):
 class ImageDecoder(Decoder):
     """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey."""
 
-    _MODES: ClassVar[dict[int, str]] = {1: "L", 3: "RGB", 4: "RGBA"}
-    # Pillow's modes of eight bits per channel. It clips deeper ones, e.g. 16-bit PNGs, when it converts them.
-    _EIGHT_BITS: ClassVar[set[str]] = {
-        "1",
-        "L",
-        "LA",
-        "La",
-        "P",
-        "PA",
-        "RGB",
-        "RGBA",
-        "RGBa",
-        "RGBX",
-        "CMYK",
-        "YCbCr",
-    }
-
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         with _pillow().open(io.BytesIO(data)) as image:
-            if image.mode not in self._EIGHT_BITS:
+            if image.mode not in EIGHT_BITS:
                 raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
             return (image.height, image.width, *shape[2:]), "uint8"
 
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         with _pillow().open(io.BytesIO(data)) as image:
-            mode = self._MODES[shape[2] if len(shape) == 3 else 1]
+            mode = MODES[shape[2] if len(shape) == 3 else 1]
             return np.asarray(image if image.mode == mode else image.convert(mode)).reshape(
                 image.height, image.width, *shape[2:]
             )
@@ -156,8 +140,12 @@ class Binary(Kind):
             except Exception as error:  # a decoder may raise anything
                 raise ValueError(self._unreadable(data, error)) from None
             if (shape, dtype) != (self.shape, self.dtype):
+                remedy = ""
+                if self.decoder == "image":
+                    remedy = f"; kind Image{(*self.shape, 1)[:3]} takes images of any size"
                 raise ValueError(
                     f"holds {dtype} of shape {shape} where {self.dtype} of shape {self.shape} was asked for"
+                    f"{remedy}"
                 )
         return Encoded([values.cast(pa.binary())])
 
@@ -203,6 +191,10 @@ class Binary(Kind):
     def _unreadable(self, data: bytes, error: Exception) -> str:
         return f"holds {len(data)} bytes that decoder {self.decoder!r} cannot read ({error})"
 
+    @property
+    def selected(self) -> Any:
+        return pa.binary()
+
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {name: BatchArray(self.dtype, self.shape)}
 
@@ -224,8 +216,4 @@ def _offsets(values: Any) -> NumpyArray:
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ValueError("decoder 'image' needs Pillow; pip install 'ringspark[images]'") from None
-    return Image
+    return pillow("decoder 'image'")

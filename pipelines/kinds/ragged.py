@@ -65,16 +65,27 @@ class Ragged(Kind):
     def batch_names(self, name: str) -> tuple[str, ...]:
         return f"{name}.values", f"{name}.offsets"
 
+    def arguments(self, name: str) -> tuple[str, ...]:
+        return self.batch_names(name)
+
+    @property
+    def selected(self) -> Any:
+        return list_type(self.dtype)
+
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {
-            f"{name}.values": BatchArray(self.dtype, per_row=False),
-            f"{name}.offsets": BatchArray("int64", per_row=False),
+            f"{name}.values": BatchArray(self.dtype, offsets=f"{name}.offsets"),
+            f"{name}.offsets": BatchArray("int64", offsets=f"{name}.offsets"),
         }
 
     @property
     def row_bytes(self) -> int:
-        # A guess of 32 elements, since the length is unknown: it only sizes the blocks of batches.
-        return 32 * int(np.dtype(self.dtype).itemsize)
+        # A guess of 32 elements, for where there are no statistics.
+        return 32 * self.value_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
         return f"{self.dtype}[ragged]"
@@ -142,6 +153,10 @@ class Padded(Kind):
 
     def batch_names(self, name: str) -> tuple[str, ...]:
         return name, f"{name}.length"
+
+    @property
+    def selected(self) -> Any:
+        return list_type(self.dtype)
 
     def arrays(self, name: str) -> dict[str, BatchArray]:
         assert self.length is not None

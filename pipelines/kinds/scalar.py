@@ -48,6 +48,7 @@ class Scalar(Kind):
     """
 
     tag: ClassVar[str] = "scalar"
+    is_choice: ClassVar[bool] = False
     dtype: str = ""
 
     def adopt(self, name: str, data_type: DataType) -> Self:
@@ -98,3 +99,27 @@ class Scalar(Kind):
 
     def __str__(self) -> str:
         return self.dtype
+
+
+def number_of(source: SparkColumn, type_name: str) -> SparkColumn:
+    """Returns a Spark expression for the number that `Scalar` stores of a column.
+
+    Args:
+        type_name: Spark's simple type name of the column.
+    """
+    from pyspark.sql import functions as F
+
+    if type_name.startswith("decimal"):
+        return source.cast("double")
+    if type_name == "date":
+        return F.unix_date(source)
+    if type_name == "timestamp":
+        return F.unix_micros(source)
+    if type_name == "timestamp_ntz":
+        # Computed field by field, because every shorter way goes through the session's time zone.
+        micros = (F.date_part(F.lit("SECOND"), source) * F.lit(1_000_000)).cast("bigint")
+        minutes = (
+            F.unix_date(F.to_date(source)).cast("bigint") * 1_440 + F.hour(source) * 60 + F.minute(source)
+        )
+        return minutes * F.lit(60_000_000).cast("bigint") + micros
+    return source

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import (
     BatchArray,
@@ -16,6 +17,7 @@ from ringspark.pipelines.kinds.base import (
     decode_lists,
     list_type,
     make_lists,
+    number_type,
     range_of,
 )
 from ringspark.pipelines.kinds.vector import Vectors, check_vector, vector_struct
@@ -93,16 +95,32 @@ class Sparse(Kind):
     def batch_names(self, name: str) -> tuple[str, ...]:
         return f"{name}.indptr", f"{name}.indices", f"{name}.data"
 
+    def arguments(self, name: str) -> tuple[str, ...]:
+        return f"{name}.indices", f"{name}.indptr", f"{name}.data"
+
+    @property
+    def selected(self) -> Any:
+        parts = {"indices": pa.list_(pa.int32()), "values": pa.list_(number_type(self.dtype))}
+        return pa.struct({"size": pa.int32(), **parts})
+
+    @property
+    def num_ids(self) -> int | None:
+        return self.size
+
     def arrays(self, name: str) -> dict[str, BatchArray]:
         return {
-            f"{name}.indptr": BatchArray("int64", per_row=False),
-            f"{name}.indices": BatchArray("int32", per_row=False),
-            f"{name}.data": BatchArray(self.dtype, per_row=False),
+            f"{name}.indptr": BatchArray("int64", offsets=f"{name}.indptr"),
+            f"{name}.indices": BatchArray("int32", offsets=f"{name}.indptr"),
+            f"{name}.data": BatchArray(self.dtype, offsets=f"{name}.indptr"),
         }
 
     @property
     def row_bytes(self) -> int:
-        return 32 * (4 + int(np.dtype(self.dtype).itemsize))  # the same guess as for ragged rows
+        return 32 * self.value_bytes  # the same guess as for ragged rows
+
+    @property
+    def value_bytes(self) -> int:
+        return 4 + int(np.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{self.size} sparse]"

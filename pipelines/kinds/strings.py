@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
 from ringspark.pipelines.kinds.scalar import Scalar
 from ringspark.pipelines.rows import Rows
+from ringspark.pipelines.typed_json import added
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -34,11 +35,7 @@ class _Ids(Kind):
         return "int64"
 
     def adopt(self, name: str, data_type: DataType) -> Self:
-        if data_type.typeName().split("(")[0] not in ("string", "varchar", "char"):
-            raise ValueError(
-                f"column {name!r} has type {data_type.simpleString()}: {type(self).__name__} is for strings; "
-                "numbers are stored as they are"
-            )
+        check_string(type(self), name, data_type)
         return self
 
     def stored(self, name: str) -> dict[str, Any]:
@@ -64,12 +61,15 @@ class Vocabulary(_Ids):
             most frequent gets 0, and ties are sorted alphabetically (as in Spark's StringIndexer).
         max_size: How many of the most frequent strings to keep; None keeps all.
         min_count: How often a string must occur to be kept.
+        order: Which of the kept strings gets 0: the most "frequent", or the first by the "alphabet", which
+            depends on no count.
     """
 
     tag: ClassVar[str] = "vocabulary"
     words: tuple[str, ...] | None = None
     max_size: int | None = None
     min_count: int = 1
+    order: Literal["frequent", "alphabet"] = added("frequent")
 
     def __post_init__(self) -> None:
         if isinstance(self.words, str):
@@ -80,6 +80,8 @@ class Vocabulary(_Ids):
                 raise ValueError("words of Vocabulary must be strings")
             if len(set(self.words)) != len(self.words):
                 raise ValueError("words of Vocabulary must not repeat a string")
+        if self.order not in ("frequent", "alphabet"):
+            raise ValueError(f"order of Vocabulary must be 'frequent' or 'alphabet', got {self.order!r}")
         if self.min_count < 1 or (self.max_size is not None and self.max_size < 1):
             raise ValueError("max_size and min_count of Vocabulary must be at least 1")
 
@@ -93,6 +95,14 @@ class Vocabulary(_Ids):
         if valid is not None:
             ids = pc.if_else(pa.array(valid), ids, pa.scalar(len(self.words), pa.int64()))
         return Encoded([ids])
+
+    @property
+    def selected(self) -> Any:
+        return pa.string()
+
+    @property
+    def num_ids(self) -> int | None:
+        return None if self.words is None else len(self.words) + 1
 
     def __repr__(self) -> str:
         # The words of a large vocabulary would fill the screen.
@@ -135,6 +145,10 @@ class HashBuckets(_Ids):
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         return Encoded([values])
 
+    @property
+    def num_ids(self) -> int | None:
+        return self.num_buckets
+
     def __str__(self) -> str:
         return f"int64 of {self.num_buckets} buckets"
 
@@ -142,7 +156,17 @@ class HashBuckets(_Ids):
 def learned(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:
     """Returns the vocabulary with the words of (string, count) pairs in any order."""
     kept = sorted((-count, word) for word, count in counts if count >= kind.min_count)
-    return replace(kind, words=tuple(word for _, word in kept[: kind.max_size]))
+    words = [word for _, word in kept[: kind.max_size]]
+    return replace(kind, words=tuple(sorted(words) if kind.order == "alphabet" else words))
+
+
+def check_string(kind: type[Kind], name: str, data_type: DataType) -> None:
+    """Refuses a Spark type that holds no strings."""
+    if data_type.typeName().split("(")[0] not in ("string", "varchar", "char"):
+        raise ValueError(
+            f"column {name!r} has type {data_type.simpleString()}: {kind.__name__} is for strings; "
+            "numbers are stored as they are"
+        )
 
 
 def check_seed(name: str, seed: int) -> None:

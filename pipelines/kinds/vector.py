@@ -54,8 +54,8 @@ class Vector(Array):
             if vectors.sizes.max() > MAX_DENSE_SIZE:
                 raise ValueError(
                     f"holds sparse vectors of size {vectors.sizes.max()}, too many zeros to store; for a "
-                    "training make fewer features, e.g. by HashingTF(numFeatures=4096); open_reader alone "
-                    "also takes what write_shards has kept sparse by columns={its name: Sparse()}"
+                    "training keep them sparse by columns={its name: Sparse()}, for a network that begins "
+                    "with nn.EmbeddingBag, or make fewer features, e.g. by HashingTF(numFeatures=4096)"
                 )
             offsets = np.concatenate([[0], np.cumsum(vectors.sizes, dtype=np.int64)])
             dense = np.zeros(int(offsets[-1]), dtype=self.dtype)

@@ -1,7 +1,8 @@
 """Readers: one file an engine, one registry, one contract.
 
 To add an engine: subclass `ShardReader` in a file of its own, list it in
-`READERS`, and tests/pipelines/test_readers.py tests it.
+`READERS`, and tests/pipelines/test_readers.py tests it. A package of its own declares
+the class as an entry point in `ENTRY_POINTS`, and is found by that name.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import cast
 
+from ringspark.pipelines.entry_points import load_part
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.base import Batch, ShardReader
 from ringspark.pipelines.readers.cache import CACHES
+from ringspark.pipelines.table_files import TableSource
 
 READERS: dict[str, str] = {
     "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
     "arrow": "ringspark.pipelines.readers.arrow_reader:ArrowReader",
 }
 """Engine name -> "module:class". Strings, so that Petastorm is imported only where it is used."""
+
+ENTRY_POINTS = "ringspark.readers"
 
 DEFAULT_CACHE_BYTES = 2 << 30
 
@@ -64,10 +69,11 @@ def open_reader(
     """
     if not isinstance(manifest, ShardManifest):
         raise ValueError(f"open_reader takes a manifest, got {manifest!r}; pass ShardManifest.load(uri)")
-    engine = engine or default_engine()
+    engine = engine or (default_engine() if manifest.table is None else "arrow")
     check_engine(engine)
-    module, _, name = READERS[engine].partition(":")
-    reader_class = cast("type[ShardReader]", getattr(import_module(module), name))
+    if manifest.table is not None:
+        check_table_reader(engine, manifest.table)
+    reader_class = _reader_class(engine)
     if cache is not None and cache not in CACHES:
         raise ValueError(f"cache must be None or one of {', '.join(CACHES)}, got {cache!r}")
     return reader_class(
@@ -82,10 +88,23 @@ def open_reader(
     )
 
 
+def _reader_class(engine: str) -> type[ShardReader]:
+    """Imports the class of an engine, of ours or of another package."""
+    if engine in READERS:
+        module, _, name = READERS[engine].partition(":")
+        return cast("type[ShardReader]", getattr(import_module(module), name))
+    part: type[ShardReader] = load_part(ENTRY_POINTS, "reader", engine, READERS, ["read_tables"])
+    if not issubclass(part, ShardReader):
+        raise ValueError(
+            f"reader {engine!r} ({part.__module__}.{part.__qualname__}) must subclass ShardReader"
+        )
+    return part
+
+
 def check_engine(engine: str) -> None:
-    """Raises ValueError if the engine is unknown or not installed. Does not import it."""
+    """Raises ValueError if the engine is unknown or not installed. Imports only another package's."""
     if engine not in READERS:
-        raise ValueError(f"reader must be one of {', '.join(sorted(READERS))}, got {engine!r}")
+        _reader_class(engine)
     if engine == "petastorm" and find_spec("petastorm") is None:
         raise ValueError(
             "reader 'petastorm' is not installed; pip install 'ringspark[petastorm]' or set reader='arrow'"
@@ -95,6 +114,15 @@ def check_engine(engine: str) -> None:
         raise ValueError(
             f"reader 'petastorm' needs Petastorm 0.12.1 or newer, got {'.'.join(map(str, found)) or 'none'}; "
             "pip install 'ringspark[petastorm]' or set reader='arrow'"
+        )
+
+
+def check_table_reader(engine: str, table: TableSource) -> None:
+    """Raises ValueError if the engine reads shards alone: only "arrow" reads the files of another writer."""
+    if engine != "arrow":
+        raise ValueError(
+            f"reader {engine!r} reads shards of write_shards alone, and {table.uri!r} is a table of another "
+            "writer; set reader='arrow'"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -11,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.foreign.row_pages import KeptPages, PageReader
 from ringspark.pipelines.manifest import row_group_problem
 from ringspark.pipelines.readers.base import ShardReader
 from ringspark.pipelines.readers.prefetch import closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
+from ringspark.pipelines.table_files import changed_problem
 
 # The lanes of a shuffled epoch take turns over many files; opening one costs about a millisecond.
 _OPEN_FILES = 64
@@ -28,37 +30,64 @@ class ArrowReader(ShardReader):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tails = Tails()
+        self._table_states = {
+            storage.join(self.manifest.files_uri, file.path): (file.num_bytes, file.state)
+            for file in self.manifest.files
+            if file.table is not None
+        }
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         """Yields the row groups in order, from files kept open while they are in use."""
-        names = self.stored_names
-        files: OrderedDict[str, tuple[Any, ExitStack]] = OrderedDict()
+        names, kept = self.stored_names, KeptPages()
+        files: OrderedDict[str, tuple[Any, PageReader, ExitStack]] = OrderedDict()
         try:
-            for index in indexes:
+            for number, index in enumerate(indexes):
                 uri, row_group = self.locate(index)
                 if uri in files:
                     files.move_to_end(uri)
                 else:
                     if len(files) >= _OPEN_FILES:
-                        files.popitem(last=False)[1][1].close()
-                    files[uri] = self._open(index)
-                yield files[uri][0].read_row_group(row_group, columns=names, use_threads=False)
+                        closed, (_, _, stack) = files.popitem(last=False)
+                        stack.close()
+                        self._check_unchanged([closed])
+                    files[uri] = self._open(index, kept)
+                file, pages, _ = files[uri]
+                window = self.window(index)
+                if window is None or window.stop - window.start == self._rows_of(index):
+                    table = file.read_row_group(row_group, columns=names, use_threads=False)
+                else:
+                    table = pages.read(row_group, names, window.start, window.stop)
+                if number == len(indexes) - 1:
+                    self._check_unchanged(files)  # before the last one: nobody asks for more behind it
+                yield table
         finally:
-            for _, stack in files.values():
+            for _, _, stack in files.values():
                 stack.close()
 
-    def _open(self, index: int) -> tuple[Any, ExitStack]:
-        """Returns the Parquet file of a row group, and the stack that closes it."""
+    def _rows_of(self, index: int) -> int:
+        """Returns the rows of the whole row group that an index lies in."""
+        return self._located[index][0].row_groups[self.locate(index)[1]]
+
+    def _check_unchanged(self, uris: Iterable[str]) -> None:
+        """Refuses a table's files that changed: others may write there, as nobody does among shards."""
+        known = [(uri, *self._table_states[uri]) for uri in uris if uri in self._table_states]
+        if (problem := changed_problem(known)) is not None:
+            raise ValueError(problem)
+
+    def _open(self, index: int, kept: KeptPages) -> tuple[Any, PageReader, ExitStack]:
+        """Returns the Parquet file of a row group, the reader of its pages, and the stack to close."""
         uri, _ = self.locate(index)
+        self._check_unchanged([uri])
         is_local = storage.is_local(uri)
         with ExitStack() as stack:
             source: Any = pa.OSFile(uri) if is_local else self._range_file(index)
             # In a store, one request fetches all columns of a row group that lie side by side.
-            file = pq.ParquetFile(stack.enter_context(source), pre_buffer=not is_local)
+            stack.enter_context(source)
+            file = pq.ParquetFile(source, pre_buffer=not is_local, coerce_int96_timestamp_unit="us")
             problem = row_group_problem(self._located[index][0], file.metadata)
             if problem is not None:
                 raise ValueError(f"it {problem}")
-            return file, stack.pop_all()
+            return file, PageReader(source, file.metadata, kept, uri), stack.pop_all()
 
     def _range_file(self, index: int) -> RangeFile:
         file, _ = self._located[index]

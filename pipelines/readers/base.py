@@ -11,27 +11,31 @@ a separate thread; they spend nearly all their time outside Python's lock.
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, LanePiece, RowGroupReads, ShardPlan, plan_epoch
+from ringspark.pipelines.foreign.conversion import decode_column
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import Buffers, LaneBuffer, Piece, RowGroup, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
-from ringspark.pipelines.readers.prefetch import prefetch
+from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 from ringspark.pipelines.readers.retry import Retries
-from ringspark.pipelines.rows import RaggedRows
+from ringspark.pipelines.rows import Rows, cut
+from ringspark.pipelines.table_files import TABLE_REMEDY, Window
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -42,6 +46,8 @@ _BLOCK_COLUMN_BYTES = 3 << 20
 _BLOCK_BYTES = 8 << 20
 _PREFETCHED_BLOCKS = 2
 _PREFETCHED_ROW_GROUPS = 2
+# Tables of other writers may have row groups of few rows. They pass from thread to thread together.
+_BUNDLE_BYTES = 256 << 10
 
 
 class ShardReader(ABC):
@@ -91,6 +97,9 @@ class ShardReader(ABC):
         self._buffers = Buffers()
         self._row_groups = manifest.row_groups
         self._located = manifest.locate()
+        self._windows: dict[str, tuple[Window, ...]] = {}
+        tables = [file.table for file in manifest.files if file.table is not None]
+        self._folder_values = set(tables[0].values) if tables else set()
         self.plan(0).shard(shard)  # refuses numbers out of range now instead of in the first epoch
 
     @property
@@ -145,6 +154,8 @@ class ShardReader(ABC):
     @property
     def stored_names(self) -> list[str]:
         """Returns the names of the Parquet columns to read."""
+        if self.manifest.table is not None:
+            return [column.name for column in self.columns if column.name not in self._folder_values]
         return [name for column in self.columns for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
@@ -156,10 +167,12 @@ class ShardReader(ABC):
         cached = set() if self.cache is None else {index for index in indexes if index in self.cache}
         missing = [index for index in indexes if index not in cached]
         with ExitStack() as stack:
-            tables: Iterator[Any] = self._tables(missing)
+            tables = self._tables(missing)
             if missing and not self.reads_ahead:
-                tables = prefetch(tables, _PREFETCHED_ROW_GROUPS)
-            stack.enter_context(closing(tables))  # type: ignore[type-var]
+                tables = prefetch_bundles(
+                    tables, _PREFETCHED_ROW_GROUPS, lambda table: table.num_rows, self._bundle_rows()
+                )
+            stack.enter_context(closing(tables))
             for index in indexes:
                 if index in cached:
                     assert self.cache is not None
@@ -172,8 +185,18 @@ class ShardReader(ABC):
 
     def locate(self, index: int) -> tuple[str, int]:
         """Returns, for an index, the URI of the file and the number of the row group within it."""
-        file, row_group = self._located[index]
-        return storage.join(self.manifest.uri, file.path), row_group
+        file, group = self._located[index]
+        window = self.window(index)
+        return storage.join(self.manifest.files_uri, file.path), group if window is None else window.row_group
+
+    def window(self, index: int) -> Window | None:
+        """Returns the rows of a table's row group that an index means; None for shards of `write_shards`."""
+        file, group = self._located[index]
+        if file.table is None:
+            return None
+        if file.path not in self._windows:
+            self._windows[file.path] = file.table.windows(file.row_groups)
+        return self._windows[file.path][group]
 
     def read_error(self, index: int, error: BaseException, attempts: int = 1) -> RuntimeError:
         """Returns the error to raise when a row group cannot be read."""
@@ -183,6 +206,8 @@ class ShardReader(ABC):
             remedy = "check the connection to the store and resume"
         elif isinstance(error, PermissionError):
             remedy = "check the credentials of this process and what they allow"
+        elif self.manifest.table is not None:
+            remedy = TABLE_REMEDY
         elif isinstance(error, FileNotFoundError):
             remedy = "load the manifest again if the shards were replaced, otherwise write them again"
         else:
@@ -192,7 +217,7 @@ class ShardReader(ABC):
             f"({type(error).__name__}: {error}); {remedy}"
         )
 
-    def _tables(self, indexes: Sequence[int]) -> Iterator[Any]:
+    def _tables(self, indexes: Sequence[int]) -> Generator[Any, None, None]:
         """Yields the row groups as tables; after a passing failure of the store, begins again there."""
         done, retries = 0, Retries()
         while done < len(indexes):
@@ -212,11 +237,11 @@ class ShardReader(ABC):
                     raise self.read_error(indexes[done], error, retries.attempts) from error
 
     def _check_file(self, index: int) -> None:
-        """Compares the file's size with the manifest's, the first time it is used."""
+        """Compares the size of a file of shards with the manifest's, the first time it is used."""
         file, _ = self._located[index]
-        if file.path in self._checked_files:
-            return
-        num_bytes = storage.size(storage.join(self.manifest.uri, file.path))
+        if file.table is not None or file.path in self._checked_files:
+            return  # the engine that reads tables compares more, and more often
+        num_bytes = storage.size(storage.join(self.manifest.files_uri, file.path))
         if num_bytes != file.num_bytes:
             raise ValueError(f"it has {num_bytes} bytes where the manifest says {file.num_bytes}")
         self._checked_files.add(file.path)
@@ -230,10 +255,23 @@ class ShardReader(ABC):
         row_group = {}
         for name, kind in self._kinds.items():
             try:
-                row_group[name] = kind.decode([_one_chunk(table.column(part)) for part in kind.stored(name)])
+                if name in self._folder_values:
+                    row_group[name] = self._constant(index, name)
+                elif self.manifest.table is not None:
+                    row_group[name] = decode_column(_one_chunk(table.column(name)), kind)
+                else:
+                    stored = [_one_chunk(table.column(part)) for part in kind.stored(name)]
+                    row_group[name] = kind.decode(stored)
             except (ValueError, KeyError, pa.ArrowException) as error:
                 raise self.read_error(index, ValueError(f"column {name!r} {error}")) from error
         return row_group
+
+    def _constant(self, index: int, name: str) -> Rows:
+        """Returns the rows of a column whose value the file's folder tells."""
+        table = self._located[index][0].table
+        assert table is not None
+        dtype = self._kinds[name].arrays(name)[name].dtype
+        return np.full(self._row_groups[index], table.values[name], dtype=dtype)
 
     def _batches(self, plan: ShardPlan, start_step: int) -> Iterator[Batch]:
         try:
@@ -250,7 +288,13 @@ class ShardReader(ABC):
         waiting = deque(reads.first_steps.tolist())
         num_steps, block_steps = plan.plan.num_steps, self._block_steps()
         empty = self._empty()
-        with closing(prefetch(self._pieces(plan, reads), _PREFETCHED_ROW_GROUPS)) as row_groups:
+        pieces = prefetch_bundles(
+            self._pieces(plan, reads),
+            _PREFETCHED_ROW_GROUPS,
+            lambda row_group: sum(len(piece.rows) for _, piece in row_group),
+            self._bundle_rows(),
+        )
+        with closing(pieces) as row_groups:
             for first in range(start_step, num_steps, block_steps):
                 last = min(first + block_steps, num_steps)
                 while waiting and waiting[0] < last:
@@ -264,7 +308,9 @@ class ShardReader(ABC):
                     for start, stop in pairwise(bounds)
                 ]
 
-    def _pieces(self, plan: ShardPlan, reads: RowGroupReads) -> Iterator[list[tuple[LanePiece, Piece]]]:
+    def _pieces(
+        self, plan: ShardPlan, reads: RowGroupReads
+    ) -> Generator[list[tuple[LanePiece, Piece]], None, None]:
         """Yields the pieces that each row group gives to the lanes, in the lanes' order."""
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
@@ -277,11 +323,7 @@ class ShardReader(ABC):
         """Returns the batch of one step from its rows in a block."""
         batch: Batch = {}
         for name, kind in self._kinds.items():
-            rows = block[name]
-            if isinstance(rows, RaggedRows):
-                batch.update(kind.finish(name, rows.cut(start, stop)))
-            else:
-                batch[name] = rows[start:stop]
+            batch.update(kind.finish(name, cut(block[name], start, stop)))
         return batch
 
     def _empty(self) -> RowGroup:
@@ -292,8 +334,13 @@ class ShardReader(ABC):
         }
 
     def _block_steps(self) -> int:
-        widths = [kind.row_bytes for kind in self._kinds.values()]
-        return block_steps(widths, self.num_shards, self.batch_size)
+        return block_steps(self._widths(), self.num_shards, self.batch_size)
+
+    def _bundle_rows(self) -> int:
+        return _BUNDLE_BYTES // sum(self._widths())
+
+    def _widths(self) -> list[int]:
+        return [max(1, math.ceil(self.manifest.mean_row_bytes(column))) for column in self.columns]
 
 
 def block_steps(widths: Sequence[int], num_shards: int, batch_size: int) -> int:

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
-from ringspark.pipelines.kinds import Array, Scalar, Vector
+from ringspark.pipelines.kinds import Array, Image, Scalar, Vector
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.readers.base import block_steps
 from ringspark.pipelines.readers.blocks import WIDE_BYTES
 
-# Kinds whose rows all take `row_bytes`; rows of other kinds may take next to nothing.
-DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets)
+# Kinds whose rows all take `row_bytes` and `held_bytes`; rows of other kinds may take next to nothing.
+DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets, Image)
 
 # The block in use and the block being made; a queue between them may hold more.
 _BLOCKS = 2
@@ -55,8 +55,9 @@ def rows_in_flight(
         row_groups: Number of rows of every row group.
     """
     widths = [column.kind.row_bytes for column in columns]
-    dense = [c.kind.row_bytes for c in columns if isinstance(c.kind, DENSE)]
-    row_bytes, wide_bytes = sum(dense), sum(width for width in dense if width >= WIDE_BYTES)
+    dense = [c.kind for c in columns if isinstance(c.kind, DENSE)]
+    row_bytes, held_bytes = sum(kind.row_bytes for kind in dense), sum(kind.held_bytes for kind in dense)
+    wide_bytes = sum(kind.held_bytes for kind in dense if kind.held_bytes >= WIDE_BYTES)
     plan = plan_epoch(
         row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0, shuffle=shuffle
     )
@@ -81,7 +82,7 @@ def rows_in_flight(
             own += deal.count(index, stop) - deal.count(index, start)
             slots.add(slot)
     whole = int(row_groups[plan.group_order[list(slots)]].sum())
-    held = own * (row_bytes - wide_bytes) + whole * wide_bytes
+    held = own * (held_bytes - wide_bytes) + whole * wide_bytes
     block_rows = block_steps(widths, num_shards, batch_size) * batch_size // num_shards
     blocks = min(own_rows, _BLOCKS * block_rows)
     # Rows that are in blocks do not wait as well.

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds import Array, Scalar
+from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
@@ -50,6 +50,7 @@ class WritePlan:
         splits: Whether batches end with one more column, which is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         compression: Name of the Parquet codec.
+        only_measures: Whether tasks look at the rows and write nothing.
         imports: Modules that a task imports beside its work, because Spark reuses its process for a stage
             that needs them.
     """
@@ -61,6 +62,7 @@ class WritePlan:
     splits: bool = False
     row_group_rows: int | None = None
     compression: str = "zstd"
+    only_measures: bool = False
     imports: tuple[str, ...] = ()
 
     @property
@@ -87,11 +89,11 @@ class WritePlan:
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
     """Writes one partition and yields one record batch with its JSON report. Runs in a Spark writer."""
-    writer = _PartitionWriter(plan)
+    writer = PartitionWriter(plan)
     importing = Thread(target=_import, args=(plan.imports,), daemon=True)
     try:
         for number, batch in enumerate(batches):
-            for piece in _pieces(batch):
+            for piece in _pieces(batch, plan.columns):
                 writer.add(piece)
             # Not before: two threads that import modules of one package may see half of it.
             if number == 0:
@@ -112,19 +114,22 @@ def _import(names: Sequence[str]) -> None:
             import_module(name)
 
 
-def _pieces(batch: Any) -> Iterator[Any]:
+def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
     """Yields the rows of a batch from Spark in pieces of `PIECE_BYTES`; one row may be larger."""
-    rows = max(1, batch.num_rows * PIECE_BYTES // max(1, batch.nbytes))
+    # A few bytes of a compressed image become many.
+    images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
+    row_bytes = images + batch.nbytes // max(1, batch.num_rows)
+    rows = max(1, PIECE_BYTES // max(1, row_bytes))
     for start in range(0, batch.num_rows, rows):
         yield batch.slice(start, rows)
 
 
-class _PartitionWriter:
+class PartitionWriter:
     """Writes the rows of one task, and remembers what it has seen of them."""
 
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
-        number = _partition_id()
+        self._number = _partition_id()
         names = {column.name: index for index, column in enumerate(plan.stored_columns)}
         # Index of a stored column whose nulls are kept -> index of its mask.
         self._masks = {
@@ -132,7 +137,7 @@ class _PartitionWriter:
             for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
             if handling == "keep"
         }
-        self._writers = {split: plan.new_file(number, split) for split in SPLITS}
+        self._writers = {split: plan.new_file(self._number, split) for split in SPLITS}
         self._stats = {
             split: [
                 StatsCollector(is_scalar=isinstance(column.kind, Scalar)) for column in plan.stored_columns
@@ -144,10 +149,12 @@ class _PartitionWriter:
         self._rows = 0
         self._skipped = 0
         self._nulls = [0] * len(plan.columns)
+        # Of each column: how many rows were left out as they cannot be read, and what the first of them is.
+        self._unread: list[tuple[int, str]] = [(0, "")] * len(plan.columns)
         self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
         self._problem: str | None = None
         # Set when the driver will refuse the data: the task stops writing but counts on for the message.
-        self._refused = False
+        self._refused = plan.only_measures
 
     def add(self, batch: Any) -> None:
         """Checks, encodes, measures and writes one batch from Spark."""
@@ -195,6 +202,7 @@ class _PartitionWriter:
             "rows": self._rows,
             "skipped": self._skipped,
             "nulls": self._nulls,
+            "unread": self._unread,
             "shapes": self._shapes,
             "problem": self._problem,
         }
@@ -205,7 +213,7 @@ class _PartitionWriter:
             writer.discard()
 
     def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
-        """Drops the rows whose nulls are not kept.
+        """Drops the rows whose nulls are not kept, and those that cannot be read.
 
         Returns:
             The columns, a mask of the nulls left in each column or None, and the validation mask.
@@ -214,7 +222,7 @@ class _PartitionWriter:
         columns = list(batch.columns)
         chosen = self._chosen(columns.pop()) if self._plan.splits else None
         nulls = [null_rows(values) for values in columns]
-        dropped = None
+        dropped = self._read(columns)
         for index, mask in enumerate(nulls):
             if mask is None:
                 continue
@@ -234,6 +242,31 @@ class _PartitionWriter:
             for mask, handling in zip(nulls, self._plan.handle_invalid, strict=True)
         ]
         return columns, nulls, chosen
+
+    def _read(self, columns: list[Any]) -> Any:
+        """Has the kinds read the columns in place; returns a mask of the rows to leave out, or None."""
+        dropped = None
+        if self._problem is not None:
+            return dropped
+        rows = len(columns[0])
+        for index, column in enumerate(self._plan.columns):
+            columns[index], problems = column.kind.read(columns[index])
+            if not problems:
+                continue
+            row, why = next(iter(problems.items()))
+            place = f"row {self._rows - rows + row} (from 0) of partition {self._number}"
+            if self._plan.handle_invalid[index] != "skip":
+                # A null may mean something, so "keep" keeps it; bytes that nobody can read never do.
+                self._refuse(
+                    f"column {column.name!r} {why}, in {place}; repair or drop it, or leave such rows out: "
+                    "handle_invalid='skip' of write_shards, handleInvalid='skip' of an estimator"
+                )
+                return None
+            count, first = self._unread[index]
+            self._unread[index] = count + len(problems), first or f"{why}, in {place}"
+            dropped = np.zeros(rows, dtype=bool) if dropped is None else dropped
+            dropped[list(problems)] = True
+        return dropped
 
     def _chosen(self, values: Any) -> Any:
         # The driver reports null indicators as an error; until then their rows count as training rows.

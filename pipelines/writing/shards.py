@@ -32,19 +32,18 @@ from ringspark.pipelines.columns import (
     is_case_sensitive,
     quote,
 )
-from ringspark.pipelines.kinds import Kind, Vector, Vocabulary
-from ringspark.pipelines.kinds.base import Shape
+from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import learned
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.spark_errors import python_workers
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
+from ringspark.pipelines.writing.joined_reports import Report, join_reports
 from ringspark.pipelines.writing.rebalance import NewFile, copy_files, even_files
 from ringspark.pipelines.writing.shard_writer import (
     REPORT_SCHEMA,
     HandleInvalid,
     WritePlan,
-    merge_shapes,
     write_partition,
 )
 from ringspark.pipelines.writing.split import check_indicator, split_expression
@@ -55,12 +54,10 @@ if TYPE_CHECKING:
 
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 
-# From 2^24 on, float32 no longer holds every whole number.
-_FLOAT32_WHOLE = 1 << 24
-
 _logger = logging.getLogger(__name__)
 
-_Report = dict[str, Any]
+MAX_WORDS = 1_000_000
+"""Words of a vocabulary without a bound of the user's own."""
 
 
 def write_shards(
@@ -81,8 +78,8 @@ def write_shards(
     """Writes every column of `df` as shards and commits their manifest. Runs on the driver.
 
     Args:
-        df: The rows. Its columns may be numbers, booleans, dates, timestamps, arrays and ML vectors;
-            strings and bytes need a choice in `columns`.
+        df: The rows. Its columns may be numbers, booleans, dates, timestamps, structs of these, arrays and ML
+            vectors; strings and bytes need a choice in `columns`.
         uri: Folder that driver and executors share, on any store that fsspec reaches. A path without a
             scheme is what it is to Spark; the manifest has the whole URI.
         num_files: Files per split, of even size. By default they follow the partitions of `df`, and are
@@ -90,11 +87,13 @@ def write_shards(
         row_group_rows: Rows per row group. By default as many as fill 4 MiB, at most 32,768.
         compression: One of `COMPRESSIONS`.
         columns: Column name -> kind, for what the Spark type does not decide: `Vocabulary()` or
-            `HashBuckets(n)` for strings, `Padded()` or `Ragged()` for arrays of varying length,
-            `Sparse()` to keep vectors sparse, `Vector("float64")`, `Binary("image", shape=...)`.
+            `HashBuckets(n)` for strings, `Tokens.of(tokenizer)` for texts, `Padded()` or `Ragged()` for
+            arrays of varying length, `Sparse()` to keep vectors sparse, `Vector("float64")`,
+            `Image(height, width)` for images, `Binary("npy", shape=...)`.
         handle_invalid: Treatment of nulls, for all columns or by name: "error" refuses the write,
             "skip" leaves out the row and counts it, "keep" stores zero (or nothing, for lists) and
-            adds a boolean column `<name>.isnull`.
+            adds a boolean column `<name>.isnull`. "skip" also leaves out images that cannot be decoded,
+            which the others refuse.
         validation_col: Boolean or 0/1 column; rows where it is true go to the "validation"
             split. The column itself is not stored.
         validation_fraction: Share of the rows that go to the "validation" split instead, chosen by a
@@ -120,11 +119,7 @@ def write_shards(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
-    check_frame(df, "write_shards")
-    if df.isStreaming:
-        raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
-    exact = is_case_sensitive(df.sparkSession)
-    check_names(name if exact else name.lower() for name in df.columns)
+    _check_frame(df)
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"columns must map names to kinds, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = split_expression(df, columns, validation_col, validation_fraction, seed)
@@ -146,7 +141,33 @@ def write_shards(
     _check_batch_names(plan)
     previous = previous_folders(plan.uri, overwrite)
     storage.check_writable(plan.uri)
-    plan = replace(plan, columns=tuple(_learn(df, column) for column in plan.columns))
+    plan = replace(plan, columns=tuple(learn(df, column) for column in plan.columns))
+    manifest = _written(df, plan, chosen, validation_col, num_files, overwrite)
+    clean(manifest, plan.folder, previous)
+    if plan.splits and not manifest.select("validation").num_rows:
+        _logger.warning(
+            "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
+        )
+    return replace(manifest, uri=resolved)
+
+
+def _check_frame(df: Any) -> None:
+    check_frame(df, "write_shards")
+    if df.isStreaming:
+        raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
+    exact = is_case_sensitive(df.sparkSession)
+    check_names(name if exact else name.lower() for name in df.columns)
+
+
+def _written(
+    df: DataFrame,
+    plan: WritePlan,
+    chosen: SparkColumn | None,
+    validation_col: str | None,
+    num_files: int | None,
+    overwrite: bool,
+) -> ShardManifest:
+    """Writes the files and commits their manifest; a failure leaves nothing of them."""
     is_new = not storage.exists(plan.uri)
     storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
@@ -154,19 +175,14 @@ def write_shards(
             reports = _run(df, plan, chosen)
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)
-        manifest = _manifest(plan, reports, files)
+        manifest = join_reports(plan, reports, files)
         commit(manifest, overwrite)
     except storage.BrokenOffError:
         raise  # its files belong to the manifest that the message names
     except BaseException:
         discard(plan.uri, plan.folder, is_new)
         raise
-    clean(manifest, plan.folder, previous)
-    if plan.splits and not manifest.select("validation").num_rows:
-        _logger.warning(
-            "no row of %r is for validation; a part that was split off before needs another seed", plan.uri
-        )
-    return replace(manifest, uri=resolved)
+    return manifest
 
 
 def _handling(
@@ -197,7 +213,7 @@ def _check_batch_names(plan: WritePlan) -> None:
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
 
 
-def _learn(df: DataFrame, column: Column) -> Column:
+def learn(df: DataFrame, column: Column) -> Column:
     """Counts the strings for a vocabulary that the user left open, in a separate job."""
     from pyspark.sql import functions as F
 
@@ -208,13 +224,21 @@ def _learn(df: DataFrame, column: Column) -> Column:
     counted = df.where(source.isNotNull()).groupBy(source.alias("word")).agg(F.count("*").alias("rows"))
     if column.kind.min_count > 1:
         counted = counted.where(F.col("rows") >= column.kind.min_count)
-    if column.kind.max_size is not None:
+    if column.kind.max_size is None:
+        # The words lie on the driver and in the manifest.
+        counted = counted.limit(MAX_WORDS + 1)
+    else:
         counted = counted.orderBy(F.desc("rows"), "word").limit(column.kind.max_size)
     counts = [(row["word"], row["rows"]) for row in counted.collect()]
+    if column.kind.max_size is None and len(counts) > MAX_WORDS:
+        raise ValueError(
+            f"column {column.name!r} has more than {MAX_WORDS:,} different strings; keep the commonest by "
+            "Vocabulary(max_size=100_000), or take HashBuckets(100_000)"
+        )
     return replace(column, kind=learned(column.kind, counts))
 
 
-def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[_Report]:
+def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Report]:
     """Runs the job that writes; returns the reports of its tasks."""
     from pyspark.sql import functions as F
 
@@ -228,7 +252,7 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[_Re
     return [json.loads(row["report"]) for row in rows]
 
 
-def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: str | None) -> None:
+def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: str | None) -> None:
     """Raises ValueError if what the tasks saw cannot be stored."""
     rows = sum(report["rows"] for report in reports)
     for index, (column, handling) in enumerate(zip(plan.columns, plan.handle_invalid, strict=True)):
@@ -250,7 +274,7 @@ def _check_reports(plan: WritePlan, reports: Sequence[_Report], validation_col: 
 
 
 def _even(
-    spark: SparkSession, plan: WritePlan, reports: Sequence[_Report], num_files: int | None
+    spark: SparkSession, plan: WritePlan, reports: Sequence[Report], num_files: int | None
 ) -> list[ShardFile]:
     """Returns the files to commit, in reading order; evens them out first if necessary."""
     files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
@@ -277,76 +301,3 @@ def _default_parallelism(spark: SparkSession) -> int:
 
     # spark.range uses the default parallelism, so a job of milliseconds can count its partitions.
     return max(1, spark.range(1 << 14).select(F.spark_partition_id()).distinct().count())
-
-
-def _manifest(plan: WritePlan, reports: Sequence[_Report], files: Sequence[ShardFile]) -> ShardManifest:
-    """Joins the reports of all tasks; raises ValueError if the data cannot be trained on."""
-    names = [column.name for column in plan.stored_columns]
-    nulls = {
-        column.name: sum(report["nulls"][index] for report in reports)
-        for index, column in enumerate(plan.columns)
-        if plan.handle_invalid[index] == "keep"
-    }
-    stats: dict[str, dict[str, ColumnStats]] = {}
-    for split in SPLITS:
-        merged = {name: ColumnStats() for name in names}
-        for report in reports:
-            for name, part in zip(names, report["stats"][split], strict=True):
-                merged[name] = merged[name].merge(ColumnStats.from_json(part))
-        for name in nulls:
-            mask = merged[f"{name}.isnull"]
-            merged[name] = replace(merged[name], nulls=round((mask.mean or 0) * mask.rows))
-        if split == "train" or merged[names[0]].rows:
-            stats[split] = merged
-    if not stats["train"][names[0]].rows:
-        seen = sum(report["rows"] for report in reports)
-        skipped = sum(report["skipped"] for report in reports)
-        where = "" if not seen else f" (of {seen}, {seen - skipped} are for validation, {skipped} hold nulls)"
-        raise ValueError(f"the DataFrame has no training rows{where}; nothing was written")
-    settled: dict[str, Kind] = {}
-    for index, column in enumerate(plan.columns):
-        shapes: tuple[Shape, Shape] | None = None
-        for report in reports:
-            if report["shapes"][index] is not None:
-                low, high = report["shapes"][index]
-                shapes = merge_shapes(shapes, (tuple(low), tuple(high)))
-        settled[column.name] = column.kind.settle(column.name, shapes, nullable=bool(nulls.get(column.name)))
-    _warn_of_rounding(plan, stats)
-    return ShardManifest(
-        uri=plan.uri,
-        columns=tuple(replace(c, kind=settled.get(c.name, c.kind)) for c in plan.stored_columns),
-        files=tuple(files),
-        stats=stats,
-        skipped_rows=sum(report["skipped"] for report in reports),
-    )
-
-
-def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnStats]]) -> None:
-    """Warns if float32 may have merged whole numbers: ids do not belong into a float32 vector."""
-    for column in plan.columns:
-        if not isinstance(column.kind, Vector) or column.kind.dtype != "float32":
-            continue
-        bounds = [
-            abs(value)
-            for part in stats.values()
-            for value in (part[column.name].minimum, part[column.name].maximum)
-            if value is not None
-        ]
-        overflown = sum(part[column.name].infs for part in stats.values())
-        if overflown:
-            _logger.warning(
-                "column %r holds %d infinite values as float32, which ends at 3.4e38; pass columns={%r: "
-                "Vector('float64')} to write_shards, or scale them first",
-                column.name,
-                overflown,
-                column.name,
-            )
-        if bounds and max(bounds) >= _FLOAT32_WHOLE:
-            _logger.warning(
-                "column %r holds values up to %g as float32, which tells whole numbers apart only up to %d; "
-                "pass columns={%r: Vector('float64')} to write_shards, or scale them first",
-                column.name,
-                max(bounds),
-                _FLOAT32_WHOLE,
-                column.name,
-            )

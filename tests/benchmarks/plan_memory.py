@@ -115,7 +115,7 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
         rates = make_rates("constant", sync.optimizer, 3, 0)
         heads = make_heads(config, UserObjects())
-        running = Running(config, mesh, heads, sync, rates, Callbacks([]), log, 3, device)
+        running = Running(config, mesh, heads, sync, rates, Callbacks([]), log, 3, device, UserObjects())
         trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
         module.train()
 

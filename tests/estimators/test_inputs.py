@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators import TorchRegressor
-from ringspark.estimators.columns.expressions import input_expression
+from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.columns.feeds import to_input
+from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.training.feed import to_tensor
 from ringspark.pipelines import open_reader, write_shards
 
@@ -35,6 +35,8 @@ TYPES = {
     "ids": "array<bigint>",
     "flags": "array<array<boolean>>",
     "cube": "array<array<array<double>>>",
+    "whole": "struct<moment:timestamp,in:struct<clock:timestamp_ntz,key:bigint>>",
+    "mixed": "struct<number:double,day:date,in:struct<flag:boolean,price:decimal(12,3)>>",
 }
 
 
@@ -63,6 +65,8 @@ def _rows() -> list[tuple[Any, ...]]:
                 [2**24 + row, row, -row],
                 [[row % 2 == 0, True], [row % 5 == 0, False]],
                 [[[row / 3, 1.0], [2.0, -row / 9]], [[0.0, 4.0], [5.0, float(row)]]],
+                (clock.replace(tzinfo=utc), (clock, 2**24 + row)),
+                (row / 7, day, (row % 3 == 0, decimal.Decimal(row) / 8)),
             )
         )
     return rows
@@ -81,7 +85,6 @@ def _seen(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> None:
     from pyspark.ml.linalg import Vectors
-    from pyspark.sql import functions as F
 
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     try:
@@ -93,7 +96,7 @@ def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> N
         frame = frame.join(spark.createDataFrame(vectors, ["key", "vector"]), "key").coalesce(1).sort("key")
         manifest = write_shards(frame, str(tmp_path / "s"))
 
-        values = [input_expression(F.col(n), frame.schema[n].dataType).alias(n) for n in frame.columns]
+        values = [bind(ModelInput(), field).values.alias(field.name) for field in frame.schema.fields]
         names = [f"{name}_seen" for name in frame.columns]
         given = frame.select("key", *values).toDF("key", *names)
         schema = ", ".join(["key long", *(f"{name} string" for name in names)])
@@ -157,3 +160,127 @@ def test_a_network_is_fitted_on_and_predicts_from_dates_decimals_and_matrices(
     )
     rows = estimator.fit(frame).transform(frame).collect()
     assert [row.prediction for row in rows] == [1.25 * row.id + 10 for row in rows]
+
+
+class _Digits(nn.Module):
+    """Makes one number of a struct of three, so that a prediction tells each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() @ torch.tensor([1.0, 100.0, 10_000.0]) + 0 * self.zero
+
+
+def _struct_model(tmp_path: Path, frame: Any, **settings: Any) -> TorchRegressionModel:
+    params = {"epochs": 1, "batchSize": 8, "storageUri": str(tmp_path / "runs"), "showProgress": False}
+    model = TorchRegressor(model=_Digits(), inputCols=["x"], **params, **settings).fit(frame)
+    assert isinstance(model, TorchRegressionModel)
+    return model
+
+
+def test_the_fields_of_a_struct_are_taken_by_their_names(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(30).selectExpr(
+        "id",
+        "named_struct('a', id / 4, 'in', named_struct('b', id % 2 = 0, 'c', int(id))) as x",
+        "1D as label",
+    )
+    model = _struct_model(tmp_path, frame)
+    model.save(str(tmp_path / "model"))
+    other = (
+        "named_struct('in', named_struct('city', 'Bern', 'c', x.in.c, 'b', x.in.b), 'z', '', 'a', x.a) as x"
+    )
+    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
+    for known, table in ((model, frame), (loaded, frame.selectExpr("id", other))):
+        rows = known.transform(table).collect()
+        assert [r.prediction for r in rows] == [
+            r.id / 4 + 100 * (r.id % 2 == 0) + 10_000 * r.id for r in rows
+        ]
+    for wrong, sentence in (
+        (
+            "named_struct('a', x.a, 'in', named_struct('b', x.in.b))",
+            r"'x' lacks the field 'in\.c' in struct<b:",
+        ),
+        (
+            "named_struct('a', x.a, 'in', named_struct('b', x.in.b, 'c', 1.5D))",
+            r"'x\.in\.c' has type double, the model was trained on int",
+        ),
+        (
+            "array(1D, 2D, 3D)",
+            "'x' has type array<double>, the model was trained on struct<a:double,in:struct",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            model.transform(frame.selectExpr(f"{wrong} as x"))
+
+
+def test_evaluate_takes_the_fields_of_a_label_by_their_names(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(8).selectExpr(
+        "array(float(id), 1F) as features", "named_struct('a', id / 2, 'b', 50D) as label"
+    )
+    model = TorchRegressor(
+        model=nn.Linear(2, 2),
+        metrics=["mse"],
+        epochs=1,
+        storageUri=str(tmp_path / "runs"),
+        showProgress=False,
+    ).fit(frame)
+    model.save(str(tmp_path / "model"))
+    other = frame.selectExpr("features", "named_struct('b', label.b, 'a', label.a) as label")
+    for known in (model, TorchRegressionModel.load(str(tmp_path / "model"))):
+        assert known.evaluate(other) == known.evaluate(frame)
+
+
+def test_a_struct_of_integers_stays_whole_whatever_their_widths(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(30).selectExpr(
+        "named_struct('a', int(id), 'b', 1, 'c', int(id % 3)) as x", "1D as label", "id"
+    )
+    wider = frame.selectExpr("named_struct('a', id, 'b', 1Y, 'c', x.c) as x", "id")
+    rows = _struct_model(tmp_path, frame).transform(wider).collect()
+    assert [r.prediction for r in rows] == [r.id + 100 + 10_000 * (r.id % 3) for r in rows]
+
+
+def test_a_struct_that_is_or_holds_a_null_is_a_null(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(30).selectExpr(
+        "id",
+        "if(id = 3, null, named_struct('a', id / 4, 'b', if(id = 4, null, 1), 'in', "
+        "if(id = 5, null, named_struct('c', if(id = 6, double('NaN'), 2D))))) as x",
+        "1D as label",
+    )
+    missing = {3, 4, 5, 6}
+    with pytest.raises(ValueError, match="'x' has nulls in 3 of 30 rows"):
+        _struct_model(tmp_path, frame)
+    model = _struct_model(tmp_path, frame, handleInvalid="skip")
+    assert [*model.summary.history.rows] == [26]
+    wanted = {row: row / 4 + 100 + 20_000 for row in range(30) if row not in missing}
+    assert {r.id: r.prediction for r in model.transform(frame).collect()} == wanted
+    kept = {r.id: r.prediction for r in model.setHandleInvalid("keep").transform(frame).collect()}
+    assert {row for row, value in kept.items() if value is None or value != value} == missing
+    assert {row: value for row, value in kept.items() if row not in missing} == wanted
+
+
+def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(12).selectExpr(
+        "id",
+        "if(id = 3, null, named_struct('a', id, 'b', if(id = 4, null, 1L), 'c', 2L)) as x",
+        "1D as label",
+    )
+    shards = str(tmp_path / "s")
+    manifest = write_shards(frame, shards, handle_invalid={"x": "keep"})
+    (batch,) = open_reader(manifest, batch_size=20, engine="arrow").batches(0)
+    rows = np.argsort(batch["id"])
+    wanted = np.array([[0, 0, 0] if row == 3 else [row, row != 4, 2] for row in range(12)])
+    assert np.array_equal(batch["x"][rows], wanted)
+    assert np.flatnonzero(batch["x.isnull"][rows]).tolist() == [3, 4]
+    assert manifest.stats["train"]["x"].nulls == 2
+    estimator = TorchRegressor(
+        model=_Digits(),
+        inputCols=["x"],
+        epochs=1,
+        batchSize=4,
+        runUri=str(tmp_path / "run"),
+        showProgress=False,
+    )
+    found = estimator.fitOnShards(shards).transform(frame).sort("id").collect()
+    assert [row.prediction for row in found] == (wanted @ [1, 100, 10_000]).tolist()

@@ -24,7 +24,7 @@ from ringspark.estimators import (
     TorchClassificationModel,
     TorchModel,
     TorchRegressionModel,
-    torch_model,
+    trained_model,
     user_code,
 )
 from ringspark.estimators.columns.feeds import Feed
@@ -170,7 +170,7 @@ def test_a_server_whose_functions_take_no_vectors_gives_the_same(
     frame = pairs.withColumn("features", F.when(F.col("id") != 2, F.col("features")))
     model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)], handleInvalid="keep")
     expected = model.transform(frame).orderBy("id").collect()
-    monkeypatch.setattr(torch_model, "takes_vectors", lambda spark: False)
+    monkeypatch.setattr(trained_model, "takes_vectors", lambda spark: False)
     assert model.transform(frame).orderBy("id").collect() == expected
     assert [row.prediction is None for row in expected] == [i == 2 for i in range(6)]
 
@@ -567,7 +567,7 @@ def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("cast(x as string)", "'x' has type string, .* index it with StringIndexer"),
+        ("cast(x as string)", "'x' has type string, .* give its strings ids in fit"),
         ("array(x, x)", r"'x' has type array<double>, the model was trained on double"),
         ("date'2024-01-01'", "'x' has type date, the model was trained on double"),
     ],
@@ -703,7 +703,7 @@ def test_a_spec_is_built_without_memory_for_its_weights() -> None:
 
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
     before = torch.random.get_rng_state()
-    assert all(parameter.is_meta for parameter in build_skeleton(spec).parameters())
+    assert all(parameter.is_meta for parameter in build_skeleton(spec.build).parameters())
     assert torch.random.get_rng_state().equal(before)
     assert not any(parameter.is_meta for parameter in spec.build().parameters())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchEstimator, TorchRegressionModel
 from ringspark.estimators.stages.held_weights import HeldWeights
-from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION, METADATA
+from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
+from ringspark.estimators.stages.spark_metadata import METADATA
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
 from ringspark.models import ModelSpec
@@ -170,6 +172,21 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
         map_checkpoint(uri, module, expected_id=info.checkpoint_id)
 
 
+def test_a_pickled_model_takes_no_other_weights(tmp_path: Path) -> None:
+    """Another process has the folder alone, which may hold another model by then."""
+    uri, module, other = str(tmp_path / "c"), nn.Linear(2, 1), nn.Linear(2, 1)
+    save_checkpoint(uri, module)
+    held = HeldWeights(uri)
+    held.hold()
+    there = pickle.loads(pickle.dumps(held))
+    there.map_into(other)
+    assert other.weight.equal(module.weight)
+    save_checkpoint(uri, nn.Linear(2, 1))
+    for use in (lambda: there.map_into(other), there.adapter, lambda: there.copy_to(str(tmp_path / "d"))):
+        with pytest.raises(ValueError, match="holds the weights of another model by now"):
+            use()
+
+
 def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "model")
     make(tmp_path / "one", seed=1).save(path)
@@ -200,13 +217,15 @@ def test_a_users_module_is_saved_with_its_weights_once(
 ) -> None:
     model = make(tmp_path / "c", Big())
     path = tmp_path / "model"
-    model.save(str(path))
+    with pytest.warns(UserWarning, match="the types of its inputs are not known"):
+        model.save(str(path))
     assert (path / "objects.pkl").stat().st_size < 20_000
     monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
     loaded = TorchRegressionModel.load(str(path))
     assert predictions(loaded, pairs) == predictions(model, pairs)
     again = tmp_path / "again"
-    loaded.save(str(again))
+    with pytest.warns(UserWarning, match="the types of its inputs are not known"):
+        loaded.save(str(again))
     assert predictions(TorchRegressionModel.load(str(again)), pairs) == predictions(model, pairs)
 
 

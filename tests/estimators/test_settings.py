@@ -104,4 +104,5 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         "run_uri",
         "task",
         "output_widths",
+        "own_metrics",
     }

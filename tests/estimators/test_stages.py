@@ -221,20 +221,27 @@ def test_array_labels_give_array_predictions(table: Any, storage_uri: str) -> No
     np.testing.assert_allclose([row.prediction for row in rows], [row.label for row in rows], atol=0.2)
 
 
-def test_a_module_with_users_code_needs_a_yes_to_be_loaded(
+class Own(nn.Sequential):
+    """A network of a class of the user's own."""
+
+
+def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_does_not(
     spark: Any, table: Any, storage_uri: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    module = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    model = TorchClassifier(
+    module = Own(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    estimator = TorchClassifier(
         model=module, epochs=1, batchSize=64, storageUri=storage_uri, showProgress=False
-    ).fit(table)
-    path = str(tmp_path / "model")
-    model.save(path)
+    )
+    estimator.save(str(tmp_path / "estimator"))
     with pytest.raises(
         ValueError, match=r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"
     ):
-        TorchClassificationModel.load(path)
-    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+        TorchClassifier.load(str(tmp_path / "estimator"))
+    with monkeypatch.context() as allowed:
+        allowed.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+        model = TorchClassifier.load(str(tmp_path / "estimator")).fit(table)
+    path = str(tmp_path / "model")
+    model.save(path)
     loaded = TorchClassificationModel.load(path)
     np.testing.assert_array_equal(_predictions(loaded.transform(table)), _predictions(model.transform(table)))
 
@@ -357,7 +364,7 @@ def test_weights_are_loaded_once_per_python_worker(table: Any, storage_uri: str)
         first = predict.cached_module(predictor)
         assert predict.cached_module(predictor) is first
     finally:
-        predict._modules.clear()
+        predict.modules.clear()
 
 
 def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) -> None:

@@ -25,8 +25,18 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column
+from ringspark.pipelines.foreign.thrift_compact import (
+    BINARY,
+    I32,
+    I64,
+    LIST,
+    STRUCT,
+    read_struct,
+    write_struct,
+)
 from ringspark.pipelines.kinds import Padded, Scalar, Vocabulary
 from ringspark.pipelines.manifest import ShardFile
+from ringspark.pipelines.table_files import TableFile, TableSource
 
 SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [4], "out_features": 1})
 EPOCH = history.EpochRecord(
@@ -68,6 +78,10 @@ def targets(folder: Path) -> dict[str, Target]:
     run.uri = str(folder / "run")
     return {
         "manifest": Target(good=_manifest(), parse=lambda text: ShardManifest.from_json(text, "/shards")),
+        "manifest of a table": Target(
+            good=_table_manifest(), parse=lambda text: ShardManifest.from_json(text, "/run").row_groups
+        ),
+        "thrift": Target(good=_thrift(), parse=read_struct, is_json=False),
         "checkpoint.json": Target(
             good=json.dumps(asdict(info)).encode(), parse=lambda text: parse_info(text, "/checkpoint")
         ),
@@ -115,6 +129,21 @@ def _manifest() -> bytes:
         stats={"train": stats},
     )
     return manifest.to_json().encode()
+
+
+def _table_manifest() -> bytes:
+    table = TableFile(state="mtime=1", window_rows=20_000, values={"x": 3})
+    file = ShardFile(
+        path="x=3/a.parquet", split="train", num_bytes=10, sha256="", row_groups=(3, 90_000), table=table
+    )
+    column = Column(name="x", kind=Scalar(dtype="int64"), source="bigint")
+    source = TableSource(uri="/table", format="delta", version=7)
+    return ShardManifest(uri="/run", columns=(column,), files=(file,), table=source).to_json().encode()
+
+
+def _thrift() -> bytes:
+    place = {1: (I64, 4), 2: (I32, 100), 3: (I64, 20_000)}
+    return write_struct({1: (LIST, (STRUCT, [place] * 3)), 3: (BINARY, b"x"), 20: (LIST, (I64, [1 << 40]))})
 
 
 def _tensors() -> bytes:

@@ -118,6 +118,7 @@ print(os.environ["SPARK_SUBMIT_OPTS"])
 """
 
 
+@pytest.mark.slow
 def test_a_local_session_starts_java_with_its_options_and_then_the_users_own() -> None:
     environment = os.environ | {"SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=4"}
     done = subprocess.run(

@@ -7,6 +7,7 @@ from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
 
 _TRANSFORMER = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2, "dropout": 0.1}
 EXAMPLES: dict[str, dict[str, object]] = {
+    "embedding_mean": {"vocab_size": 9, "dim": 8, "out_features": 2, "dropout": 0.1},
     "linear": {"in_features": 5, "out_features": 2},
     "mlp": {"in_features": 5, "hidden": [8, 7], "out_features": 2, "dropout": 0.2, "norm": "batch"},
     "resnet": {"in_channels": 3, "out_features": 2, "depths": [1, 2], "width": 4, "norm": "group"},
@@ -31,9 +32,10 @@ def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     if name.startswith("tabular"):
         categories = torch.randint(0, 4, (rows, 2), generator=generator)
         return categories, torch.randn(rows, 3, generator=generator)
-    if name.startswith("transformer"):
+    if name == "embedding_mean" or name.startswith("transformer"):
         vocab_size = EXAMPLES[name]["vocab_size"]
-        return (torch.randint(0, vocab_size, (rows, 4), generator=generator),)  # type: ignore[call-overload]
+        ids = torch.randint(0, vocab_size, (rows, 4), generator=generator)  # type: ignore[call-overload]
+        return (ids, ids > 1) if name == "embedding_mean" else (ids,)
     if name == "resnet":
         return (torch.randn(rows, 3, 6, 6, generator=generator),)
     return (torch.randn(rows, 5, generator=generator),)
@@ -82,8 +84,8 @@ def test_a_batch_without_rows_goes_through_in_evaluation(name: str) -> None:
 
 def test_checkpointing_applies_or_says_why_not(name: str) -> None:
     net = ModelSpec(name, EXAMPLES[name]).build()
-    if name == "linear":
-        with pytest.raises(ValueError, match="found no chain of blocks in Linear"):
+    if name in ("embedding_mean", "linear"):
+        with pytest.raises(ValueError, match=f"found no chain of blocks in {type(net).__name__}"):
             apply_activation_checkpoint(net, "sqrt")
     else:
         assert apply_activation_checkpoint(net, "sqrt") is net

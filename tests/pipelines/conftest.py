@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine
+from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine, readers
+from ringspark.pipelines.entry_points import names_in
 from ringspark.pipelines.kinds import Array, Scalar
+from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.writing.shards import _manifest
 
 MakeShards = Callable[..., ShardManifest]
 
@@ -64,16 +65,16 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
                 (folder / file["path"]).rename(folder / path)
                 file["path"] = path
         files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
-        manifest = _manifest(plan, reports, files)
+        manifest = join_reports(plan, reports, files)
         manifest.save()
         return manifest
 
     return make
 
 
-@pytest.fixture(params=READERS)
+@pytest.fixture(params=[*READERS, *names_in(readers.ENTRY_POINTS)])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Every reading engine in turn; one that cannot run here is skipped."""
+    """Every reading engine in turn, also of other packages; one that cannot run here is skipped."""
     name: str = request.param
     try:
         check_engine(name)
@@ -85,10 +86,15 @@ def engine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
     """Fails when a test leaves a thread running."""
-    before = set(threading.enumerate())
+
+    def running() -> set[threading.Thread]:
+        # The minute after which a model goes that an earlier test used may begin anew meanwhile.
+        return {thread for thread in threading.enumerate() if not isinstance(thread, threading.Timer)}
+
+    before = running()
     yield
     deadline = time.monotonic() + 5
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+    while (left := running() - before) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
     assert not left, f"threads left running: {left}"

@@ -26,7 +26,7 @@ def test_load_gives_what_was_saved(shards: ShardManifest) -> None:
     assert on_disk == ShardManifest.load(on_disk.uri) == replace(shards, uri=f"file://{shards.uri}")
     on_disk.verify()
     assert (shards.num_rows, shards.row_groups) == (25, (10, 3, 10, 2))
-    assert [(column.name, column.row_shape) for column in shards.schema] == [("x", ()), ("v", (2,))]
+    assert [(column.name, column.row_shape) for column in shards.columns] == [("x", ()), ("v", (2,))]
     assert shards.locate()[2] == (shards.files[1], 0)
     shards.verify_files()
 

@@ -263,6 +263,7 @@ def test_resuming_near_the_end_of_billions_of_rows(huge: ShardManifest, shuffle:
 # Very many files
 
 
+@pytest.mark.slow
 @counts_files
 def test_thousands_of_files_are_read_with_few_open(tmp_path: Path, engine: str) -> None:
     num_files, each = 2000, 3

@@ -14,16 +14,21 @@ import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from pyspark.sql import functions as F
+from tokenizers import Tokenizer, processors
+from tokenizers import models as tokenizer_models
 from torch import nn
 
 from ringspark.estimators import (
+    SequenceWindows,
     TorchClassificationModel,
     TorchClassifier,
     TorchEstimator,
@@ -31,14 +36,32 @@ from ringspark.estimators import (
     TorchRegressor,
     plan_memory,
 )
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.jobs import cli, etl, score, shards, train
 from ringspark.models import ModelSpec
-from ringspark.pipelines import Padded, ShardManifest, open_reader, plan_epoch, write_shards
+from ringspark.pipelines import (
+    Binary,
+    HashBuckets,
+    Image,
+    Padded,
+    Ragged,
+    ShardManifest,
+    Tokens,
+    Vocabulary,
+    open_reader,
+    plan_epoch,
+    train_tokenizer,
+    write_shards,
+)
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Array
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+DEEP = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
 JOBS = {"etl": etl, "train": train, "score": score, "shards": shards}
 
 
+IMAGE_STRUCT = "struct<origin:string,height:int,width:int,nChannels:int,mode:int,data:binary>"
 NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
 
 
@@ -71,6 +94,8 @@ class Place:
             F.col("id").cast("string").cast("binary").alias("bytes"),
             F.when(F.col("id") == 7, F.array("id")).otherwise(F.array("id", "id")).alias("uneven"),
             F.struct("id").alias("pair"),
+            F.struct("id", F.col("id").cast("string").alias("text")).alias("named"),
+            F.struct(F.col("id") / 60, (F.col("id") + 2**53).alias("key")).alias("wide"),
             F.create_map(F.lit("k"), F.col("id")).alias("lookup"),
             F.col("id").cast("decimal(38,2)").alias("exact"),
         )
@@ -236,13 +261,33 @@ class Locked(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
+def not_a_metric(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    raise KeyError("nothing")
+
+
+def pictures(place: Place, *, deep: bool = False) -> Any:
+    """Two PNGs, the second wider or of 16 bits."""
+    import numpy as np
+    from PIL import Image as Pillow
+
+    files = []
+    second = np.zeros((2, 2), np.uint16) if deep else np.zeros((2, 3, 3), np.uint8)
+    for pixels in (np.zeros((2, 2, 3), np.uint8), second):
+        buffer = BytesIO()
+        Pillow.fromarray(pixels).save(buffer, "PNG")
+        files.append((buffer.getvalue(),))
+    return place.spark.createDataFrame(files, "bytes binary").coalesce(1)
+
+
 R = BadInput
 # fmt: off
 WRITING = [
     R("write: string column", lambda p: p.write("text"), "column 'text' has type string", "Vocabulary"),
     R("write: binary column", lambda p: p.write("bytes"), "column 'bytes' has type binary", "Binary"),
-    R("write: struct column", lambda p: p.write("pair"),
-      "column 'pair' has type struct", "select its fields"),
+    R("write: a string in a struct", lambda p: p.write("named"),
+      r"column 'named' has a field 'named\.text' of type string", "select it as a column of its own"),
+    R("write: a whole number in a struct that float64 lacks", lambda p: p.write("wide"),
+      "the field 'key' of struct.* holds 900719925474.*, and float64.* only up to", "as a column of its own"),
     R("write: map column", lambda p: p.write("lookup"), "column 'lookup' has type map", "; "),
     R("write: wide decimal", lambda p: p.write("exact"), r"'exact' has type decimal\(38,2\)", "cast it"),
     R("write: nulls", lambda p: p.write("holey"), "'holey' has nulls in 1 of 60", "fill or drop them"),
@@ -286,6 +331,12 @@ WRITING = [
       "no column to write", "select"),
     R("write: half a split", lambda p: p.write(validation_fraction=1.5),
       "validation_fraction", "between 0 and 1"),
+    R("write: images of two sizes", lambda p: write_shards(pictures(p), p.storage, columns={
+        "bytes": Binary("image", shape=(2, 2, 3))}),
+      r"'bytes' holds uint8 of shape \(2, 3, 3\)", r"Image\(2, 2, 3\) takes images of any size"),
+    R("write: an image of 16 bits", lambda p: write_shards(
+        pictures(p, deep=True), p.storage, columns={"bytes": Image(2, 2)}),
+      "'bytes' holds .* more than 8 bits a channel", "convert it to 8 first"),
     R("write: everything held out",
       lambda p: write_shards(p.pair.withColumn("v", F.lit(True)), p.storage, validation_col="v"),
       "no training rows", "of 60, 60 are for validation"),
@@ -343,9 +394,48 @@ def reader(place: Place, **settings: Any) -> Any:
     return open_reader(manifest_of(place), engine=settings.pop("engine", "arrow"), **settings)
 
 
+def part_as_weights(place: Place) -> Any:
+    rows = place.table.select("uneven", "label")
+    uri = place.prepared(damage=lambda folder: write_shards(rows, str(folder), columns={"uneven": Padded()}))
+    return place.fit(inputCols=["uneven"], weightCol="uneven.length", run=lambda e: e.fitOnShards(uri))
+
+
+def unread(place: Place, kind: Any = TorchClassifier, **changes: Any) -> Any:
+    """A fit on rows of which none can be read, so what refuses it has written nothing."""
+    rows = place.table.where(F.raise_error(F.lit("a row was read")).isNull())
+    return place.fit(kind, lambda estimator: estimator.fit(rows), **changes)
+
+
 def of_two_outputs(place: Place, **changes: Any) -> Any:
     return place.train(TorchEstimator, model=TwoOutputs(), **changes)
 
+
+def words_of(place: Place, **settings: Any) -> Any:
+    """A fit on the column `text` by a tokenizer of whole words, which adds two tokens to each."""
+    words = {"?": 0, "<": 1, ">": 2}
+    made = Tokenizer(tokenizer_models.WordLevel(words, unk_token="?"))
+    made.post_processor = processors.BertProcessing((">", 2), ("<", 1))
+    column = settings.pop("column", "text")
+    return place.fit(featuresCol=column, columns={column: Tokens.of(made, **settings)})
+
+
+# fmt: off
+TEXTS = [
+    R("text: no tokenizer there", lambda p: Tokens.of(p.prepared()),
+      "there is no .*/tokenizer.json", "give the folder"),
+    R("text: a damaged tokenizer", lambda p: p.write("text", columns={"text": Tokens('{"model": ', 8)}),
+      "tokenizer of Tokens cannot be read", "save it again"),
+    R("text: no bound", lambda p: words_of(p), "sets no bound to a text", "give one, e.g."),
+    R("text: a number", lambda p: words_of(p, column="many", max_length=8),
+      "'many' has type bigint: Tokens is for strings", "; "),
+    R("text: too long", lambda p: words_of(p, max_length=4, too_long="cut it"),
+      "too_long of Tokens must be 'cut' or 'refuse'", "got 'cut it'"),
+    R("text: shorter than the special tokens", lambda p: words_of(p, max_length=2),
+      "max_length of Tokens for column 'text' is 2, and the tokenizer adds 2", "take at least 3"),
+    R("text: nothing to learn from",
+      lambda p: train_tokenizer(p.table.where("text is null"), "text"), "'text' holds no text", "filter"),
+]
+# fmt: on
 
 # fmt: off
 COLUMNS = [
@@ -355,12 +445,30 @@ COLUMNS = [
       "labelCol 'labelz'", "did you mean 'label'"),
     R("fit: no weight column", lambda p: p.fit(weightCol="w"),
       "weightCol 'w' is not a column", "the DataFrame has"),
-    R("fit: string feature", lambda p: p.fit(inputCols=["text"]), "'text' has type string", "StringIndexer"),
-    R("fit: string label", lambda p: p.fit(labelCol="text"), "'text' has type string", "StringIndexer"),
+    R("fit: string feature", lambda p: p.fit(inputCols=["text"]), "'text' has type string", "Vocabulary"),
+    R("fit: more strings than classes", lambda p: p.fit(labelCol="text"), "classes", "; "),
+    R("fit: kind of no column", lambda p: p.fit(columns={"txt": Vocabulary()}),
+      "columns 'txt' is not a column", "did you mean 'text'"),
+    R("fit: kind of an unused column", lambda p: p.fit(columns={"text": Vocabulary()}),
+      "columns names 'text', which is neither an input nor a label", "drop it"),
+    R("fit: kind of another type", lambda p: p.fit(columns={"features": Vocabulary()}),
+      "'features' has type .* Vocabulary is for strings", "; "),
     R("fit: binary feature", lambda p: p.fit(inputCols=["bytes"]),
-      "'bytes' has type binary", "decode it into"),
-    R("fit: struct feature", lambda p: p.fit(inputCols=["pair"]),
-      "'pair' has type struct", "select its fields"),
+      "'bytes' has type binary", "have fit decode it"),
+    R("fit: bytes that are no image", lambda p: p.fit(featuresCol="bytes", columns={"bytes": Image(4, 4)}),
+      r"'bytes' holds 1 bytes that .*no format that Pillow knows\), in row 0 ", "handleInvalid='skip'"),
+    R("fit: images in numbers", lambda p: p.fit(columns={"features": Image(4, 4)}),
+      "'features' has type array<float>: Image is for bytes", "image struct"),
+    R("fit: images in a struct of another type",
+      lambda p: p.fit(inputCols=["pair"], columns={"pair": Image(4, 4)}),
+      "'pair' has type struct<id:bigint>: Image is for bytes", "image struct"),
+    R("fit: an image struct without a size",
+      lambda p: p.fit(run=lambda e: e.fit(p.table.withColumn("features", F.lit(None).cast(IMAGE_STRUCT)))),
+      "'features' has type struct<origin", r"columns=\{'features': Image\(height, width\)\}"),
+    R("fit: an image of no height", lambda p: p.fit(columns={"bytes": Image(0, 4)}),
+      "height of Image must be", "from 1 to 16384, got 0"),
+    R("fit: a string in a struct", lambda p: p.fit(inputCols=["named"]),
+      r"'named' has a field 'named\.text' of type string", "select it as a column of its own"),
     R("fit: wide decimal", lambda p: p.fit(inputCols=["exact"]),
       r"'exact' has type decimal\(38,2\)", "cast it to"),
     R("fit: nulls", lambda p: p.fit(inputCols=["holey"]),
@@ -375,8 +483,22 @@ COLUMNS = [
       r"'many' must lie in 0\.\.1", "StringIndexer"),
     R("fit: label of fractions", lambda p: p.train(labelCol="half"),
       "'half' must hold whole class", "StringIndexer"),
-    R("fit: arrays as labels", lambda p: p.train(labelCol="features"),
+    R("fit: arrays as labels", lambda p: unread(p, labelCol="features"),
       "'features' must hold one class number per row", "got an array"),
+    R("fit: arrays of any length as labels",
+      lambda p: unread(p, TorchRegressor, labelCol="uneven", columns={"uneven": Ragged()}),
+      "'uneven' is ragged, but a label or weight is one dense array", "give it of one length"),
+    R("fit: filled arrays as labels",
+      lambda p: unread(p, TorchRegressor, labelCol="uneven", columns={"uneven": Padded()}),
+      "labelCol 'uneven' is Padded, .* its filling for labels", "of one length, or take TorchEstimator"),
+    R("fit: hashes as labels",
+      lambda p: unread(p, labelCol="text", columns={"text": HashBuckets(8)}),
+      "labelCol 'text' is of HashBuckets", r"take columns=\{'text': Vocabulary\(\)\}"),
+    R("fit: arrays as weights", lambda p: unread(p, weightCol="features"),
+      "weightCol 'features' must hold one number per row", "got an array"),
+    R("fit: part of a column alone",
+      lambda p: unread(p, inputCols=["uneven.values"], columns={"uneven": Ragged()}),
+      "'uneven.values' is of no use alone", "name 'uneven' itself"),
     R("fit: no rows", lambda p: p.fit(run=lambda e: e.fit(p.table.limit(0))),
       "no training rows", "nothing was written"),
     R("fit: negative weights", lambda p: p.train(weightCol="negative"),
@@ -412,6 +534,30 @@ SETTINGS = [
       "loss must be", "did you mean 'cross_entropy'"),
     R("fit: unknown metric", lambda p: p.fit(metrics=["acuracie"]),
       "metrics must be", "did you mean 'accuracy'"),
+    R("fit: metric without a name", lambda p: p.fit(metrics=[lambda outputs, labels: 0]),
+      "metrics holds a lambda", "name it, as in"),
+    R("fit: metric that fails", lambda p: p.train(metrics=[not_a_metric]),
+      "metric 'not_a_metric' cannot take outputs and labels .* KeyError", "called as metric"),
+    R("fit: metric of many numbers",
+      lambda p: p.train(metrics=[{"all": lambda outputs, labels: outputs[None]}]),
+      "metric 'all' must give one number per row or one number, got a tensor", "average it"),
+    R("fit: metric of one argument", lambda p: unread(p, metrics=[{"mean": lambda x: x}]),
+      "metric 'mean' cannot take outputs and labels: too many", r"called as metric\(outputs, labels\)"),
+    R("fit: best by a metric of unknown direction", lambda p: unread(p,
+        metrics=[{"mean": lambda outputs, labels: outputs.mean()}], monitor="mean", keep="best"),
+      "monitor 'train_mean' is of a metric that does not say", "higher_is_better"),
+    R("fit: transform that drops rows", lambda p: p.train(transformBatch=lambda x: x[:1]),
+      "transformBatch must return 1 inputs of 2 rows, .*got a tensor", "neither drop nor repeat"),
+    R("fit: row weights beside a transform of labels",
+      lambda p: unread(p, transformBatch=lambda x, labels: (x, labels), weightCol="half"),
+      "weightCol 'half' holds weights of rows, which do not follow", "leave out one of the two"),
+    R("fit: transform of other inputs", lambda p: unread(p, transformInPrediction=lambda x, y: x),
+      r"transformInPrediction cannot take the inputs \['features'\]: missing", "called on a whole batch"),
+    R("fit: transform of rows end to end",
+      lambda p: unread(p, inputCols=["uneven"], columns={"uneven": Ragged()}, transformBatch=lambda *x: x),
+      "transformBatch takes inputs with an entry for each row", r"take Padded\(\) columns"),
+    R("fit: transform that cannot travel", lambda p: p.fit(transformInPrediction=Locked()),
+      "cannot be sent to the workers", "locks"),
     R("fit: metric of values", lambda p: p.fit(metrics=["rmse"]),
       "metrics of a classification must be among", "'accuracy'.* got 'rmse'"),
     R("fit: no patience", lambda p: p.fit(patience=0), "patience must be at least 1", "leave it unset"),
@@ -424,7 +570,7 @@ SETTINGS = [
     R("fit: two losses, one label", lambda p: p.fit(loss=["mse", "mse"]), "loss must be one for all", "got"),
     R("fit: unknown schedule", lambda p: p.fit(lrSchedule="cosin"),
       "lrSchedule must be", "did you mean 'cosine'"),
-    R("fit: unknown monitor", lambda p: p.train(monitor="train_los", keep="best"),
+    R("fit: unknown monitor", lambda p: unread(p, monitor="train_los", keep="best"),
       "monitor 'train_los'", "did you mean 'train_loss'"),
     R("fit: unknown collective", lambda p: p.fit(collective="mpi"),
       "collective must be", "torch.* got 'mpi'"),
@@ -463,12 +609,14 @@ SETTINGS = [
       "thresholds must hold", "each of the 2 classes, got 1"),
     R("fit: callback is a class", lambda p: p.fit(callbacks=[dict]),
       "callbacks must be", "pass an inst", TypeError),
-    R("fit: no such parameter", lambda p: p.train(parameterGroups=[{"params": "x"}]), "'x'", "linear"),
+    R("fit: no such parameter", lambda p: unread(p, parameterGroups=[{"params": "x"}]), "'x'", "linear"),
     R("fit: unwritable storage", lambda p: p.fit(storageUri=blocked(p)),
       "cannot be written", "choose a folder"),
     R("fit: shards gone", lambda p: p.on_damaged(gone), "parquet' is missing", "write the shards again"),
     R("fit: shards cut", lambda p: p.on_damaged(cut),
       r"parquet' has \d+ bytes where", "write the shards again"),
+    R("fitOnShards: part of a column as weights", part_as_weights,
+      "have no column 'uneven.length'", "known: uneven, label"),
     R("fit: no shards", lambda p: p.fit(run=lambda e: e.fitOnShards(p.storage)),
       "holds no shards", "write_shards"),
 ]
@@ -476,7 +624,7 @@ SETTINGS = [
 
 # fmt: off
 NETWORKS = [
-    R("model: nothing to train", lambda p: p.train(model=nn.Flatten()),
+    R("model: nothing to train", lambda p: unread(p, model=nn.Flatten()),
       "Flatten has no trainable", "unfreeze some"),
     R("model: all frozen", lambda p: p.train(model=frozen()),
       "Linear has no trainable parameters", "unfreeze some"),
@@ -557,6 +705,36 @@ RECOVERY = [
 # fmt: on
 
 
+# fmt: off
+TUNING = [
+    R("freeze: misspelt", lambda p: unread(p, freeze="lineer.weight"),
+      "'lineer.weight', which matches no parameter", "did you mean 'linear.weight'"),
+    R("freeze: everything", lambda p: unread(p, freeze=["*"]),
+      "freeze leaves no parameter of model Linear", "narrow its patterns"),
+    R("lora: no targets", lambda p: p.fit(lora={"rank": 2}), "lora needs 'targets'", "it takes the keys"),
+    R("lora: no such layer", lambda p: unread(p, lora={"rank": 2, "targets": ["*.query"]}),
+      "lora's targets: .* '.*query' matches no linear layer", "they are"),
+    R("lora: a layer of more than W x + b",
+      lambda p: p.train(model=nn.Sequential(Doubled(2, 2)), lora={"rank": 1, "targets": ["*"]}),
+      r"lora's targets: layer '0' computes more than W x \+ b", "choose other layers"),
+    R("pretrained: a pickle",
+      lambda p: p.train(pretrained=p.prepared(damage=lambda f: (f / "pytorch_model.bin").touch())),
+      "pytorch_model.bin is a pickle", "convert it once: safetensors"),
+    R("pretrained: another network",
+      lambda p: p.train(model=DEEP, pretrained=p.prepared("saved")),
+      "is not of model MLP: it lacks 'trunk", "name what stays out in 'ignore'"),
+    R("emaDecay of 1", lambda p: p.fit(emaDecay=1.0), "emaDecay must lie", "between 0 and 1"),
+]
+# fmt: on
+
+
+class Doubled(nn.Linear):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 def go_on(place: Place, copy_of: str, **changes: Any) -> Any:
     """Resumes the run in a copy of a folder."""
     settings = {"epochs": 1, "batchSize": 1024, "runUri": place.prepared(copy_of), "resume": True}
@@ -571,7 +749,7 @@ MODELS = [
       "'features' is not", ";"),
     R("transform: string column",
       lambda p: p.model.transform(p.table.select(F.col("text").alias("features"))),
-      "'features' has type string", "StringIndexer"),
+      "'features' has type string", "Vocabulary"),
     R("transform: output column there",
       lambda p: p.model.transform(p.table.withColumnRenamed("half", "prediction")),
       "column prediction already exists", "drop it first"),
@@ -602,6 +780,19 @@ MODELS = [
       "is not of this model", "take the model that it was made of"),
     R("load: code without leave", lambda p: TorchClassifier.load(saved_with_code(p)),
       "holds pickled Python code", "RINGSPARK_ALLOW_PICKLE=1"),
+    R("load: first weights missing",
+      lambda p: TorchClassifier.load(saved_estimator(p, gone("model.safetensors"))),
+      "network of 'model' cannot be loaded: model.safetensors is missing", "save the stage again"),
+    R("load: program missing", lambda p: TorchModel.load(saved_program(p, gone("model.program.json"))),
+      "network of 'model' cannot be loaded: model.program.json .* is missing", "save the stage again"),
+    R("load: program with a function of Python",
+      lambda p: TorchModel.load(saved_program(p, edited("model.program.json", with_system_call))),
+      "asks for 'os.system', which is no operator that a program may name", "save the stage again"),
+    R("load: layer of another torch",
+      lambda p: TorchClassifier.load(saved_estimator(p, edited("ringspark.json", with_other_layer))),
+      "torch .* has no layer 'Linear9'", "take the torch it was saved with"),
+    R("fit: a saved program", lambda p: p.train(model=program_of(p)),
+      "model is a saved program, which predicts and cannot be trained", "give a network of its class"),
 ]
 # fmt: on
 
@@ -611,8 +802,77 @@ def other_network(description: dict[str, Any]) -> dict[str, Any]:
     return description | {"model": spec.to_json()}
 
 
+class Line(nn.Linear):
+    """A network of a class of the user's own."""
+
+
 def saved_with_code(place: Place) -> str:
-    return place.prepared(damage=lambda f: TorchClassifier(model=nn.Linear(2, 1)).save(str(f)))
+    return place.prepared(damage=lambda f: TorchClassifier(model=Line(2, 1)).save(str(f)))
+
+
+def saved_estimator(place: Place, damage: Callable[[Path], None]) -> str:
+    """An estimator whose network is described in JSON, after some damage."""
+
+    def save(folder: Path) -> None:
+        TorchClassifier(model=nn.Linear(2, 1)).save(str(folder))
+        damage(folder)
+
+    return place.prepared(damage=save)
+
+
+def saved_program(place: Place, damage: Callable[[Path], None] = lambda folder: None) -> str:
+    """A model whose network is a program, after some damage."""
+
+    def save(folder: Path) -> None:
+        module = Line(2, 1)
+        save_checkpoint(str(place.root / "weights"), module)
+        columns = [Column(name="features", kind=Array("float32", shape=(2,)))]
+        model = TorchModel(model=module)
+        model._set_trained(str(place.root / "weights"), [(1,)], None, columns=columns).save(str(folder))
+        damage(folder)
+
+    return place.prepared(damage=save)
+
+
+def program_of(place: Place) -> nn.Module:
+    return TorchModel.load(saved_program(place)).module()
+
+
+def with_system_call(text: dict[str, Any]) -> dict[str, Any]:
+    return text | {"steps": [["os.system", ["true"], {}]]}
+
+
+def with_other_layer(description: dict[str, Any]) -> dict[str, Any]:
+    description["modules"]["model"]["layers"]["layer"] = "Linear9"
+    return description
+
+
+# fmt: off
+WINDOWS = [
+    R("windows: null key", lambda p: fit_windows(p, keyCols="holey"),
+      "'holey' is null where holey=null, many=7", "fill or drop it first, or .* handleInvalid='skip'"),
+    R("windows: two rows of one time", lambda p: fit_windows(p, timeCol="zero_whole"),
+      "two rows have never=false, zero_whole=0", "make one row of them first"),
+    R("windows: null value", lambda p: fit_windows(p, valueCols="holey"),
+      "'holey' is null where never=false, many=7", "fill or drop it first"),
+    R("windows: no rows", lambda p: fit_windows(p, steps=0), "steps must be", "at least 1, got 0"),
+    R("windows: no such key", lambda p: fit_windows(p, keyCols="nevr"),
+      "keyCols 'nevr' is not a column", "did you mean 'never'"),
+    R("windows: time in words", lambda p: fit_windows(p, timeCol="text"),
+      "timeCol 'text' has type string", "make it a timestamp"),
+    R("windows: over a stream",
+      lambda p: SequenceWindows(keyCols=[], timeCol="value", valueCols="value", steps=2).transform(
+          p.spark.readStream.format("rate").load()),
+      "takes no stream", "foreachBatch"),
+]
+# fmt: on
+
+
+def fit_windows(place: Place, **changes: Any) -> Any:
+    """A fit on windows over the table's rows, each with some Params changed."""
+    params = {"keyCols": "never", "timeCol": "many", "valueCols": "half", "steps": 2} | changes
+    table = place.table.drop("features").withColumn("zero_whole", F.col("zero").cast("int"))
+    return place.fit(run=lambda estimator: estimator.fit(SequenceWindows(**params).transform(table)))
 
 
 # fmt: off
@@ -671,4 +931,66 @@ def with_results(place: Place) -> str:
     return str(place.root / "given")
 
 
-BAD_INPUTS = [*WRITING, *READING, *COLUMNS, *SETTINGS, *NETWORKS, *RECOVERY, *MODELS, *JOB_LINES]
+TABLES = [
+    R("fitOnParquet: no such folder", lambda p: on_table(p, f"{p.storage}/none"),
+      r"there is no folder '.*none'", "give one that holds Parquet files"),
+    R("fitOnParquet: a folder without tables", lambda p: on_table(p, p.prepared()),
+      "holds no Parquet files", "give a folder that does"),
+    R("fitOnParquet: a column of another type in one file",
+      lambda p: on_table(p, p.prepared(damage=with_table(features=[[1, 2]] * 4))),
+      r"'.*b\.parquet' holds column 'features' as list<int64> where .* list<double>", "cast it and write"),
+    R("fitOnParquet: a file that is none",
+      lambda p: on_table(p, p.prepared(damage=with_table(text="features"))),
+      r"'.*b\.parquet' cannot be read as Parquet", "remove it"),
+    R("fitOnParquet: nulls",
+      lambda p: on_table(p, p.prepared(damage=with_table(label=[0.0, None, 1.0, 1.0]))),
+      "'label' has nulls in 1 of 8 rows, and a table is read as it is", "fill or drop them"),
+    R("fitOnParquet: single rows to hold out",
+      lambda p: on_table(p, p.prepared(damage=with_table()), validationFraction=0.5),
+      "validationFraction draws single rows", "name a column of its folders by validationIndicatorCol"),
+    R("fitOnParquet: a struct", lambda p: on_table(p, on_structs(p)),
+      "'features' has kind struct, which is made when rows are written", "use fit"),
+    R("fitOnDelta: no Delta table", lambda p: p.fit(run=lambda e: e.fitOnDelta(p.storage)),
+      "cannot be read as a Delta table", "give the folder that holds _delta_log"),
+]  # fmt: skip
+
+
+def on_table(place: Place, uri: str, **changes: Any) -> Any:
+    """A fit on a folder of Parquet files."""
+    return place.fit(run=lambda estimator: estimator.fitOnParquet(uri), **changes)
+
+
+def on_structs(place: Place) -> str:
+    """A folder with a Parquet file of structs."""
+    table = pa.table({"features": [{"a": 1.0, "b": 2.0}] * 4, "label": [0.0, 1.0] * 2})
+    return place.prepared(damage=lambda folder: pq.write_table(table, folder / "a.parquet"))
+
+
+def with_table(text: str = "", **changes: Any) -> Callable[[Path], None]:
+    """Puts two files into the folder: the second has other columns, or is that text."""
+
+    def write(folder: Path) -> None:
+        columns = {"features": [[1.0, 2.0]] * 4, "label": [0.0, 1.0] * 2}
+        pq.write_table(pa.table(columns), folder / "a.parquet")
+        if text:
+            (folder / "b.parquet").write_text(text)
+        else:
+            pq.write_table(pa.table(columns | changes), folder / "b.parquet")
+
+    return write
+
+
+BAD_INPUTS = [
+    *WRITING,
+    *READING,
+    *COLUMNS,
+    *TEXTS,
+    *SETTINGS,
+    *NETWORKS,
+    *TUNING,
+    *RECOVERY,
+    *MODELS,
+    *WINDOWS,
+    *JOB_LINES,
+    *TABLES,
+]

@@ -113,7 +113,7 @@ class Recovery:
         step = running.state.step
         self._status.phase = f"loading the checkpoint of step {step}"
         uri = step_uri(self._root, step)
-        record, ranks = load_training_state(uri, running.sync, self._status.tick)
+        record, ranks = load_training_state(uri, running.sync, self._status.tick, running.average)
         restore_rank(running, ranks, self._mesh, self._config.seed)
         running.scaler.load_state_dict(record.position.scaler)
         running.rates.resume([scale * factor for scale in record.position.rate_scales])
@@ -141,7 +141,9 @@ class Recovery:
         ranks = gather_ranks(RankState.of(running), self._mesh.world)
         position = self._position(running)
         try:
-            snapshot = take_snapshot(running.sync, position, ranks, self._mesh.writes, self._status.tick)
+            snapshot = take_snapshot(
+                running.sync, position, ranks, self._mesh.writes, self._status.tick, running.average.values
+            )
         except ValueError as error:
             # Under sharding, other ranks may be waiting for this one, so the training must end.
             if self._config.sharding != "none":

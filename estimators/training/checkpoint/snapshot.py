@@ -1,8 +1,9 @@
 """Copies a whole training, to resume it with any number of ranks and any sharding.
 
     step-<10 digits>/           one checkpoint of the whole training; the digits are the optimizer steps taken
-      model.safetensors         the weights: rank 0's state dict, a checkpoint like any other
+      model.safetensors         the weights: rank 0's state dict, the adapters of `lora` not merged into it
       optimizer.safetensors     the whole optimizer state: "<parameter>/<key>" -> tensor
+      average.safetensors       the moving average of the weights, where the training keeps one
       ranks.safetensors         "<rank>/random/<generator>", "<rank>/buffers/<name>", "<rank>/totals",
                                 "<rank>/metrics/<label>/<piece>/...": each rank's own state
       training.json             everything without a tensor: see `Record`; size and SHA-256 of the others
@@ -39,11 +40,13 @@ from ringspark.estimators.training.checkpoint.weights import (
     read_info,
     replacing,
 )
+from ringspark.estimators.training.tuning.average import Average
 from ringspark.pipelines import storage
 
 OPTIMIZER = "optimizer.safetensors"
 RANKS = "ranks.safetensors"
 RECORD = "training.json"
+AVERAGE = "average.safetensors"
 FILES = (WEIGHTS, OPTIMIZER, RANKS)
 
 
@@ -54,6 +57,7 @@ class Snapshot:
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     ranks: dict[str, torch.Tensor]
+    average: dict[str, torch.Tensor]
     record: Record
 
 
@@ -63,6 +67,7 @@ def take_snapshot(
     ranks: Sequence[RankState] = (),
     writes: bool = True,
     progress: Callable[[], None] = lambda: None,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> Snapshot | None:
     """Copies a training. Runs on every rank; those that do not write send their parts and get None.
 
@@ -70,6 +75,7 @@ def take_snapshot(
         ranks: Each rank's own state, in rank order.
         writes: Whether this rank makes the copy: rank 0, which gets the whole optimizer state.
         progress: Called after each copied tensor.
+        average: The moving average of the weights, if there is one.
 
     Raises:
         ValueError: The optimizer keeps something that cannot be saved.
@@ -80,11 +86,10 @@ def take_snapshot(
     if not writes:
         # All ranks exchange the parts of tensors in the same order, that of `ordered`.
         tensor_file.assist(weights)
+        tensor_file.assist(average or {})
         return None
-    copies: dict[str, torch.Tensor] = {}
-    for name in tensor_file.ordered(weights):
-        copies[name] = _copy(weights[name])
-        progress()
+    copies = _copies(weights, progress)
+    averaged = _copies(average or {}, progress)
     trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
     for name in sorted(trained & copies.keys()):
         # A float64 sum of fp32 weights cannot overflow, and is not finite if one of them is not.
@@ -111,7 +116,16 @@ def take_snapshot(
         ranks=[own.values for own in ranks],
     )
     joined = {f"{r}/{key}": t for r, own in enumerate(ranks) for key, t in own.tensors.items()}
-    return Snapshot(weights=copies, optimizer=tensors, ranks=joined, record=record)
+    return Snapshot(weights=copies, optimizer=tensors, ranks=joined, average=averaged, record=record)
+
+
+def _copies(tensors: Mapping[str, torch.Tensor], progress: Callable[[], None]) -> dict[str, torch.Tensor]:
+    """Copies tensors, of which the ranks may hold parts; they send them in this order."""
+    copies: dict[str, torch.Tensor] = {}
+    for name in tensor_file.ordered(tensors):
+        copies[name] = _copy(tensors[name])
+        progress()
+    return copies
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +144,10 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
         check: Called before each block; may raise to give up.
     """
     files = {}
-    for name, tensors in zip(FILES, (snapshot.weights, snapshot.optimizer, snapshot.ranks), strict=True):
+    contents = dict(zip(FILES, (snapshot.weights, snapshot.optimizer, snapshot.ranks), strict=True))
+    if snapshot.average:
+        contents[AVERAGE] = snapshot.average
+    for name, tensors in contents.items():
         with replacing(uri, name) as target:
             summed = _Summing(target, check)
             tensor_file.write(tensors, summed)  # type: ignore[arg-type]
@@ -197,11 +214,11 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     Raises:
         ValueError: A file is missing, has another size or another SHA-256, or is a link.
     """
-    for name in (*FILES, RECORD, COMMIT):
+    for name in (*FILES, AVERAGE, RECORD, COMMIT):
         if storage.is_local(uri) and os.path.islink(os.path.join(uri, name)):
             raise ValueError(f"{uri}/{name} is a link; checkpoints hold plain files, take another one")
     record = read_record(uri)
-    for name in FILES:
+    for name in _files_of(record):
         expected = _check_size(uri, name, record)
         digest = hashlib.sha256()
         with storage.open_file(storage.join(uri, name), "rb") as file:
@@ -214,6 +231,10 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
                 "training state"
             )
     return record
+
+
+def _files_of(record: Record) -> list[str]:
+    return [*FILES, *(name for name in [AVERAGE] if name in record.files)]
 
 
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
@@ -234,12 +255,13 @@ def _check_size(uri: str, name: str, record: Record) -> FileSum:
 
 
 def load_training_state(
-    uri: str, sync: GradientSync, tick: Callable[[], None] | None = None
+    uri: str, sync: GradientSync, tick: Callable[[], None] | None = None, average: Average | None = None
 ) -> tuple[Record, list[RankState]]:
     """Loads weights and optimizer state of the folder `uri` into this rank's. Runs on every rank.
 
     Args:
         tick: Notes progress, with each block that a remote store has given.
+        average: Also takes the average of the weights, if the training keeps one.
 
     Returns:
         The record, and the own states of the ranks that wrote it, which `restore_rank` restores.
@@ -249,6 +271,10 @@ def load_training_state(
     """
     record = read_record(uri)
     _check_optimizer(uri, record, sync.optimizer)
+    if average is not None and average.values:
+        _check_size(uri, AVERAGE, record)
+        with local_file(uri, AVERAGE, tick) as path:
+            average.load(tensor_file.read(path))
     for name in FILES:
         _check_size(uri, name, record)
     with local_file(uri, OPTIMIZER, tick) as path:

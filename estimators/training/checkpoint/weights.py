@@ -1,7 +1,8 @@
 """Saves and loads weights as safetensors + JSON in one folder, the JSON written last.
 
     checkpoint/
-      model.safetensors   the state dict; nothing in it can run code
+      model.safetensors   the state dict, adapters merged into it; nothing in it can run code
+      adapter.safetensors what a training with `lora` trained: its small matrices and what was trained beside
       checkpoint.json     format version, tensor count, bytes, epoch and step: its presence commits
 
 Weights are written in blocks and mapped when read (see `tensor_file`), so only the disk bounds their size.
@@ -27,12 +28,14 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.models.lora import adapter_state, merged_state
 from ringspark.models.skeleton import fill
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
+ADAPTER = "adapter.safetensors"
 COMMIT = "checkpoint.json"
 
 
@@ -65,7 +68,8 @@ def save_together(
     if mesh.writes:
         save_checkpoint(uri, module, epoch=epoch, step=step, solo=solo)
     else:
-        tensor_file.assist(module.state_dict(), solo)
+        for state in _states(module).values():
+            tensor_file.assist(state, solo)
     solo.end()
 
 
@@ -74,15 +78,38 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Writes the module's state dict to the folder `uri`; a reader sees all of it or none.
 
+    The state dict is that of the network with its adapters merged; they have a file of their own.
+
     Raises:
         ValueError: The state dict holds something other than dense tensors of numbers.
     """
-    state = module.state_dict()
-    with replacing(uri, WEIGHTS) as target:
-        num_bytes = tensor_file.write(state, target, solo)
-    info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes, num_tensors=len(state))
+    states, num_bytes = _states(module), {}
+    for name, state in states.items():
+        with replacing(uri, name) as target:
+            num_bytes[name] = tensor_file.write(state, target, solo)
+    info = CheckpointInfo(
+        epoch=epoch, step=step, num_bytes=num_bytes[WEIGHTS], num_tensors=len(states[WEIGHTS])
+    )
     commit_checkpoint(uri, info)
     return info
+
+
+def _states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the tensors of each file. Runs on every rank where the ranks hold parts of the weights."""
+    adapter = adapter_state(module)
+    return ({ADAPTER: adapter} if adapter else {}) | {WEIGHTS: merged_state(module)}
+
+
+def read_adapter(uri: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the adapter in folder `uri`, in memory of their own.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if not storage.exists(storage.join(uri, ADAPTER)):
+        raise ValueError(f"{uri} holds no adapter; fit with lora={{'rank': ..., 'targets': [...]}}")
+    with local_file(uri, ADAPTER) as path:
+        return {name: tensor.clone() for name, tensor in tensor_file.read(path).items()}
 
 
 def commit_checkpoint(uri: str, info: CheckpointInfo) -> None:
@@ -165,6 +192,7 @@ def map_checkpoint(
     device: str = "cpu",
     cache: str | None = None,
     expected_id: str | None = None,
+    tick: Callable[[], None] | None = None,
 ) -> CheckpointInfo:
     """Makes the tensors of the checkpoint in folder `uri` the module's own; on the CPU nothing is copied.
 
@@ -175,6 +203,7 @@ def map_checkpoint(
         cache: Local folder for that copy, which processes share and the folder's owner removes; without
             it the copy is this process's own and vanishes with it.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
+        tick: Notes progress, see `local_file`.
 
     Raises:
         ValueError: There is no checkpoint, it is damaged, its tensors are not this module's, or it is not
@@ -184,7 +213,7 @@ def map_checkpoint(
     if expected_id is not None and info.checkpoint_id != expected_id:
         raise _replaced(uri)
     copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
-    with local_file(uri, WEIGHTS) if copied is None else nullcontext(copied) as path:
+    with local_file(uri, WEIGHTS, tick) if copied is None else nullcontext(copied) as path:
         state = _read(uri, path, info, device)
         # Record and tensors are two files: the folder may have been replaced between them.
         _check_still(uri, info)
@@ -193,6 +222,17 @@ def map_checkpoint(
     if device != "cpu":
         module.to(device)
     return info
+
+
+def map_file(path: str, module: nn.Module, uri: str) -> None:
+    """Makes the tensors of a local file the module's own on the CPU; `uri` names it in messages.
+
+    Raises:
+        ValueError: The file is damaged, or its tensors are not this module's.
+    """
+    state = tensor_file.read(path)
+    with _of_this_model(uri):
+        fill(module, state)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ and the identity of a run read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from ringspark.estimators.training.objective.losses import (
     default_loss,
     resolve_loss,
 )
-from ringspark.estimators.training.objective.metrics import metric_info
+from ringspark.estimators.training.objective.own_metrics import task_of
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest
 
@@ -38,6 +39,7 @@ class Head:
         weight: Factor of this loss in the sum of all losses.
         width: Size of the output's last dimension, 1 if it has none.
         metrics: Names of the metrics that suit the label.
+        own_metrics: The user's own metrics, see `MetricSet`; some may not suit the label.
         ignored: Class number of rows that count neither in the loss nor in metrics; None if no row of the
             data has it, or the loss ignores none.
     """
@@ -47,6 +49,7 @@ class Head:
     weight: float = 1.0
     width: int = 1
     metrics: tuple[str, ...] = ()
+    own_metrics: Mapping[str, tuple[Any, bool]] = field(default_factory=dict)
     ignored: int | None = None
 
     @property
@@ -91,28 +94,34 @@ def make_heads(
     """
     widths = config.output_widths or (1,) * len(config.label_columns)
     settings = zip(config.label_columns, config.loss_weights, widths, strict=True)
+    per_row = {metric.name: metric.per_row for metric in config.own_metrics}
+    own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
     heads = []
     for index, (label, weight, width) in enumerate(settings):
         head = Head(label=label, loss=objects.loss(config, index), weight=weight, width=width)
         ignored = None
         if manifest is not None:
             ignored = ignored_label(resolve_loss(head.loss), manifest.range_of(label))
-        heads.append(replace(head, metrics=_metrics_of(head, config), ignored=ignored))
+        metrics = _metrics_of(head, config, objects.metrics)
+        heads.append(replace(head, metrics=metrics, own_metrics=own, ignored=ignored))
     for name in config.metrics:
         if not any(name in head.metrics for head in heads):
+            task = task_of(objects.metrics.get(name, name))
             raise ValueError(
-                f"metrics {name!r} is of a {metric_info(name).task} and suits none of the losses "
+                f"metrics {name!r} is of a {task} and suits none of the losses "
                 f"{list(config.losses)}; drop it or set loss"
             )
     return tuple(heads)
 
 
-def _metrics_of(head: Head, config: TrainConfig) -> tuple[str, ...]:
+def _metrics_of(head: Head, config: TrainConfig, own: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the metrics of classes if the loss takes classes, else those of values; all for a callable."""
     task = config.task
     if task == "any" and isinstance(head.loss, str | nn.Module):
         task = "classification" if head.takes_classes else "regression"
-    return tuple(name for name in config.metrics if task in ("any", metric_info(name).task))
+    if task == "any":
+        return config.metrics
+    return tuple(name for name in config.metrics if task_of(own.get(name, name)) in (None, task))
 
 
 def ignored_label(loss: RowLoss, label_range: tuple[float, float] | None = None) -> int | None:

@@ -41,7 +41,7 @@ CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 MULTI_CLASS_LOSSES = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
 
 
-def _match(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+def matched(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Drops or adds the trailing unit dimension between (batch, 1) and (batch,)."""
     if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
         return output.squeeze(-1)
@@ -69,7 +69,7 @@ class ElementLoss:
         self._loss = _unreduced(loss)
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        output = _match(_at_least_fp32(output), label)
+        output = matched(_at_least_fp32(output), label)
         if output.shape != label.shape:
             # PyTorch would broadcast and compare every prediction with every row's label.
             raise ValueError(
@@ -151,7 +151,7 @@ class MultiClassLoss:
         if self._takes_one:
             label = label.squeeze(-1) if label.dim() == 2 else label
         else:
-            label = _match(label, output)
+            label = matched(label, output)
             if label.shape != output.shape:
                 raise ValueError(
                     "the loss needs output and label of one shape, "

@@ -8,7 +8,7 @@ torch.distributed and hangs if a rank saw no rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -21,6 +21,8 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
+from ringspark.estimators.training.objective.own_metrics import as_number
+from ringspark.estimators.training.objective.own_states import OwnState, own_state
 from ringspark.models.generators import Tensors
 
 
@@ -28,22 +30,30 @@ class MetricSet:
     """The metrics of one output, from the rows of one rank to the values of all."""
 
     def __init__(
-        self, names: Sequence[str], output_width: int, device: torch.device, ignored: int | None = None
+        self,
+        names: Sequence[str],
+        output_width: int,
+        device: torch.device,
+        ignored: int | None = None,
+        own: Mapping[str, tuple[Any, bool]] | None = None,
     ) -> None:
         """Makes the metrics. Runs on every rank.
 
         Args:
-            names: Names in `METRICS`; values come in this order.
+            names: Names in `METRICS` or in `own`; values come in this order.
             output_width: Size of the module's last output dimension: the number of classes, 1 for a single
                 logit. Unused in a regression.
             device: Device of the rows.
             ignored: Rows with this label are not counted; see `Head.ignored`.
+            own: The user's metrics by name, each with whether it is a function of single rows.
 
         Raises:
             ValueError: See `check_metrics`.
         """
-        check_metrics(names, "any")
+        self._own = own or {}
         self.names = tuple(names)
+        self._known = [name for name in names if name not in self._own]
+        check_metrics(self._known, "any")
         self._num_classes = max(2, output_width)
         self._ignored = ignored
         self._device = device
@@ -55,6 +65,8 @@ class MetricSet:
         self._carried: list[Tensors] = []
 
     def _make(self, name: str, device: torch.device) -> Any:
+        if name in self._own:
+            return own_state(*self._own[name], device)
         # Only torchmetrics' `set_dtype` sets a dtype that `to` does not change.
         return METRICS[name].make(self._num_classes).to(device).set_dtype(self._dtype)
 
@@ -78,11 +90,14 @@ class MetricSet:
         if not len(label) or not self.names:
             return
         arguments: dict[str, tuple[torch.Tensor, ...]] = {}
-        if any(METRICS[name].task == "regression" for name in self.names):
+        if any(METRICS[name].task == "regression" for name in self._known):
             arguments |= self._value_arguments(output, label)
-        if any(METRICS[name].task == "classification" for name in self.names):
+        if any(METRICS[name].task == "classification" for name in self._known):
             arguments |= self._class_arguments(output, label)
         for name, metric in self._metrics.items():
+            if isinstance(metric, OwnState):
+                _add(name, metric, output, label)
+                continue
             takes = METRICS[name].takes
             if takes == "counts":
                 add_counts(metric, *arguments[takes])
@@ -154,7 +169,24 @@ class MetricSet:
         with warnings.catch_warnings():
             # torchmetrics warns that `update` was not called, but the merged states hold its results.
             warnings.simplefilter("ignore", UserWarning)
-            return {name: float(METRICS[name].finish(metric)) for name, metric in merged.items()}
+            values = [self._value(name, metric, num_rows) for name, metric in merged.items()]
+        if self._own:
+            # A user's code may give each rank another number, and all ranks must decide alike by it.
+            shared = torch.tensor(values, dtype=torch.float64)
+            collective.broadcast([shared])
+            values = shared.tolist()
+        return dict(zip(merged, values, strict=True))
+
+    def _value(self, name: str, metric: Any, num_rows: int) -> float:
+        if not isinstance(metric, OwnState):
+            return float(METRICS[name].finish(metric))
+        try:
+            return as_number(metric.compute())
+        except Exception as error:
+            raise ValueError(
+                f"metric {name!r} failed on {num_rows} rows: {type(error).__name__}: {error}; let it give "
+                "NaN where it is not defined"
+            ) from error
 
     def states(self) -> list[Tensors]:
         """Copies all states to the CPU: this rank's own, then those that it holds for former ranks."""
@@ -165,7 +197,7 @@ class MetricSet:
                     if state:
                         states[f"{name}/{key}/list"] = torch.cat(state).cpu()
                 else:
-                    states[f"{name}/{key}"] = state.cpu().clone()
+                    states[f"{name}/{key}"] = state.cpu().clone().contiguous()
         return [states, *self._carried]
 
     def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
@@ -193,6 +225,9 @@ class MetricSet:
                 else state.to(self._device, copy=True)
                 for key, state in _of_metric(first, name).items()
             }
+            if isinstance(metric, OwnState):
+                metric.load_state(own)
+                continue
             if not isinstance(metric, nn.Module):
                 metric.merge_state(own)
                 continue
@@ -213,6 +248,16 @@ class MetricSet:
             metric.reset()
         self._rows = 0
         self._carried = []
+
+
+def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor) -> None:
+    try:
+        metric.update(output, label)
+    except Exception as error:
+        raise ValueError(
+            f"metric {name!r} failed on outputs {tuple(output.shape)} and labels {tuple(label.shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def section(tensors: Tensors, prefix: str) -> Tensors:

@@ -49,7 +49,9 @@ class Sums:
         self._losses = torch.zeros((2, len(heads)), dtype=dtype, device=device)
         self._loss_sums, self._weight_sums = self._losses  # views
         self._metrics = [
-            MetricSet(head.metrics if with_metrics else (), head.width, device, head.ignored)
+            MetricSet(
+                head.metrics if with_metrics else (), head.width, device, head.ignored, head.own_metrics
+            )
             for head in heads
         ]
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)

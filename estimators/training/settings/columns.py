@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from ringspark.estimators.training.settings.choices import HandleInvalid
 from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, one_of
+from ringspark.pipelines.kinds import Kind, kind_from_json
 
 _DISTINCT = Range(
     lambda names: isinstance(names, str) or len(set(names)) == len(names),
     lambda: "must not name a column twice",
     remedy="; copy it under another name",
 )
+
+
+def _kinds(value: Any) -> dict[str, Any]:
+    """Returns kinds by column in their JSON form, which also travels in a saved stage."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"columns must map names to kinds, e.g. {{'city': Vocabulary(max_size=1000)}}, got {value!r}"
+        )
+    kinds = {}
+    for name, given in value.items():
+        kind = kind_from_json(dict(given)) if isinstance(given, Mapping) else given
+        if not isinstance(kind, Kind):
+            raise TypeError(
+                f"columns[{name!r}] must be a kind of ringspark.pipelines such as Vocabulary(max_size=1000), "
+                f"HashBuckets(1024) or Padded(), got {given!r}"
+            )
+        kinds[name] = kind.to_json()
+    return kinds
+
 
 FEATURES_COL = Setting(
     name="featuresCol",
@@ -24,6 +45,14 @@ INPUT_COLS = Setting[list[str] | None](
     field="input_columns",
     words="one column for each argument of the network, instead of featuresCol",
     kind="names",
+)
+COLUMNS = Setting[dict[str, Any] | None](
+    name="columns",
+    words="kinds of input and label columns by name, where Spark's type leaves a choice: Vocabulary or "
+    "HashBuckets for strings, Tokens for texts, Padded or Ragged for arrays of varying length, Sparse for "
+    "vectors that stay sparse, Image for images; string labels of a classifier need none",
+    convert=_kinds,
+    is_for_writing=True,
 )
 LABEL_COL = Setting(
     name="labelCol",
@@ -72,6 +101,11 @@ PROBABILITY_COL = Setting(
     words="column of the classes' probabilities, a vector; empty: none",
     default="probability",
 )
+PREDICTED_LABEL_COL = Setting(
+    name="predictedLabelCol",
+    words="column of the predicted class as a string, where the labels were strings; empty: none",
+    default="predictedLabel",
+)
 THRESHOLDS = Setting[list[float] | None](
     name="thresholds",
     words="one number per class: the class with the largest probability / threshold is predicted; none may "
@@ -88,7 +122,7 @@ HANDLE_INVALID = Setting[HandleInvalid](
 )
 INFERENCE_BATCH_SIZE = Setting(
     name="inferenceBatchSize",
-    words="rows per forward pass in transform",
+    words="rows per forward pass in transform; unset: fewer where so many take more than 64 MiB",
     # So the activations of a layer of a few hundred numbers stay in a core's cache.
     default=2048,
     accepts=at_least(1),

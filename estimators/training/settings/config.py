@@ -7,15 +7,17 @@ a config is made, so a bad combination never reaches Spark. The declarations als
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
     memory,
     optimization,
     places,
     python_objects,
     recovery,
+    tuning,
     workers,
 )
 from ringspark.estimators.training.settings.choices import (
@@ -47,7 +49,12 @@ class TrainConfig:
         loss_weights: One factor per label in the sum of the losses.
         parameter_groups: See `optimizers.group_parameters`.
         warmup_steps: Steps in which the learning rate rises linearly from 0, before the schedule.
-        metrics: Names of `METRICS`, over training and validation rows.
+        freeze: Patterns over names of parameters that are not trained.
+        lora: Arguments of `models.lora.add_lora`, and patterns over what is trained beside; None for none.
+        pretrained: Place of the first weights, see `tuning.pretrained`; None for those of the model.
+        ema_decay: Decay of the average of the weights, see `tuning.average`; None for no average.
+        metrics: Names of `METRICS` or of `UserObjects.metrics`, over training and validation rows.
+        own_metrics: The latter, as `check_training` found them.
         monitor: Entry of the history that decides which epoch is best; "" for the validation loss, or the
             training loss if no row is held out.
         output_widths: Size of the last dimension of each output, 1 if it has none; set by `check_training`.
@@ -88,7 +95,12 @@ class TrainConfig:
     warmup_steps: int = optimization.WARMUP_STEPS.default
     weight_decay: float = optimization.WEIGHT_DECAY.default
     max_grad_norm: float | None = optimization.MAX_GRAD_NORM.default
-    metrics: tuple[str, ...] = tuple(optimization.METRICS.default)
+    freeze: tuple[str, ...] = tuple(tuning.FREEZE.default)
+    lora: dict[str, Any] | None = tuning.LORA.default
+    pretrained: dict[str, Any] | None = tuning.PRETRAINED.default
+    ema_decay: float | None = tuning.EMA_DECAY.default
+    metrics: tuple[str, ...] = tuple(python_objects.METRICS.default)
+    own_metrics: tuple[OwnMetric, ...] = ()
     output_widths: tuple[int, ...] = ()
     monitor: str = ""
     patience: int | None = optimization.PATIENCE.default
@@ -133,6 +145,11 @@ class TrainConfig:
         weights = [] if self.weight_column is None else [self.weight_column]
         return [*self.input_columns, *self.label_columns, *weights]
 
+    @property
+    def looks_for_best(self) -> bool:
+        """Whether epochs are compared, by `monitor`."""
+        return self.keep == "best" or self.patience is not None
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
@@ -153,12 +170,16 @@ def segment_policy(policy: str | tuple[str, ...]) -> str | int | tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class UserObjects:
-    """The user's own module and callables, which have no JSON form; they travel in Spark's closure.
+    """The user's own module and callables, which have no JSON form; they travel in Spark's closure,
+    but for the weights of a large module: see `launch.train_task.PackedObjects`.
 
     Attributes:
         module: Used if `TrainConfig.model` is None; training starts from its present weights.
         losses: For each label None or `loss(output, label)`, one value per row, or an `nn` loss
             instance; empty if all have names.
+        metrics: By name in the history: torchmetrics objects, and functions (outputs, labels).
+        transform_batch: Changes training rows, see `batch_transforms`.
+        transform_in_prediction: Prepares the inputs of rows that are validated or predicted.
         optimizer: `optimizer(parameters) -> torch.optim.Optimizer`.
         lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate, or
             `lr_schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler`.
@@ -167,6 +188,9 @@ class UserObjects:
 
     module: Any = None
     losses: tuple[Any, ...] = ()
+    metrics: dict[str, Any] = field(default_factory=dict)
+    transform_batch: Any = None
+    transform_in_prediction: Any = None
     optimizer: Any = None
     lr_schedule: Any = None
     callbacks: tuple[Any, ...] = ()

@@ -147,6 +147,12 @@ def one_of(choices: Sequence[str]) -> Range:
     return Range(lambda value: value in choices, lambda: rule, choices=tuple(choices))
 
 
-def listed(registry: Callable[[], Iterable[str]]) -> Range:
-    """Returns the range of a registry's names; the registry is read when a value is checked."""
-    return Range(lambda value: value in registry(), lambda: f"must be one of {', '.join(sorted(registry()))}")
+def listed(registry: Callable[[], Iterable[str]], declared: Callable[[], Iterable[str]]) -> Range:
+    """Returns the range of a registry's names and of those that other packages declare.
+
+    Both are read when a value is checked, the second only if the first lacks it.
+    """
+    return Range(
+        lambda value: value in registry() or value in declared(),
+        lambda: f"must be one of {', '.join(sorted({*registry(), *declared()}))}",
+    )

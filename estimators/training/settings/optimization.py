@@ -84,13 +84,6 @@ SHUFFLE = Setting(
     words="whether each epoch has its own order of rows",
     default=True,
 )
-METRICS = Setting[list[str]](
-    name="metrics",
-    field="metrics",
-    words="metrics by name, over the training and the held-out rows of every epoch",
-    kind="names",
-    default=[],
-)
 MONITOR = Setting[str | None](
     name="monitor",
     field="monitor",

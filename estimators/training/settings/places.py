@@ -7,6 +7,7 @@ from typing import Any, get_args
 from ringspark.estimators.training.settings.choices import Cache
 from ringspark.estimators.training.settings.declaration import Setting, listed, one_of
 from ringspark.pipelines import READERS, default_engine, storage
+from ringspark.pipelines.entry_points import names_in
 
 
 def without_secrets(value: Any) -> str:
@@ -31,10 +32,10 @@ STORAGE_URI = Setting[str | None](
 READER = Setting(
     name="reader",
     field="reader",
-    words="engine that reads the shards: 'petastorm' or 'arrow'",
+    words="engine that reads the shards: 'petastorm', 'arrow', or one that a package declares",
     default=default_engine(),
     default_words="`'petastorm'` where installed, else `'arrow'`",
-    accepts=listed(lambda: READERS),
+    accepts=listed(lambda: READERS, lambda: names_in("ringspark.readers")),
     may_differ_on_resume=True,
 )
 CACHE = Setting[Cache](

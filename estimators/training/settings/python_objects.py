@@ -1,8 +1,8 @@
-"""Settings whose values may be Python objects: model, loss, optimizer, schedule, callbacks."""
+"""Settings whose values may be Python objects: model, loss, metrics, transforms, optimizer, callbacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.objective.losses import check_loss_name
+from ringspark.estimators.training.objective.own_metrics import named_metrics
 from ringspark.estimators.training.optimizers.groups import check_groups
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES
@@ -57,6 +58,25 @@ def _name_or_callable(setting: str, known: Iterable[str]) -> Callable[[Any], Any
     return convert
 
 
+def _metrics(value: Any) -> list[Any]:
+    is_one = isinstance(value, str | Mapping) or not isinstance(value, list | tuple)
+    metrics = [value] if is_one else list(value)
+    named_metrics(metrics)
+    return metrics
+
+
+def _transform(setting: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, type) or not callable(value):
+            given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+            raise TypeError(
+                f"{setting} must be a module or a function that is called as transform(*inputs), got {given}"
+            )
+        return value
+
+    return convert
+
+
 def _callbacks(value: Any) -> list[Callback]:
     callbacks = list(value) if isinstance(value, list | tuple) else [value]
     for callback in callbacks:
@@ -93,6 +113,26 @@ LOSS_WEIGHTS = Setting[list[float] | None](
         lambda weights: all(weight >= 0 for weight in weights) and any(weights),
         lambda: "must not be negative and not all be 0",
     ),
+)
+METRICS = Setting[list[Any]](
+    name="metrics",
+    field="metrics",
+    words="metrics over the training and the held-out rows of every epoch: names, torchmetrics objects or "
+    "classes, functions (outputs, labels) -> one number per row or one number, and {name: any of these}",
+    default=[],
+    convert=_metrics,
+)
+TRANSFORM_BATCH = Setting[Any](
+    name="transformBatch",
+    words="module or function that changes training rows on the workers: (*inputs) -> inputs, or, with a "
+    "parameter of that name, (*inputs, labels=...) -> (inputs, labels)",
+    convert=_transform("transformBatch"),
+)
+TRANSFORM_IN_PREDICTION = Setting[Any](
+    name="transformInPrediction",
+    words="module or function (*inputs) -> inputs for rows that are held out, predicted or evaluated; a part "
+    "of the model",
+    convert=_transform("transformInPrediction"),
 )
 OPTIMIZER = Setting[Any](
     name="optimizer",

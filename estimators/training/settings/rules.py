@@ -69,10 +69,10 @@ COMBINATIONS: tuple[Combination, ...] = (
         "they are there already; set useGpu=True, or activationOffload='disk'",
     ),
     Combination(
-        "sharding='parameters' with collective='horovod'",
-        lambda c: c.sharding == "parameters" and c.collective == "horovod" and c.num_workers > 1,
+        "sharding='parameters' with another collective than 'torch'",
+        lambda c: c.sharding == "parameters" and c.collective != "torch" and c.num_workers > 1,
         "sharding 'parameters' gathers each block's parameters with torch.distributed, which collective "
-        "'horovod' does not have; set collective='torch', or sharding='gradients'",
+        "'{collective}' does not have; set collective='torch', or sharding='gradients'",
     ),
     Combination(
         "sharding='parameters' with an optimizer that looks at whole parameters",

@@ -11,13 +11,14 @@ from ringspark.estimators.training.settings import (
     places,
     python_objects,
     recovery,
+    tuning,
     workers,
 )
 from ringspark.estimators.training.settings.declaration import Setting
 
 SETTINGS: dict[str, Setting[Any]] = {
     value.name: value
-    for subject in (python_objects, optimization, columns, workers, memory, places, recovery)
+    for subject in (python_objects, optimization, tuning, columns, workers, memory, places, recovery)
     for value in vars(subject).values()
     if isinstance(value, Setting)
 }

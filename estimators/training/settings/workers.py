@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, listed
+from ringspark.pipelines.entry_points import names_in
 
 
 def _collectives() -> Iterable[str]:
@@ -33,10 +34,11 @@ USE_GPU = Setting(
 COLLECTIVE = Setting(
     name="collective",
     field="collective",
-    words="how gradients are summed: 'horovod' or 'torch' ('local' for one worker)",
+    words="how gradients are summed: 'horovod' or 'torch' ('local' for one worker), or one that a package "
+    "declares",
     default="torch" if find_spec("horovod") is None else "horovod",
     default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
-    accepts=listed(_collectives),
+    accepts=listed(_collectives, lambda: names_in("ringspark.collectives")),
     may_differ_on_resume=True,
 )
 # The modes of torch.compile; those that record CUDA graphs do so on a GPU alone.

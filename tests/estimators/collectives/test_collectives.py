@@ -15,6 +15,7 @@ import torch
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import (
     COLLECTIVES,
+    ENTRY_POINTS,
     Collective,
     CollectiveError,
     Member,
@@ -32,9 +33,12 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.training.phase import Status
+from ringspark.pipelines.entry_points import names_in
 
-SIZES = [(name, 1 if name == "local" else size) for name in COLLECTIVES for size in (2, 3)]
-GANGS = [name for name in COLLECTIVES if name != "local"]
+# Those of other packages too, if there are any.
+NAMES = [*COLLECTIVES, *names_in(ENTRY_POINTS)]
+SIZES = [(name, 1 if name == "local" else size) for name in NAMES for size in (2, 3)]
+GANGS = [name for name in NAMES if name != "local"]
 
 
 def _both_roads(work: Work, collective: Collective, device: str, status: Status) -> str:

@@ -144,19 +144,18 @@ def test_slots_follow_from_cores_gpus_and_the_size_of_a_task(
     assert slots_of_conf(conf, None, total_cores) == slots
 
 
-@pytest.mark.parametrize("master", [STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]"])
-def test_dynamic_allocation_is_refused_before_spark_refuses_it(master: str) -> None:
-    conf = _conf(master, dynamicAllocation_enabled="true", dynamicAllocation_maxExecutors=8)
-    with pytest.raises(
-        ValueError, match=r"spark\.dynamicAllocation\.enabled=true; start the session with it set"
-    ):
-        check_fixed_size(conf)
-    check_fixed_size(conf | {"spark.dynamicAllocation.enabled": "false"})
-
-
-def test_a_local_master_ignores_dynamic_allocation_and_so_do_we() -> None:
-    check_fixed_size(_conf("local[4]", dynamicAllocation_enabled="true"))
-    check_fixed_size(_conf(STANDALONE))
+def test_dynamic_allocation_is_refused_on_every_cluster_before_spark_refuses_it() -> None:
+    refused: dict[tuple[str, str], str] = {}
+    for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]", "local[4]", "local"):
+        for enabled in ("true", "false"):
+            try:
+                check_fixed_size(_conf(master, dynamicAllocation_enabled=enabled))
+            except ValueError as error:
+                refused[master, enabled] = str(error)
+    # A local master ignores the setting, and so do we.
+    assert [*refused] == [(master, "true") for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]")]
+    wanted = "spark.dynamicAllocation.enabled=true; start the session with it set"
+    assert all(wanted in sentence for sentence in refused.values())
 
 
 def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import differences, identity_of
 from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -75,6 +79,70 @@ def test_a_run_with_another_function_as_its_loss_is_another_run(make_shards: Any
     (found,) = differences(old, new)
     assert found.startswith('loss: ["cross_entropy", "mse"] -> ["cross_entropy", "')
     assert "_relative" in found
+
+
+def test_a_run_with_another_metric_of_the_same_name_is_another_run(make_shards: Any, tmp_path: Path) -> None:
+    columns = {name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")}
+    manifest, module = make_shards(columns), nn.Linear(1, 1)
+    plain = identity_of(_config(), UserObjects(module=module), manifest)
+    # Of runs without such metrics, older ones can be resumed.
+    assert not [name for name in plain["settings"] if "metric" in name and name != "metrics"]
+
+    def given(metric: Any) -> Any:
+        return identity_of(_config(), UserObjects(module=module, metrics={"own": metric}), manifest)
+
+    first = given(partial(_relative, scale=1.0))
+    assert differences(first, given(partial(_relative, scale=1.0))) == []
+    (found,) = differences(first, given(partial(_relative, scale=2.0)))
+    assert found.startswith("own metrics: ")
+    # A number that JSON lacks can be read back as well.
+    unbounded = given(partial(_relative, scale=math.inf))
+    run = RunFolder.given(str(tmp_path / "run"), resume=False)
+    run.begin(_config(), unbounded)
+    run.begin(_config(), given(partial(_relative, scale=math.inf)))
+    with pytest.raises(ValueError, match="begun with others: own metrics"):
+        run.begin(_config(), first)
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = torchmetrics.classification.BinaryF1Score
+    same = metric()
+    same.update(torch.ones(3), torch.ones(3).long())
+    assert differences(given(metric()), given(same)) == []
+    assert len(differences(given(metric()), given(metric(threshold=0.7)))) == 1
+
+
+class _Noise:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.table = {"not": object()}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("transform_batch", _Noise),
+        ("transform_in_prediction", lambda p: nn.Sequential(nn.Flatten(), nn.Dropout(p))),
+        ("losses", lambda p: (nn.CrossEntropyLoss(label_smoothing=p), None)),
+        ("losses", lambda p: (None, partial(_relative, scale=p))),
+    ],
+)
+def test_a_run_with_another_setting_of_a_transform_or_loss_is_another_run(
+    make_shards: Any, name: str, make: Any
+) -> None:
+    columns = {name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")}
+    manifest, module = make_shards(columns), nn.Linear(1, 1)
+
+    def given(value: Any) -> Any:
+        return identity_of(_config(), UserObjects(module=module, **{name: value}), manifest)
+
+    used = make(0.5)
+    for layer in used if isinstance(used, tuple) else (used,):
+        if isinstance(layer, nn.Module):
+            layer.eval()
+    assert differences(given(make(0.5)), given(used)) == []
+    assert len(differences(given(make(0.5)), given(make(0.1)))) == 1
 
 
 def _of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

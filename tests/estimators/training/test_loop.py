@@ -20,9 +20,9 @@ from ringspark.estimators import Callback, TrainingState, WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.driver_check import monitored
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.objective.heads import make_heads, with_outputs
+from ringspark.estimators.training.schema_check import monitored
 from ringspark.estimators.training.selection import Best
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -301,7 +301,7 @@ def test_monitor_means_the_held_out_rows_where_there_are_any(
     manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
     config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given)
     heads = make_heads(with_outputs(config, [2]), UserObjects(), manifest)
-    assert monitored(config.monitor, heads, manifest) == meant
+    assert monitored(config.monitor, heads, ("validation", "train")) == meant
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ringspark.pipelines import Array, Column, Scalar
+from ringspark.pipelines import Array, Column, Image, Kind, Ragged, Scalar, ShardManifest, Sparse
+from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.epoch_plan import plan_epoch
 from ringspark.pipelines.readers.demand import read_again, rows_in_flight
 
 WIDE, NARROW = Column(name="x", kind=Array("float32", (64,))), Column(name="y", kind=Scalar("float32"))
+
+IMAGES = Column(name="z", kind=Image(4, 8))
 
 
 def _held(row_groups: list[int], num_shards: int, batch_size: int) -> tuple[int, int]:
@@ -41,9 +45,10 @@ def test_wide_columns_are_held_by_the_row_group_and_narrow_ones_by_the_row(num_s
         needs = rows_in_flight(
             [column], np.asarray(row_groups), num_shards=num_shards, batch_size=1024, shuffle=True
         )
-        return needs.row_groups // column.kind.row_bytes
+        return needs.row_groups // column.kind.held_bytes
 
     assert 0.7 * whole <= counted(WIDE) <= whole
+    assert 0.7 * whole <= counted(IMAGES) <= whole  # one byte a pixel until they are in a batch
     assert 0.5 * own <= counted(NARROW) <= own
 
 
@@ -69,3 +74,14 @@ def test_the_search_ends_where_a_shard_hardly_meets_a_row_group_again() -> None:
     looked_at, again = _epochs_looked_at([10] * 400, 2000, 400)
     assert looked_at <= 256
     assert len(again) < 400
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [(Ragged("int64"), 8), (Sparse(), 8), (Ragged("int8"), 1)])
+def test_rows_of_varying_length_take_the_bytes_of_their_mean(kind: Kind, num_bytes: int) -> None:
+    """So blocks of batches stay small where rows are long, which a guess of their length does not know."""
+    column = Column(name="x", kind=kind)
+    stats = {"train": {"x": ColumnStats(rows=8, values=50_000)}, "validation": {"x": ColumnStats(rows=2)}}
+    manifest = ShardManifest(uri="", columns=(column, NARROW), files=(), stats=stats)
+    assert manifest.mean_row_bytes(column) == 5000 * num_bytes
+    assert replace(manifest, stats={}).mean_row_bytes(column) == kind.row_bytes
+    assert manifest.mean_row_bytes(NARROW) == 4

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from ringspark.pipelines.readers.prefetch import prefetch
+from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -64,3 +64,31 @@ def test_nothing_runs_before_the_first_item_is_asked_for() -> None:
     items = prefetch(iter([1]), 1)
     assert threading.active_count() == before
     assert list(items) == [1]
+
+
+def test_a_bundle_ends_at_its_size_or_at_an_error_and_closing_it_closes_the_source() -> None:
+    made: list[int] = []
+    ended = threading.Event()
+
+    def source(stop: int) -> Generator[int, None, None]:
+        try:
+            for item in range(stop):
+                made.append(item)
+                yield item
+            raise RuntimeError("file x is broken")
+        finally:
+            ended.set()
+
+    items = prefetch_bundles(source(8), 1, lambda item: 1, 3)
+    assert [next(items) for _ in range(8)] == list(range(8))
+    with pytest.raises(RuntimeError, match="file x is broken"):
+        next(items)
+    made.clear()
+    ended.clear()
+    items = prefetch_bundles(source(100), 1, lambda item: 1, 3)
+    assert next(items) == 0
+    time.sleep(0.2)
+    # A bundle is used, one waits and one is in the thread's hand.
+    assert made == list(range(9))
+    items.close()
+    assert ended.is_set()

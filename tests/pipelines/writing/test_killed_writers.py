@@ -37,7 +37,7 @@ _FORKER = """
     from ringspark.pipelines import Column, ShardFile
     from ringspark.pipelines.kinds import Scalar
     from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-    from ringspark.pipelines.writing.shards import _manifest
+    from ringspark.pipelines.writing.joined_reports import join_reports
 
     def write(uri, folder, version, rows, overwrite):
         os.makedirs(os.path.join(uri, folder), exist_ok=True)
@@ -49,7 +49,7 @@ _FORKER = """
             (report,) = write_partition(plan, batches)
             reports.append(json.loads(report.to_pydict()["report"][0]))
         files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
-        _manifest(plan, reports, files).save(overwrite=overwrite)
+        join_reports(plan, reports, files).save(overwrite=overwrite)
 
     def kill_myself_at(name, when):
         original = getattr(os, name)

@@ -1,0 +1,253 @@
+"""Windows over the rows of a series, in Spark SQL: the last values of each row's key, and the next ones.
+
+Three steps over one ordering (the keys, then the time), so that Spark shuffles and sorts once, and spills
+what does not fit into memory. The first numbers the rows of each series. The second finds where each unbroken
+run begins. The third collects the values: by `collect_list` over a frame of rows, which holds one window at a
+time and was twice as fast as an array of lags.
+
+A time is compared as a whole number, its microseconds or days since 1970, so a day on which the clock of a
+time zone is changed makes no gap. Rows that a series cannot order raise an error when the plan runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame, Window, WindowSpec
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, DataType, StructField
+
+from ringspark.estimators.columns.expressions import holds_null, input_expression, leaf_type
+from ringspark.pipelines.columns import quote
+from ringspark.pipelines.spark_errors import MARK
+
+_PREFIX = "__ringspark_"
+_NOW, _NUMBER, _BEFORE, _NULL, _START, _LAST_NULL, _TARGETS, _END, _REASON = (
+    _PREFIX + name
+    for name in ("now", "number", "before", "null", "start", "last_null", "targets", "end", "reason")
+)
+
+WHOLE = ("byte", "short", "integer", "long")
+_SINGLE = ("byte", "short", "float", "boolean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWindows:
+    """Which windows a DataFrame's rows end; all columns are of that DataFrame.
+
+    Attributes:
+        values: The columns of the history.
+        target: Column of the values behind the window; None if windows have no target.
+        stride: Distance of the ends of two windows of one run, in rows.
+        max_gap: Largest distance of two rows of one run, in what `time` counts (microseconds, days); or None.
+        skips_invalid: Whether windows with a null, and rows without key or time, are left out.
+        keeps_unlabeled: Whether windows without all their targets are kept.
+    """
+
+    keys: tuple[StructField, ...]
+    time: StructField
+    values: tuple[StructField, ...]
+    target: StructField | None
+    steps: int
+    stride: int
+    horizon: int
+    max_gap: int | None
+    skips_invalid: bool
+    keeps_unlabeled: bool
+
+    def over(self, frame: DataFrame, outputs: dict[str, Column], targets: dict[str, Column]) -> DataFrame:
+        """Returns the rows that end a window, with more columns; lazy.
+
+        Args:
+            outputs: Name of a column -> expression for one row, which becomes the array of the last `steps`.
+            targets: Name of a column -> expression for what `label` and `end` give.
+        """
+        histories = {
+            name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))
+            for name, value in outputs.items()
+        }
+        rows = self._judged(frame, histories)
+        added = {name: F.when(self._has_targets(), value) for name, value in targets.items()}
+        kept = rows.where(F.col(_REASON).isNull())
+        return kept.select(
+            *(F.col(quote(name)) for name in [*frame.columns, *histories]),
+            *(value.alias(name) for name, value in added.items()),
+        )
+
+    def counts(self, frame: DataFrame) -> DataFrame:
+        """Returns the number of rows by why they end no window, which is null for those that do."""
+        rows = self._judged(frame, {}).groupBy(F.col(_REASON).alias("reason")).count()
+        if not self.skips_invalid:
+            return rows
+        unplaced = frame.where(self._unplaced()).agg(F.count(F.lit(1)).alias("count"))
+        return rows.unionByName(unplaced.select(F.lit("null").alias("reason"), "count"))
+
+    def label(self) -> Column:
+        """Returns the next value of the target, or the array of the next `horizon`."""
+        return F.col(_TARGETS) if self.horizon > 1 else F.get(F.col(_TARGETS), F.lit(0))
+
+    def end(self) -> Column:
+        """Returns the time of the last target."""
+        return F.col(_END)
+
+    # ------------------------------------------------------------------------------ the three steps
+
+    def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
+        """Adds the columns of the three steps, `more` with the third, and why a row ends no window."""
+        if self.skips_invalid:
+            frame = frame.where(~self._unplaced())
+        checked = [self.time, *self.values, *([self.target] if self.target else [])]
+        nulls = reduce(or_, (_holds_null(field) for field in checked))
+        ticks = input_expression(_col(self.time), self.time.dataType).cast("bigint")
+        now = frame.withColumn(_NOW, ticks)  # wide enough for a difference
+        numbered = now.withColumns(
+            {
+                _NUMBER: F.row_number().over(self._order),
+                _BEFORE: F.lag(_NOW).over(self._order),
+                _NULL: _any_null(self.values) if self.skips_invalid else nulls,
+            }
+        )
+        so_far = self._order.rowsBetween(Window.unboundedPreceding, 0)
+        breaks = F.col(_BEFORE).isNull()
+        if self.max_gap is not None:
+            breaks = breaks | (F.col(_NOW) - F.col(_BEFORE) > self.max_gap)
+        found = numbered.withColumns(
+            {
+                _START: F.max(F.when(breaks, F.col(_NUMBER))).over(so_far),
+                _LAST_NULL: F.max(F.when(F.col(_NULL), F.col(_NUMBER))).over(so_far),
+            }
+        )
+        return found.withColumns(more | self._targets()).withColumn(_REASON, self._reason())
+
+    @property
+    def _order(self) -> WindowSpec:
+        return Window.partitionBy(*(_col(key) for key in self.keys)).orderBy(_NOW)
+
+    def _targets(self) -> dict[str, Column]:
+        """Returns the columns of what comes behind a window, in the same run."""
+        if self.target is None:
+            return {}
+        ahead = self._order.rowsBetween(1, self.horizon)
+        return {
+            # Without the nulls, and arrays that hold one: fewer than `horizon` are incomplete.
+            _TARGETS: F.collect_list(F.when(~_holds_null(self.target), _col(self.target))).over(ahead),
+            _END: F.lead(_col(self.time), self.horizon).over(self._order),
+            _END + "_start": F.lead(_START, self.horizon).over(self._order),
+        }
+
+    def _has_targets(self) -> Column:
+        if self.target is None:
+            return F.lit(True)
+        # A run that goes on has the same start `horizon` rows later.
+        goes_on = F.coalesce(F.col(_END + "_start") == F.col(_START), F.lit(False))
+        return goes_on & (F.size(_TARGETS) == self.horizon)
+
+    def _reason(self) -> Column:
+        """Returns why a row ends no window, null if it does; raises on rows that cannot be in a series."""
+        position = F.col(_NUMBER) - F.col(_START) + 1  # in the run, from 1
+        rules = []
+        if not self.skips_invalid:
+            rules.append((self._unplaced() | F.col(_NULL), F.raise_error(self._has_null())))
+        rules += [
+            (F.col(_NOW) == F.col(_BEFORE), F.raise_error(self._twice())),
+            (position < self.steps, F.lit("short")),
+            ((position - self.steps) % self.stride != 0, F.lit("stride")),
+            (F.col(_NUMBER) - F.col(_LAST_NULL) < self.steps, F.lit("null")),
+        ]
+        if not self.keeps_unlabeled:
+            rules.append((~self._has_targets(), F.lit("unlabeled")))
+        return F.coalesce(*(F.when(applies, why) for applies, why in rules))
+
+    # ------------------------------------------------------------------------------ the refusals
+
+    def _unplaced(self) -> Column:
+        """Whether a row has no place in a series: its key or its time is null."""
+        return _any_null([*self.keys, self.time])
+
+    def _where(self) -> Column:
+        """Returns the text of a row's key and time."""
+        parts = [
+            F.concat(F.lit(f"{field.name}="), F.coalesce(_col(field).cast("string"), F.lit("null")))
+            for field in [*self.keys, self.time]
+        ]
+        return F.concat_ws(", ", *parts)
+
+    def _twice(self) -> Column:
+        names = ", ".join(repr(field.name) for field in [*self.keys, self.time])
+        return F.concat(
+            F.lit(f"{MARK}two rows have "),
+            self._where(),
+            F.lit(
+                ", so their order is not known; make one row of them first, e.g. with "
+                f"df.groupBy({names}).agg(...), or name in keyCols what tells their "
+                "series apart"
+            ),
+        )
+
+    def _has_null(self) -> Column:
+        fields = [*self.keys, self.time, *self.values, *([self.target] if self.target else [])]
+        by_name = {field.name: F.when(_holds_null(field), F.lit(repr(field.name))) for field in fields}
+        return F.concat(
+            F.lit(MARK),
+            F.concat_ws(", ", *by_name.values()),
+            F.lit(" is null where "),
+            self._where(),
+            F.lit("; fill or drop it first, or leave such rows out by handleInvalid='skip'"),
+        )
+
+
+def number_type(fields: Sequence[StructField]) -> str:
+    """Returns the Spark type that holds the numbers of all fields: bigint, float or double."""
+    leaves = {_leaf(field.dataType) for field in fields}
+    if leaves <= set(WHOLE):
+        return "bigint"
+    return "float" if leaves <= set(_SINGLE) else "double"
+
+
+def numbers_of(fields: Sequence[StructField]) -> Column:
+    """Returns one array with the numbers of all fields of a row."""
+    to = number_type(fields)
+    arrays = []
+    for field in fields:
+        if isinstance(field.dataType, VectorUDT):
+            arrays.append(vector_to_array(_col(field), "float32").cast(f"array<{to}>"))
+        elif isinstance(field.dataType, ArrayType):
+            arrays.append(_col(field).cast(f"array<{to}>"))
+        else:
+            arrays.append(F.array(_col(field).cast(to)))
+    # Of numbers alone, one array: a concatenation of many would copy each of them.
+    if not any(isinstance(field.dataType, VectorUDT | ArrayType) for field in fields):
+        return F.array(*(_col(field).cast(to) for field in fields))
+    return F.concat(*arrays)
+
+
+def value_of(field: StructField) -> Column:
+    """Returns the numbers of one field of a row, in its own type; those of a vector as floats."""
+    if isinstance(field.dataType, VectorUDT):
+        return vector_to_array(_col(field), "float32")
+    return _col(field)
+
+
+def _leaf(data_type: DataType) -> str:
+    if isinstance(data_type, VectorUDT):
+        return "float"
+    return leaf_type(data_type)[0].typeName()
+
+
+def _col(field: StructField) -> Column:
+    return F.col(quote(field.name))
+
+
+def _holds_null(field: StructField) -> Column:
+    if isinstance(field.dataType, ArrayType):
+        return holds_null(_col(field), field.dataType)
+    return _col(field).isNull()
+
+
+def _any_null(fields: Sequence[StructField]) -> Column:
+    return reduce(or_, (_holds_null(field) for field in fields))

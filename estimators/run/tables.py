@@ -1,0 +1,167 @@
+"""Fits on tables of another writer: a manifest over their files takes the place of shards.
+
+Only the manifest is written: into the run's folder if the user named one, otherwise into a folder of the
+fit's own. A resumed run reads the manifest that it began with, if table and columns are still the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, Generic, TypeVar, cast
+
+from pyspark.sql import SparkSession
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.stages.fit_data import FitData, discard
+from ringspark.estimators.stages.storage_root import active_session
+from ringspark.estimators.training.settings.places import READER
+from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.foreign.delta import list_delta
+from ringspark.pipelines.foreign.listing import Listing, list_parquet
+from ringspark.pipelines.foreign.table_manifest import table_manifest
+from ringspark.pipelines.kinds import kind_from_json
+from ringspark.pipelines.manifest import MANIFEST_NAME
+from ringspark.pipelines.readers import check_table_reader
+
+M = TypeVar("M")
+
+
+class FitsOnTables(Generic[M]):
+    """The fits of an estimator on tables as they are."""
+
+    def fitOnParquet(self: Any, uri: str) -> M:
+        """Trains on the Parquet files in a folder as they are, without a copy of them.
+
+        The folder is read as `spark.read.parquet(uri)` reads it, partition columns included. Its files must
+        not change during the training.
+
+        Raises:
+            ValueError: The settings, the model or the files cannot be used; the message says why.
+            WorkerError: A worker failed.
+        """
+        spark = active_session()
+        return cast(M, _fit(self, spark, list_parquet(spark, uri)))
+
+    def fitOnDelta(self: Any, uri: str, version: int | None = None) -> M:
+        """Trains on one version of a Delta table, by default the newest, without a copy of its files.
+
+        A resumed run reads the version that it was begun with.
+
+        Raises:
+            ValueError: See `fitOnParquet`; or the table has deletion vectors or column mapping.
+            WorkerError: A worker failed.
+        """
+        spark = active_session()
+        if version is None:
+            version = pinned_version(self._run_uri(spark))
+        return cast(M, _fit(self, spark, list_delta(spark, uri, version)))
+
+
+def _fit(estimator: Any, spark: SparkSession, listing: Listing) -> Any:
+    reader = estimator.getParam(READER.name)
+    if not estimator.isSet(reader):
+        # Petastorm, the default where it is installed, reads shards alone.
+        estimator = estimator.copy({reader: "arrow"})
+    check_table_reader(estimator.getOrDefault(reader), listing.source)
+    fit = estimator._checked(spark.createDataFrame([], listing.schema))
+    check_table(fit.data)
+    choose_daemon(spark, fit.config.use_gpu)
+    run = estimator._run_folder(fit.data.root)
+    with run.guarded(), table_rows(spark, listing, fit.data, run) as (manifest, key):
+        estimator._check_held_out(fit, manifest)
+        return estimator._train_on(spark, run, fit.config, fit.objects, fit.packed, manifest, key)
+
+
+def pinned_version(run_uri: str | None) -> int | None:
+    """Returns the version of the Delta table that a run was begun with; None if there is no such run."""
+    if run_uri is None:
+        return None
+    folder = storage.join(run_uri, run_layout.SHARDS)
+    if not storage.exists(storage.join(folder, MANIFEST_NAME)):
+        return None
+    table = ShardManifest.load(folder).table
+    return None if table is None else table.version
+
+
+def check_table(data: FitData) -> None:
+    """Refuses settings that choose among rows, which a table read as it is cannot do.
+
+    Raises:
+        ValueError: Names the setting.
+    """
+    if data.validation_fraction is not None:
+        raise ValueError(
+            "validationFraction draws single rows, and a table that is read as it is holds out whole files; "
+            "name a column of its folders by validationIndicatorCol, or write the table with write_shards"
+        )
+    if data.drops_invalid:
+        raise ValueError(
+            "handleInvalid='skip' leaves rows out, and a table is read as it is; use fit(df), or write it "
+            "with write_shards"
+        )
+
+
+@contextmanager
+def table_rows(
+    spark: SparkSession, listing: Listing, data: FitData, run: RunFolder
+) -> Iterator[tuple[ShardManifest, str]]:
+    """Yields the manifest over a table's files, in its folder, and the key of these rows.
+
+    Raises:
+        ValueError: The table cannot be trained on, or is not the one that the run was begun with.
+    """
+    key = _key(listing, data)
+    if not run.is_given:
+        folder = storage.join(data.root, f"table-{uuid.uuid4().hex[:12]}")
+        try:
+            yield _saved(spark, listing, data, folder), key
+        finally:
+            discard(folder)
+        return
+    folder, known = storage.join(run.uri, run_layout.SHARDS), run.identity()
+    if known is None:
+        yield _saved(spark, listing, data, folder), key
+        return
+    if not storage.exists(storage.join(folder, MANIFEST_NAME)):
+        raise run.refusal(["data: shards given to fitOnShards -> a table"])
+    manifest = ShardManifest.load(folder)
+    if known.rows_key != key:
+        raise run.refusal([_change(manifest, listing)])
+    yield manifest, key
+
+
+def _saved(spark: SparkSession, listing: Listing, data: FitData, folder: str) -> ShardManifest:
+    kinds = {name: kind_from_json(kind) for name, kind in json.loads(data.kinds).items()}
+    manifest = table_manifest(spark, listing, data.columns, kinds, data.validation_col)
+    manifest = replace(manifest, uri=folder)
+    manifest.save()
+    return manifest
+
+
+def _key(listing: Listing, data: FitData) -> str:
+    """Returns a digest that differs if the table's files, or the columns or kinds of the fit, differ."""
+    told = [asdict(listing.source), listing.files, data.columns, data.validation_col, data.kinds]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _change(manifest: ShardManifest, listing: Listing) -> str:
+    """Says how a table differs from that of a manifest."""
+    if manifest.table is None:
+        return f"data: a DataFrame -> the table {listing.source.uri!r}"
+    if manifest.table != listing.source:
+        told = [f"{t.uri!r}" + ("" if t.version is None else f" version {t.version}")
+                for t in (manifest.table, listing.source)]  # fmt: skip
+        return f"data: the table {told[0]} -> {told[1]}"
+    before = {f.path: (f.num_bytes, f.state) for f in manifest.files}
+    now = {path: (num_bytes, state) for path, num_bytes, state in listing.files}
+    differ = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
+    if not differ:
+        return "data: columns, their kinds or validationIndicatorCol of the table"
+    return f"data: {len(differ)} files of the table changed, came or went, such as {differ[0]!r}"

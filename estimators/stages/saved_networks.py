@@ -1,0 +1,89 @@
+"""Networks in a stage's folder, without pickle: a description in `ringspark.json`, or a program.
+
+A description builds the network; an estimator's comes with the weights from which it trains. A program only
+predicts, so only a fitted model has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import nn
+
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.weights import local_file, replacing
+from ringspark.models.descriptions import built
+from ringspark.models.program import Program
+from ringspark.models.skeleton import build_skeleton
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
+
+PROGRAM = "program"
+
+
+def save_start(uri: str, param: str, module: nn.Module) -> None:
+    """Writes the weights from which an estimator trains."""
+    with replacing(uri, _start(param)) as file:
+        tensor_file.write(module.state_dict(), file)
+
+
+def save_program(uri: str, param: str, program: Program) -> dict[str, Any]:
+    """Writes a program; returns what `ringspark.json` says of it."""
+    storage.write_atomic(storage.join(uri, _program(param)), json.dumps(program.text).encode())
+    constants = {name: tensor.contiguous().clone() for name, tensor in program.constants().items()}
+    if constants:
+        storage.write_atomic(storage.join(uri, _constants(param)), save(constants))
+    return {PROGRAM: _program(param)}
+
+
+def load_network(uri: str, param: str, description: Mapping[str, Any], *, is_fitted: bool) -> nn.Module:
+    """Returns the network that a Param held; a fitted model's without weights, which are its checkpoint's.
+
+    Raises:
+        ValueError: A file is missing or damaged, or does not fit the libraries that are installed here.
+    """
+    if PROGRAM in description:
+        return _load_program(uri, param)
+    if is_fitted:
+        return build_skeleton(lambda: built(description))
+    if not storage.exists(storage.join(uri, _start(param))):
+        raise ValueError(f"{_start(param)} is missing")
+    with torch.random.fork_rng(devices=[]):
+        module = built(description)
+    with local_file(uri, _start(param)) as path:
+        try:
+            module.load_state_dict(tensor_file.read(path))
+        except RuntimeError as error:
+            raise ValueError(f"{_start(param)} holds other weights: {' '.join(str(error).split())}") from None
+    return module
+
+
+def _load_program(uri: str, param: str) -> Program:
+    try:
+        program = Program(parse_object(storage.read_bytes(storage.join(uri, _program(param)))))
+        names = list(program.constants())
+        constants = load(storage.read_bytes(storage.join(uri, _constants(param)))) if names else {}
+        for name in names:
+            program.put(name, constants[name])
+    except FileNotFoundError:
+        raise ValueError(f"{_program(param)} or {_constants(param)} is missing") from None
+    except (SafetensorError, LookupError) as error:
+        raise ValueError(f"{_constants(param)}: {type(error).__name__}: {error}") from error
+    return program
+
+
+def _start(param: str) -> str:
+    return f"{param}.safetensors"
+
+
+def _program(param: str) -> str:
+    return f"{param}.program.json"
+
+
+def _constants(param: str) -> str:
+    return f"{param}.constants.safetensors"

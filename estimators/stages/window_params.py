@@ -1,0 +1,142 @@
+"""The Params of `SequenceWindows`, and the durations that one of them takes."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+from pyspark.ml.param.shared import HasLabelCol, HasOutputCol, HasOutputCols
+
+from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
+from ringspark.estimators.training.settings.declaration import Setting, at_least, one_of
+
+MICROSECONDS = {
+    "microsecond": 1,
+    "millisecond": 1_000,
+    "second": 1_000_000,
+    "minute": 60_000_000,
+    "hour": 3_600_000_000,
+    "day": 86_400_000_000,
+    "week": 604_800_000_000,
+}
+_PART = re.compile(r"\s*(\d+)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+def microseconds(text: str) -> int:
+    """Returns the length of a duration such as "1 hour" or "1 day 12 hours"."""
+    total, place = 0, 0
+    while part := _PART.match(text, place):
+        unit = part[2].lower().removesuffix("s")
+        if unit not in MICROSECONDS:
+            break
+        total, place = total + int(part[1]) * MICROSECONDS[unit], part.end()
+    if place < len(text) or total == 0:
+        raise ValueError(
+            "maxGap must be a duration such as '1 hour' or '2 days 12 hours', of microseconds to weeks, or a "
+            f"whole number where timeCol holds whole numbers, got {text!r}"
+        )
+    return total
+
+
+def _gap(value: Any) -> str | int:
+    """Returns a gap as a stage keeps it: a duration's text, or a whole number."""
+    if isinstance(value, timedelta):
+        value = f"{value // timedelta(microseconds=1)} microseconds"
+    if isinstance(value, str):
+        microseconds(value)
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ValueError(f"maxGap must be at least 1, got {value}")
+        return value
+    raise TypeError(f"maxGap must be a duration such as '1 hour', or a whole number, got {value!r}")
+
+
+def _setting(name: str, words: str, **more: Any) -> Setting[Any]:
+    return Setting(name=name, words=words, **more)
+
+
+_OUTPUT_COL = _setting("outputCol", "column of the windows, an array of steps x numbers", default="features")
+_OUTPUT_COLS = _setting(
+    "outputCols",
+    "instead of outputCol, a column of windows for each of valueCols: an array of steps values of its type",
+    kind="names",
+)
+_LABEL_COL = _setting(
+    "labelCol", "column of the label: the target's next value, or an array", default="label"
+)
+_STRIDE = _setting(
+    "stride", "rows from the end of one window to that of the next", default=1, accepts=at_least(1)
+)
+_HORIZON = _setting(
+    "horizon",
+    "rows of the target behind a window: 1 makes a value, more make an array",
+    default=1,
+    accepts=at_least(1),
+)
+_HANDLE_INVALID = _setting(
+    "handleInvalid",
+    "nulls in keys, time, values or target: 'error', or 'skip' to leave out the rows without key or time "
+    "and the windows that hold a null",
+    default="error",
+    accepts=one_of(("error", "skip")),
+)
+_HANDLE_UNLABELED = _setting(
+    "handleUnlabeled",
+    "windows behind which targets are missing, as behind the newest rows: 'skip' to leave them out, 'keep' "
+    "to keep them with a null label, to forecast",
+    default="skip",
+    accepts=one_of(("skip", "keep")),
+)
+
+
+class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
+    """The Params of `SequenceWindows`."""
+
+    keyCols, getKeyCols, setKeyCols = declared(
+        _setting(
+            "keyCols", "columns that tell one series from another; an empty list for one series", kind="names"
+        )
+    )
+    timeCol, getTimeCol, setTimeCol = declared(
+        _setting("timeCol", "column that orders a series: timestamp, date or whole numbers", kind="str")
+    )
+    valueCols, getValueCols, setValueCols = declared(
+        _setting("valueCols", "columns of the history: numbers, booleans, arrays or vectors", kind="names")
+    )
+    steps, getSteps, setSteps = declared(
+        _setting(
+            "steps", "rows of a window, of which the last is the row itself", kind="int", accepts=at_least(1)
+        )
+    )
+    stride, getStride, setStride = declared(_STRIDE)
+    targetCol, getTargetCol, setTargetCol = declared(
+        _setting("targetCol", "column whose next values are the label; without it there is none", kind="str")
+    )
+    horizon, getHorizon, setHorizon = declared(_HORIZON)
+    maxGap, getMaxGap, setMaxGap = declared(
+        _setting(
+            "maxGap",
+            "longest time between neighbours in a window and its targets, such as '1 hour'; after a longer "
+            "one the series starts anew. Without it rows are any time apart",
+            convert=_gap,
+        )
+    )
+    outputCol, setOutputCol = param_of(_OUTPUT_COL), setter(_OUTPUT_COL)
+    outputCols, setOutputCols = param_of(_OUTPUT_COLS), setter(_OUTPUT_COLS)
+    labelCol, setLabelCol = param_of(_LABEL_COL), setter(_LABEL_COL)
+    targetTimeCol, getTargetTimeCol, setTargetTimeCol = declared(
+        _setting(
+            "targetTimeCol",
+            "column for the time of the last target, to split by; without it none",
+            kind="str",
+        )
+    )
+    handleInvalid, getHandleInvalid, setHandleInvalid = declared(_HANDLE_INVALID)
+    handleUnlabeled, getHandleUnlabeled, setHandleUnlabeled = declared(_HANDLE_UNLABELED)
+
+    def __init__(self) -> None:
+        super().__init__()
+        defaults = (_HORIZON, _STRIDE, _OUTPUT_COL, _LABEL_COL, _HANDLE_INVALID, _HANDLE_UNLABELED)
+        self._setDefault(**{setting.name: setting.default for setting in defaults})

@@ -1,0 +1,342 @@
+"""`TorchModel`: a trained network as a Spark ML Transformer, whatever its task."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, TypeVar
+
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLReader, MLWritable
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructField, StructType
+from torch import Tensor, nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.columns.inputs import (
+    BoundInput,
+    ModelInput,
+    bind,
+    layout_of_inputs,
+    model_inputs,
+    shared_columns,
+    source_columns,
+)
+from ringspark.estimators.inference.export import ExportFormat, export_module, record_module
+from ringspark.estimators.inference.one_row import num_features, one_row
+from ringspark.estimators.inference.predict import (
+    PIECE_BYTES,
+    Predictor,
+    cached_module,
+    prediction_expression,
+    takes_vectors,
+)
+from ringspark.estimators.inference.results import Results, Values
+from ringspark.estimators.stages.declared import set_params
+from ringspark.estimators.stages.held_weights import HeldWeights
+from ringspark.estimators.stages.model_params import (
+    _ModelParams,
+    check_free,
+)
+from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
+from ringspark.estimators.stages.storage_root import find_session
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.training.batch_transforms import Prepared
+from ringspark.estimators.training.feed import Array
+from ringspark.models import ModelSpec
+from ringspark.models.program import Program
+from ringspark.models.recording import NoProgramError
+from ringspark.models.skeleton import build_skeleton, skeleton
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import Column as ShardColumn
+from ringspark.pipelines.columns import check_frame, is_case_sensitive
+from ringspark.pipelines.kinds import Struct, Vocabulary
+from ringspark.pipelines.typed_json import added
+
+M = TypeVar("M", bound="TorchModel")
+
+Shape = tuple[int, ...]
+
+# Name of the temporary column for Python's result, whose parts then become columns.
+_RESULT = "__ringspark_result"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription(Description):
+    """The description of a model that is saved beside its weights; the attributes are the model's own."""
+
+    inputs: tuple[ModelInput, ...]
+    output_shapes: tuple[Shape, ...]
+    summary: TrainingSummary | None
+    ignored_label: int | None = added(None)
+    labels: tuple[str, ...] = added(())
+    label_fields: tuple[tuple[str, ...], ...] = added(())
+
+
+class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
+    """A trained network. `transform` adds `predictionCol`; all other columns pass through.
+
+    The prediction is a double where the network gives one number per row, else an array of doubles; a
+    network with several outputs has one column for each, `predictionCols`.
+    Made by an estimator's `fit`, or by `load`.
+    """
+
+    _description = ModelDescription
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        self._weights: HeldWeights | None = None
+        self._inputs: tuple[ModelInput, ...] = ()
+        self._output_shapes: tuple[Shape, ...] = ()
+        self._summary: TrainingSummary | None = None
+        self._ignored_label: int | None = None
+        self._labels: tuple[str, ...] = ()
+        self._label_fields: tuple[tuple[str, ...], ...] = ()
+        set_params(self, params)
+
+    @property
+    def hasSummary(self) -> bool:
+        return self._summary is not None
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """The history and the counts of the training."""
+        if self._summary is None:
+            raise RuntimeError(f"No training summary available for this {type(self).__name__}")
+        return self._summary
+
+    @property
+    def numFeatures(self) -> int:
+        """Number of features of the one vector that the network was trained on; -1 if it takes others."""
+        return num_features(self._inputs)
+
+    def module(self) -> nn.Module:
+        """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode.
+
+        Of a loaded model whose class was not saved it is a `Program`: it predicts, and its `state_dict()` is
+        the class's.
+        """
+        model = self.getModel()
+        module = build_skeleton(model.build) if isinstance(model, ModelSpec) else skeleton(model)
+        self._trained().map_into(module)
+        return module.eval()
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Returns what a fit with `lora` trained, which the network's weights hold as well.
+
+        Layer x has "x.lora_A", (rank, in), and "x.lora_B", (out, rank).
+        """
+        return self._trained().adapter()
+
+    def export(self, path: str, format: ExportFormat = "torch.export") -> None:
+        """Writes the trained network, for any number of rows, to the file `path` on any store.
+
+        What `transformInPrediction` does comes first, as it does in `transform`.
+
+        Args:
+            path: Path or URI of the file to write; without a scheme, one on this machine's disk.
+            format: Format of the file. `torch.export.load` reads "torch.export", ONNX runtimes read "onnx";
+                "onnx" needs `pip install 'ringspark[onnx]'`.
+
+        Raises:
+            ValueError: The format is unknown or not installed, or the network cannot be traced.
+        """
+        prepare = self.getTransformInPrediction()
+        module = self.module() if prepare is None else Prepared(prepare, self.module())
+        export_module(module, self._inputs, self.inputColumns(), path, format)
+
+    def write(self) -> StageWriter:
+        """Returns a writer; its `overwrite()` replaces an existing stage."""
+        return StageWriter(
+            self,
+            self._trained(),
+            {
+                "inputs": [item.to_json() for item in self._inputs],
+                "output_shapes": [list(shape) for shape in self._output_shapes],
+                "summary": self._summary.to_json() if self._summary else None,
+                "ignored_label": self._ignored_label,
+                "labels": list(self._labels),
+                "label_fields": [list(path) for path in self._label_fields],
+            },
+            self._program,
+        )
+
+    def _program(self) -> Program | None:
+        """Returns the network as a program; None, with a warning, if it cannot be one."""
+        model = self.getModel()
+        module = self.module()
+        if isinstance(model, Program):
+            assert isinstance(module, Program)
+            return module
+        try:
+            return record_module(module, self._inputs, self.getTransformInPrediction())
+        except NoProgramError as error:
+            warnings.warn(
+                f"model {type(module).__name__} cannot be recorded as a program ({error}), so it is saved as "
+                "pickled Python code, which loads only where RINGSPARK_ALLOW_PICKLE=1 is set; write its "
+                "forward without branches on values, or give a ModelSpec",
+                UserWarning,
+                stacklevel=4,
+            )
+            return None
+
+    @classmethod
+    def read(cls: type[M]) -> MLReader[M]:
+        return StageReader(cls)
+
+    def transformSchema(self, schema: StructType) -> StructType:
+        """Returns the schema of `transform`'s result for a DataFrame with `schema`."""
+        session = find_session()
+        exact = session is not None and is_case_sensitive(session)
+        self._bind(schema, exact)
+        names, results = self._outputs()
+        added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
+        check_free(schema, [field.name for field in added], exact)
+        return StructType([*schema.fields, *added])
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        check_frame(dataset, "transform")
+        exact = is_case_sensitive(dataset.sparkSession)
+        bound = self._bind(dataset.schema, exact)
+        names, results = self._outputs()
+        check_free(dataset.schema, [name for name in names if name], exact)
+        return self._applied(dataset, bound, names, results)
+
+    def _applied(
+        self, dataset: DataFrame, bound: Sequence[BoundInput], names: Sequence[str], results: Results
+    ) -> DataFrame:
+        """Returns the DataFrame with the results in columns of these names, "" for one left out."""
+        handling = self.getHandleInvalid()
+        valid = reduce(operator.and_, [item.valid for item in bound])
+        columns = [item.values for item in bound]
+        judged = any(item.feed.judges for item in bound)
+        if handling == "skip":
+            dataset = dataset.where(valid)
+        if handling == "keep" or (handling == "skip" and judged):
+            columns = [*(_where_valid(item, valid) for item in bound), valid]
+        # A step that works row by row. Straight from Parquet, Spark 4.3 would hand over columns, but by a
+        # converter that knows no vectors, not even those that only pass by (UNSUPPORTED_DATATYPE).
+        dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
+        with_vectors = takes_vectors(dataset.sparkSession)
+        predictor = replace(
+            self._predictor([item.feed for item in bound], results),
+            gives_vectors=with_vectors,
+            keeps_rows=len(columns) > len(bound),
+        )
+        # The struct gets one name before its parts, so that Spark computes the function once. It is exploded,
+        # because Spark would copy a plain expression into a filter on a part, and run the network twice.
+        result = dataset.select(
+            "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
+        )
+        parts = results.columns(_RESULT, with_vectors=with_vectors)
+        if handling == "skip" and judged:
+            result = result.where(parts[-1].isNotNull())
+        named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
+        return result.select("*", *named).drop(_RESULT)
+
+    def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
+        """Returns the model's inputs, matched with the columns of a schema."""
+        self._trained()  # refuses a model that was never fitted
+        fields = source_columns(self._inputs, self.inputColumns(), schema, exact)
+        return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
+
+    def _outputs(self) -> tuple[list[str], Results]:
+        """Returns the names of the columns that `transform` adds, "" for one left out, and their contents."""
+        values = Values(shapes=self._output_shapes)
+        return self.predictionColumns(len(self._output_shapes)), values
+
+    def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
+        model, weights = self.getModel(), self._trained()
+        prepare = self.getTransformInPrediction()
+        return Predictor(
+            model=model.to_json() if isinstance(model, ModelSpec) else user_code.dumps(skeleton(model)),
+            weights_uri=weights.uri,
+            weights_id=weights.info().checkpoint_id,
+            feeds=tuple(feeds),
+            results=results or self._outputs()[1],
+            output_widths=tuple(Values(shapes=self._output_shapes).widths),
+            batch_size=self._rows_per_pass(),
+            prepare=b"" if prepare is None else user_code.dumps(prepare),
+            use_gpu=self.getInferenceUseGpu(),
+            layout=layout_of_inputs(self._inputs),
+        )
+
+    def _rows_per_pass(self) -> int:
+        """Returns the rows per forward pass: as the user set it, else fewer of rows as wide as images."""
+        rows = self.getInferenceBatchSize()
+        if self.isSet("inferenceBatchSize"):
+            return rows
+        widths = [item.column.kind.row_bytes for item in self._inputs if item.column is not None]
+        return max(1, min(rows, PIECE_BYTES // max(1, sum(widths))))
+
+    def _trained(self) -> HeldWeights:
+        if self._weights is None:
+            raise ValueError(
+                f"{type(self).__name__} has no weights; get one from an estimator's fit or from load()"
+            )
+        return self._weights
+
+    def _set_trained(
+        self: M,
+        weights_uri: str,
+        output_shapes: Sequence[Shape],
+        summary: TrainingSummary | None,
+        *,
+        columns: Sequence[ShardColumn] = (),
+        input_columns: Sequence[str] = (),
+        label_columns: Sequence[str] = (),
+        ignored_label: int | None = None,
+    ) -> M:
+        """Makes this the model of a training.
+
+        Args:
+            weights_uri: Folder of the checkpoint.
+            output_shapes: Shape of one row, for each output.
+            summary: Summary of the training.
+            columns: All columns of the shards; without them, inputs take any numbers.
+            input_columns: Names of the model's inputs in the shards; if empty, the model's own.
+            label_columns: Names of the labels in the shards.
+            ignored_label: Label of rows that do not count; see `Head.ignored`.
+        """
+        self._weights = HeldWeights(weights_uri)
+        # Held from here on, because a save over one of the folder's parents may remove it.
+        self._weights.hold()
+        self._inputs = model_inputs(columns, input_columns or self.inputColumns())
+        self._output_shapes = tuple(tuple(shape) for shape in output_shapes)
+        self._summary = summary
+        self._ignored_label = ignored_label
+        if len(label_columns) == 1:
+            kinds = [column.kind for column in columns if column.name == label_columns[0]]
+            self._labels = next((kind.words or () for kind in kinds if isinstance(kind, Vocabulary)), ())
+            self._label_fields = next((kind.fields for kind in kinds if isinstance(kind, Struct)), ())
+        return self
+
+    def _restore(self, uri: str, description: ModelDescription) -> None:
+        """Restores a saved stage; the reader calls it with the stage's folder."""
+        weights = HeldWeights(storage.join(uri, WEIGHTS_FOLDER))
+        # Held now instead of in the first task, because the folder may be damaged, and because a pipeline
+        # that is saved over the folder it was loaded from removes it before it asks for the weights.
+        weights.hold()
+        self._weights = weights
+        self._inputs = shared_columns(description.inputs)
+        self._output_shapes = description.output_shapes
+        self._summary = description.summary
+        self._ignored_label = description.ignored_label
+        self._labels = description.labels
+        self._label_fields = description.label_fields
+
+    def _outputs_of(self, features: Any) -> Array:
+        """Returns the raw outputs for the features of one row, (1, values) float64."""
+        predictor = self._predictor()
+        row = one_row(self._inputs, self.inputColumns(), features)
+        return predictor.predict(cached_module(predictor), [row])
+
+
+def _where_valid(item: BoundInput, valid: Column) -> Column:
+    """Returns the input's values, with values that Python can handle in the rows that are not valid."""
+    values = F.when(valid, item.values)
+    return values if item.filler is None else F.coalesce(values, item.filler)

@@ -1,0 +1,132 @@
+"""Checks of columns, labels and losses against the data's manifest and the outputs of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ringspark.estimators.training.arguments import layout_in
+from ringspark.estimators.training.objective.heads import Head, ignored_label
+from ringspark.estimators.training.objective.losses import resolve_loss
+from ringspark.estimators.training.probe import PROBE_ROWS, Shape
+from ringspark.estimators.training.settings.choices import Task
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.pipelines import ShardManifest
+
+# Losses whose targets are not class numbers, or whose inputs are not logits.
+NOT_FOR_CLASSES = {
+    "BCELoss": "takes probabilities, and TorchClassifier's networks give logits",
+    "KLDivLoss": "takes distributions as labels",
+    "SoftMarginLoss": "takes the labels -1 and 1, and classes are 0 and 1",
+    "HingeEmbeddingLoss": "takes the labels -1 and 1, and classes are 0 and 1",
+    "MultiLabelMarginLoss": "takes several labels a row",
+    "MultiLabelSoftMarginLoss": "takes several labels a row",
+}
+
+
+def check_losses(
+    task: Task, heads: Sequence[Head], outputs: Sequence[torch.Tensor], given_labels: Sequence[torch.Tensor]
+) -> None:
+    """Applies each loss to the module's outputs for two rows of zeros, and to labels of 0."""
+    for head, output, labels in zip(heads, outputs, given_labels, strict=True):
+        name = head.loss_name
+        if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
+            raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
+        if head.is_per_member:
+            # It applies to outputs in training mode, and these are of evaluation.
+            continue
+        try:
+            resolve_loss(head.loss)(output.float(), labels)
+        except Exception as error:
+            given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
+            raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
+
+
+def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
+    """Refuses shards whose columns no network can take, or whose rows are none.
+
+    Raises:
+        ValueError: Names the column.
+    """
+    layout_in(manifest, config.input_columns)
+    names = dict.fromkeys(manifest.column_of(name).name for name in config.columns)
+    if manifest.select("train").num_rows == 0:
+        raise ValueError(f"the shards at {manifest.uri} hold no training rows; check the filter before fit")
+    for split, columns in manifest.stats.items():
+        for name in names:
+            if name not in columns:
+                continue
+            stats = columns[name]
+            for count, what in ((stats.nans, "NaN"), (stats.infs, "infinite")):
+                if count:
+                    raise ValueError(
+                        f"column {name!r} has {count} {what} values in the {split} rows; "
+                        "filter or replace them before fit"
+                    )
+    if config.weight_column is not None:
+        _check_weights(config.weight_column, manifest)
+
+
+def _check_weights(name: str, manifest: ShardManifest) -> None:
+    """Refuses weights that are an array of a column, are negative or are all zero."""
+    manifest.column(name)
+    for split, columns in manifest.stats.items():
+        stats = columns[name]
+        if stats.minimum is not None and stats.minimum < 0:
+            raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}")
+        if stats.rows and stats.maximum == 0:
+            raise ValueError(
+                f"weightCol {name!r} is 0 in all {split} rows, which leaves nothing to average; "
+                "leave the column out or give some rows a weight"
+            )
+
+
+def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
+    label, loss = head.label, head.loss
+    if len(shape) > 2:
+        raise ValueError(
+            f"model {model} must return (batch, classes) logits, got {tuple(shape)} for {PROBE_ROWS} rows; "
+            "flatten or pool the other dimensions"
+        )
+    is_binary = len(shape) == 1 or shape[1] == 1
+    name = loss if isinstance(loss, str) else type(loss).__name__
+    if is_binary and name in ("cross_entropy", "CrossEntropyLoss", "NLLLoss"):
+        raise ValueError(
+            f"loss {name!r} needs one logit per class, model {model} gives one; "
+            "set loss='bce_with_logits' or give the model 2 outputs"
+        )
+    # An ensemble of binary networks returns one logit per member.
+    per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
+    num_classes = 2 if per_member or is_binary else shape[1]
+    ignored = ignored_label(resolve_loss(loss))
+    for split, columns in manifest.stats.items():
+        stats = columns[label]
+        if not stats.rows:
+            continue
+        if stats.fractional:
+            raise ValueError(
+                f"labelCol {label!r} must hold whole class numbers, {stats.fractional} {split} rows do not; "
+                "index it with StringIndexer or use TorchRegressor"
+            )
+        low, high = int(stats.minimum), int(stats.maximum)  # type: ignore[arg-type]
+        # The statistics hold only the smallest label; another one below 0 fails in its batch.
+        low = 0 if low == ignored else low
+        if low < 0 or high >= num_classes:
+            raise ValueError(
+                f"labelCol {label!r} must lie in 0..{num_classes - 1} for the {num_classes} classes of model "
+                f"{model}, got {low}..{high} in the {split} rows; use StringIndexer or widen the model"
+            )
+
+
+def check_regression(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
+    label = head.label
+    row_shape = manifest.array(label).shape
+    label_shape = (PROBE_ROWS, *row_shape)
+    squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
+    if squeezed != label_shape:
+        wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"
+        raise ValueError(
+            f"model {model} must return {wanted} for labelCol {label!r}, "
+            f"got {tuple(shape)} for {PROBE_ROWS} rows; change the model's last layer"
+        )

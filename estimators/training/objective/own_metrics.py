@@ -1,0 +1,236 @@
+"""Metrics of the user's own: torchmetrics objects, and functions of outputs and labels.
+
+They are named and checked as they are given, and tried on a few rows before a gang starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.objective.losses import matched
+from ringspark.estimators.training.objective.metrics import METRICS, Task, metric_info
+from ringspark.estimators.training.objective.own_states import (
+    CLASS_FAMILIES,
+    family_of,
+    gives_rows,
+    is_torchmetric,
+    own_state,
+    what,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMetric:
+    """What all ranks must know of a metric beside the object itself; the driver found it out by a trial.
+
+    Attributes:
+        per_row: Whether it is a function that gives one number per row.
+        higher_is_better: Whether a larger value is better; None if the object does not say.
+    """
+
+    name: str
+    per_row: bool
+    higher_is_better: bool | None
+
+
+def task_of(metric: Any) -> Task | None:
+    """Returns the kind of labels that a metric takes, by its name or as an object; None if it takes any."""
+    if isinstance(metric, str):
+        return metric_info(metric).task
+    family = family_of(metric)
+    if family in CLASS_FAMILIES:
+        return "classification"
+    return "regression" if family else None
+
+
+def check_own(metrics: Mapping[str, Any], task: str) -> None:
+    """Refuses the user's metrics that take other labels than those of the task; "any" accepts all.
+
+    Raises:
+        ValueError: Names the metric.
+    """
+    for name, metric in metrics.items():
+        if task != "any" and task_of(metric) not in (None, task):
+            raise ValueError(
+                f"metrics of a {task} must take its labels, got {name!r} of a {task_of(metric)}; drop it"
+            )
+
+
+def named_metrics(given: Sequence[Any]) -> dict[str, Any]:
+    """Returns the metrics by their names in the history: registered names as they are, the rest as objects.
+
+    Args:
+        given: Registered names, torchmetrics classes or objects, functions, and mappings from names to these.
+
+    Raises:
+        ValueError: Two have one name, or one cannot be used; the message says what to give instead.
+        TypeError: One is nothing that computes a metric.
+    """
+    found: dict[str, Any] = {}
+    for entry in given:
+        # A MetricCollection is no mapping, but has the items of one.
+        is_mapping = isinstance(entry, Mapping) or type(entry).__name__ == "MetricCollection"
+        for name, metric in entry.items() if is_mapping else [(_name_of(entry), entry)]:
+            if name in found:
+                raise ValueError(
+                    f"metrics must differ from each other, got {name!r} more than once; drop one, or name "
+                    f"them: metrics=[{{'first': ..., 'second': ...}}]"
+                )
+            found[name] = _checked(name, metric)
+    return found
+
+
+def _name_of(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric
+    if isinstance(metric, functools.partial):
+        return _name_of(metric.func)
+    name = getattr(metric, "__name__", None) or type(metric).__name__
+    if name == "<lambda>":
+        raise ValueError(
+            "metrics holds a lambda, which has no name for the history; name it, as in "
+            "metrics=[{'error': lambda ...}]"
+        )
+    return str(name)
+
+
+def _checked(name: Any, metric: Any) -> Any:
+    """Returns the name of a registered metric, or the object of another."""
+    if isinstance(metric, str):
+        metric_info(metric)
+        if name != metric:
+            raise ValueError(f"metrics names {metric!r} {name!r}, and its name is {metric!r}; give it alone")
+        return metric
+    if not isinstance(name, str) or not name or "/" in name or name == "loss" or name.startswith("loss_"):
+        raise ValueError(f"metrics names an entry {name!r}, which the history cannot have; name it otherwise")
+    if isinstance(metric, type):
+        if not is_torchmetric(metric):
+            raise TypeError(f"metrics holds the class {name}; give an object of it, {name}(...)")
+        try:
+            metric = metric()
+        except TypeError as error:
+            raise ValueError(
+                f"metrics holds the class {name}, which needs arguments ({error}); give {name}(...)"
+            ) from None
+    if is_torchmetric(metric):
+        _check_states(name, metric)
+    elif not callable(metric):
+        raise TypeError(
+            "metrics must hold names, torchmetrics objects or functions (outputs, labels), got "
+            f"{type(metric).__name__}"
+        )
+    return metric
+
+
+def _check_states(name: str, metric: Any) -> None:
+    from torchmetrics import Metric
+    from torchmetrics.utilities.data import dim_zero_cat
+
+    inner = [part for part in metric.modules() if isinstance(part, Metric) and part is not metric]
+    if inner:
+        raise ValueError(
+            f"metric {name!r} is made of other metrics, whose states it does not hold; give "
+            f"{type(inner[0]).__name__} itself, and compute from the history what it makes of them"
+        )
+    for key, state in metric.metric_state.items():
+        if isinstance(state, list) and metric._reductions[key] is not dim_zero_cat:
+            raise ValueError(
+                f"metric {name!r} keeps a list {key!r} that it does not concatenate, so ranks cannot join "
+                "theirs; declare it with dist_reduce_fx='cat', or give another metric"
+            )
+
+
+def as_number(value: Any) -> float:
+    """Returns the value of a metric.
+
+    Raises:
+        ValueError: It is not one number; the message is the rest of a sentence about the metric.
+    """
+    try:
+        if not isinstance(value, str | dict | list | tuple):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ValueError(
+        f"must give one number per row or one number, got {what(value)}; average it, such as by "
+        "average='macro', or give a function for each number"
+    )
+
+
+def tried(
+    name: str, metric: Any, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
+) -> OwnMetric:
+    """Tries a metric on a few rows of each output that it is for, and returns what the ranks must know of it.
+
+    Raises:
+        ValueError: It fails, or gives no number; the message names it.
+    """
+    kinds = set()
+    try:
+        for output, label in zip(outputs, labels, strict=True):
+            value, per_row = _trial(metric, output, label)
+            kinds.add(per_row)
+    except Exception as error:
+        shapes = ", ".join(
+            f"{tuple(o.shape)} and {tuple(n.shape)}" for o, n in zip(outputs, labels, strict=True)
+        )
+        raise ValueError(
+            f"metric {name!r} cannot take outputs and labels of shapes {shapes}: {type(error).__name__}: "
+            f"{error}; it is called as metric(outputs, labels)"
+        ) from error
+    try:
+        as_number(value)
+    except ValueError as error:
+        raise ValueError(f"metric {name!r} {error}") from None
+    if len(kinds) > 1:
+        raise ValueError(
+            f"metric {name!r} gives one number per row for one label and one number for another; give two "
+            "metrics"
+        )
+    return OwnMetric(name=name, per_row=kinds.pop(), higher_is_better=higher_is_better(metric))
+
+
+@torch.no_grad()
+def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any, bool]:
+    """Returns the metric's value over some rows, and whether it is a function of single rows."""
+    device = torch.device("cpu")
+    with warnings.catch_warnings():
+        # Of labels or outputs that are all alike, which those of a trial may be.
+        warnings.simplefilter("ignore")
+        is_function = not is_torchmetric(metric)
+        per_row = is_function and gives_rows(metric(matched(output, label), label), len(label))
+        state, merged = (own_state(metric, per_row, device) for _ in range(2))
+        state.update(output, label)
+        # Several parts, or the rules by which those of ranks are merged would not be tried.
+        for _ in range(3):
+            merged.merge_state(state.metric_state)
+        return merged.compute(), per_row
+
+
+def higher_is_better(metric: Any) -> bool | None:
+    """Returns whether a larger value of a user's metric is better; None if the object does not say."""
+    better = getattr(metric, "higher_is_better", None)
+    return None if better is None else bool(better)
+
+
+def direction(name: str, own: Sequence[OwnMetric]) -> bool | None:
+    """Returns whether a larger value of the metric is better; None if it does not say."""
+    for metric in own:
+        if metric.name == name:
+            return metric.higher_is_better
+    return METRICS[name].higher_is_better
+
+
+def metric_of(entry: str, metrics: Sequence[str]) -> str | None:
+    """Returns the metric of an entry of the history without its split; None for a loss.
+
+    With several labels the entry is the metric, "_", the label; the longest name that fits is meant.
+    """
+    fitting = [name for name in metrics if entry == name or entry.startswith(f"{name}_")]
+    return max(fitting, key=len, default=None)

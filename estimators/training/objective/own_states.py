@@ -1,0 +1,263 @@
+"""What the user's own metrics keep of the rows, on one rank and merged over all.
+
+The states of a torchmetrics object are merged by the rule that its `add_state` names. A function that gives
+one number per row is averaged over the rows. A function that gives one number for all of them is called once
+with the rows of all ranks, so every rank holds all outputs and labels of the epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.objective.losses import matched
+
+# The key of a state that counts the rows behind the others.
+_ROWS = "#rows"
+CLASS_FAMILIES = ("Binary", "Multiclass", "Multilabel")
+
+
+class OwnState(ABC):
+    """The rows that a metric has seen, on one rank or on all."""
+
+    @property
+    @abstractmethod
+    def metric_state(self) -> dict[str, Any]:
+        """The states by name: tensors, and lists of at most one tensor for what is kept of every row."""
+
+    @abstractmethod
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        """Adds rows."""
+
+    @abstractmethod
+    def merge_state(self, state: Mapping[str, Any]) -> None:
+        """Adds the rows of another `metric_state`."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from another `metric_state`, to which rows can be added."""
+
+    @abstractmethod
+    def compute(self) -> Any:
+        """Returns the metric over all rows."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets all rows."""
+
+
+class RowMean(OwnState):
+    """The mean of a function that gives one number per row."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._device = device
+        self._sum, self._rows = self._zero(), 0
+
+    @property
+    def metric_state(self) -> dict[str, Any]:
+        return {"sum": self._sum, _ROWS: torch.tensor(self._rows)}
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        values = self._function(matched(output, label), label)
+        if not gives_rows(values, len(label)):
+            raise ValueError(f"it gave one number per row on the driver, and {what(values)} now")
+        self._sum = self._sum + values.to(self._dtype).sum()
+        self._rows += len(label)
+
+    def merge_state(self, state: Mapping[str, Any]) -> None:
+        self._sum = self._sum + state["sum"]
+        self._rows += int(state[_ROWS])
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self.merge_state(state)
+
+    def compute(self) -> Any:
+        return self._sum / self._rows
+
+    def reset(self) -> None:
+        self._sum, self._rows = self._zero(), 0
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=self._dtype, device=self._device)
+
+
+class AllRows(OwnState):
+    """A function that gives one number for all rows, which are kept until then."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.reset()
+
+    @property
+    def metric_state(self) -> dict[str, Any]:
+        return {key: [torch.cat(kept)] if kept else [] for key, kept in self._kept.items()}
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self._kept["outputs"].append(matched(output, label))
+        self._kept["labels"].append(label)
+
+    def merge_state(self, state: Mapping[str, Any]) -> None:
+        for key, kept in self._kept.items():
+            kept.extend(state.get(key, []))
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self.merge_state(state)
+
+    def compute(self) -> Any:
+        return self._function(*(torch.cat(kept) for kept in self._kept.values()))
+
+    def reset(self) -> None:
+        self._kept: dict[str, list[torch.Tensor]] = {"outputs": [], "labels": []}
+
+
+class Reduced(OwnState):
+    """A torchmetrics object, its states merged by its own rules but not by torch.distributed."""
+
+    def __init__(self, metric: Any, device: torch.device) -> None:
+        self._metric = metric.clone().to(device)
+        # It would synchronise by itself if the collective is torch.distributed.
+        self._metric.distributed_available_fn = _never
+        self._rules: dict[str, Any] = self._metric._reductions
+        self._device = device
+        self.reset()
+
+    @property
+    def metric_state(self) -> dict[str, Any]:
+        own = {
+            key: ([_cat(state)] if state else []) if isinstance(state, list) else state
+            for key, state in self._metric.metric_state.items()
+        }
+        return own | {_ROWS: torch.tensor(self._rows)}
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self._metric.update(*_arguments(self._metric, output, label))
+        self._rows += len(label)
+
+    def merge_state(self, state: Mapping[str, Any]) -> None:
+        if int(state[_ROWS]):
+            self._parts.append(state)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._set({key: state[key] for key in state.keys() - {_ROWS}})
+        self._rows = int(state[_ROWS])
+
+    def compute(self) -> Any:
+        rows = [int(part[_ROWS]) for part in self._parts]
+        names = {key for part in self._parts for key in part if key != _ROWS}
+        self._set({name: _merged(self._rules.get(name), name, self._parts, rows) for name in names})
+        return self._metric.compute()
+
+    def reset(self) -> None:
+        self._metric.reset()
+        self._parts: list[Mapping[str, Any]] = []
+        self._rows = 0
+
+    def _set(self, states: Mapping[str, Any]) -> None:
+        """Sets states, not merging them into zeros: what is not summed would change its shape."""
+        if unknown := sorted(states.keys() - self._rules.keys()):
+            raise ValueError(
+                f"the checkpoint's metric {type(self._metric).__name__} has a state {unknown[0]!r}, which "
+                "this version of it lacks; go on with the torchmetrics that wrote it, or start anew"
+            )
+        for name, state in states.items():
+            setattr(self._metric, name, state)
+
+
+def _never() -> bool:
+    return False
+
+
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
+
+
+def _merged(rule: Any, name: str, parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> Any:
+    """Returns one state of several ranks, all of which have rows, as torchmetrics' own sync would."""
+    from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+
+    states = [part[name] for part in parts if name in part]
+    if isinstance(states[0], list):
+        return [piece for state in states for piece in state]
+    if len(states) == 1:
+        return states[0]
+    if rule is dim_zero_cat:
+        return _cat(states)
+    stacked = torch.stack(states)  # (ranks, ...)
+    if rule is dim_zero_mean:
+        # By rows, not by ranks: the mean of rank means depends on how many rows each rank has.
+        weights = torch.tensor(rows, dtype=torch.float64).view(-1, *(1,) * states[0].dim())
+        return ((stacked * weights).sum(0) / weights.sum()).to(stacked.dtype)
+    return stacked if rule is None else rule(stacked)
+
+
+def own_state(metric: Any, per_row: bool, device: torch.device) -> OwnState:
+    """Returns the state of a user's metric before its first row."""
+    if is_torchmetric(metric):
+        return Reduced(metric, device)
+    return RowMean(metric, device) if per_row else AllRows(metric)
+
+
+def is_torchmetric(metric: Any) -> bool:
+    """Whether the object, or the class, is torchmetrics'; whoever has one has imported it."""
+    package = sys.modules.get("torchmetrics")
+    if package is None:
+        return False
+    return issubclass(metric if isinstance(metric, type) else type(metric), package.Metric)
+
+
+def family_of(metric: Any) -> str:
+    """Returns the family of a torchmetrics object: one of `CLASS_FAMILIES`, "regression", or ""."""
+    for kind in type(metric).__mro__:
+        if kind.__module__.startswith("torchmetrics.classification"):
+            for family in CLASS_FAMILIES:
+                if kind.__name__.startswith(family):
+                    return family
+        if kind.__module__.startswith("torchmetrics.regression"):
+            return "regression"
+    return ""
+
+
+def _arguments(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns outputs and labels as a torchmetrics object takes them.
+
+    Those of classes get probabilities, never logits: they would take logits that happen to lie in 0..1
+    for probabilities.
+    """
+    family = family_of(metric)
+    if family not in CLASS_FAMILIES:
+        output = matched(output, label)
+        return (output.to(metric.dtype), label.to(metric.dtype)) if family else (output, label)
+    if label.dim() > 1 and label.numel() == len(label):
+        label = label.reshape(-1)
+    logits, label = output if output.device.type == "mps" else output.double(), label.long()
+    single = logits.numel() == label.numel()
+    if family == "Multilabel" or (family == "Binary" and single):
+        probabilities = logits.reshape(label.shape).sigmoid()
+    elif family == "Binary":
+        probabilities = (logits[:, 1] - logits[:, 0]).sigmoid() if logits.shape[1] == 2 else logits.sigmoid()
+    else:
+        if single:
+            # Log odds z equal the two logits (0, z).
+            logits = torch.stack([torch.zeros_like(logits), logits], 1).reshape(len(label), 2)
+        probabilities = logits.softmax(1)  # (batch, classes, ...)
+    return probabilities.to(metric.dtype), label
+
+
+def gives_rows(values: Any, num_rows: int) -> bool:
+    """Whether a function's result is one number per row."""
+    return isinstance(values, torch.Tensor) and values.shape == (num_rows,)
+
+
+def what(value: Any) -> str:
+    """Returns what a value is, for a sentence that refuses it."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"a tensor {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"

@@ -1,0 +1,230 @@
+"""Checks on the driver of settings against the columns' names and kinds, before a row is looked at.
+
+`fit` runs them before it writes the data. Shapes that the data settles are for `driver_check`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
+from ringspark.estimators.training.batch_transforms import takes_labels
+from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
+from ringspark.estimators.training.objective.metrics import METRICS
+from ringspark.estimators.training.objective.own_metrics import higher_is_better, metric_of
+from ringspark.estimators.training.objective.own_states import is_torchmetric
+from ringspark.estimators.training.optimizers.groups import group_parameters
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.tuning.freezing import tuned
+from ringspark.models import ModelSpec
+from ringspark.models.registry import MODELS
+from ringspark.models.skeleton import build_skeleton, skeleton
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Array, HashBuckets, Padded
+from ringspark.pipelines.kinds.base import BatchArray
+from ringspark.pipelines.manifest import Split
+
+
+def check_schema(
+    config: TrainConfig, objects: UserObjects, columns: Sequence[Column], splits: Sequence[Split]
+) -> None:
+    """Checks settings and objects as far as the columns tell.
+
+    Args:
+        columns: The inputs, labels and weight, each with its kind; shapes may be unknown.
+        splits: Those that may have rows.
+
+    Raises:
+        ValueError: They do not fit; the message names the column or the setting, and the remedy.
+    """
+    expanded = arguments_of(columns, config.input_columns)
+    inputs = tuple(name for names in expanded for name in names)
+    _check_targets(config, {column.name: column for column in columns})
+    _check_transforms(config, objects, inputs, _layout(columns, inputs))
+    empty = _without_weights(config, objects)
+    if empty is not None:
+        check_network(config, empty)
+        tuned(empty, config)
+        if config.parameter_groups:
+            group_parameters(empty, config.parameter_groups)
+    heads = make_heads(with_outputs(config, (1,) * len(config.label_columns)), objects)
+    for name, metric in objects.metrics.items():
+        called = metric.update if is_torchmetric(metric) else metric
+        if problem := _refusal(called, 2):
+            raise ValueError(
+                f"metric {name!r} cannot take outputs and labels: {problem}; it is called as "
+                "metric(outputs, labels)"
+            )
+    monitor = monitored(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
+    check_direction(replace(config, monitor=monitor), objects)
+
+
+def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
+    """Returns the network without numbers; None if making it would run code that may load its weights."""
+    if config.model is None:
+        return None if objects.module is None else skeleton(objects.module)
+    spec = ModelSpec.from_json(config.model)
+    return build_skeleton(spec.build) if spec.target in MODELS else None
+
+
+def check_network(config: TrainConfig, module: nn.Module) -> None:
+    """Refuses networks that a gang, or a training by `loss`, cannot train."""
+    # Its forward pass waits for all workers, and one without rows in a step runs none.
+    waiting = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if config.num_workers > 1 and waiting:
+        raise ValueError(
+            f"layer {waiting[0]!r} of model {type(module).__name__} is a SyncBatchNorm, which hangs where a "
+            "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
+        )
+    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
+    is_lightning = any(
+        kind.startswith(("lightning.", "pytorch_lightning.")) and kind.endswith(".LightningModule")
+        for kind in kinds
+    )
+    # Its training_step computes a loss, which no default must replace.
+    if is_lightning and "auto" in config.losses:
+        raise ValueError(
+            f"model {type(module).__name__} is a LightningModule, of which its forward alone is trained; set "
+            "loss to what its training_step computes, and optimizer to what its configure_optimizers makes, "
+            "as docs/lightning.md shows"
+        )
+
+
+def check_direction(config: TrainConfig, objects: UserObjects) -> None:
+    """Refuses to look for the best epoch by a metric that does not say what is better.
+
+    Args:
+        config: Its `monitor` is what `monitored` returned.
+    """
+    name = metric_of(config.monitor.split("_", 1)[1], config.metrics)
+    if not config.looks_for_best or name is None:
+        return
+    own = objects.metrics.get(name)
+    if (METRICS[name].higher_is_better if own is None else higher_is_better(own)) is None:
+        raise ValueError(
+            f"monitor {config.monitor!r} is of a metric that does not say whether more is better; set its "
+            "attribute higher_is_better to True or False, or monitor something else"
+        )
+
+
+def monitored(
+    monitor: str, heads: Sequence[Head], splits: Sequence[Split], has_train_metrics: bool = True
+) -> str:
+    """Returns the history's entry that `monitor` means; a bare name prefers the first split.
+
+    Args:
+        splits: Those with rows.
+
+    Raises:
+        ValueError: The history will have no such entry; the error names the nearest one.
+    """
+    names = ["loss", *heads[0].metrics]
+    if len(heads) > 1:
+        names = ["loss", *(f"{part}_{head.label}" for head in heads for part in ("loss", *head.metrics))]
+    known = [
+        f"{split}_{name}"
+        for split in splits
+        for name in names
+        if split == "validation" or has_train_metrics or name.startswith("loss")
+    ]
+    wanted = monitor or "loss"
+    for name in (wanted, f"{splits[0]}_{wanted}"):
+        if name in known:
+            return name
+    hint = nearest(wanted, [*known, *names]) or f"; give one of {known}"
+    if wanted.startswith("validation_") and "validation" not in splits:
+        hint = "; no row is held out: set validationFraction or validationIndicatorCol"
+    raise ValueError(f"monitor {wanted!r} is no entry of this training's history{hint}")
+
+
+def _layout(columns: Sequence[Column], names: Sequence[str]) -> Layout:
+    """Returns the layout of the inputs with these names; refuses values without their starts."""
+    arrays: dict[str, BatchArray] = {}
+    for column in columns:
+        # What a dense column gives has an entry per row, whatever its shape.
+        dense = dict.fromkeys(column.kind.batch_names(column.name), BatchArray(""))
+        arrays |= dense if column.is_dense else column.kind.arrays(column.name)
+    return layout_of([(name, arrays[name]) for name in names])
+
+
+def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
+    """Refuses labels and weights of a kind that the task cannot compare with its outputs."""
+    for name in (*config.label_columns, *filter(None, [config.weight_column])):
+        if name in columns and not columns[name].is_dense:
+            dense = "by Vector()" if columns[name].kind.tag == "sparse" else "of one length"
+            raise ValueError(
+                f"column {name!r} is {columns[name].kind.tag}, but a label or weight is one dense array; "
+                f"give it {dense}"
+            )
+    weight = config.weight_column
+    if weight is not None and weight in columns and not _is_number(columns[weight]):
+        raise ValueError(f"weightCol {weight!r} must hold one number per row, got an array column")
+    if config.task == "any":
+        return
+    (name,) = config.label_columns
+    column = columns.get(name)
+    if column is None:  # one of the arrays of a column, which shards alone can give
+        return
+    if config.task == "classification" and not _is_number(column):
+        raise ValueError(f"labelCol {name!r} must hold one class number per row, got an array column")
+    if isinstance(column.kind, HashBuckets):
+        raise ValueError(
+            f"labelCol {name!r} is of HashBuckets, which may give two strings one number and keeps none of "
+            f"them; take columns={{{name!r}: Vocabulary()}}, which a TorchClassifier does by itself"
+        )
+    if isinstance(column.kind, Padded):
+        raise ValueError(
+            f"labelCol {name!r} is Padded, and loss and metrics would take its filling for labels; make its "
+            "arrays of one length, or take TorchEstimator with a loss that leaves the filling out"
+        )
+
+
+def _is_number(column: Column) -> bool:
+    """Whether a row holds one number. Arrays do not, whatever their lengths."""
+    return not isinstance(column.kind, Array | Padded) and not column.row_shape
+
+
+def _check_transforms(
+    config: TrainConfig, objects: UserObjects, inputs: Sequence[str], layout: Layout
+) -> None:
+    for setting, given in (
+        ("transformBatch", objects.transform_batch),
+        ("transformInPrediction", objects.transform_in_prediction),
+    ):
+        if given is None:
+            continue
+        if layout:
+            raise ValueError(
+                f"{setting} takes inputs with an entry for each row, and {list(inputs)} "
+                "lay rows of varying length end to end; leave it out, or take Padded() columns"
+            )
+        labels = {"labels": None} if setting == "transformBatch" and takes_labels(given) else {}
+        if problem := _refusal(given, len(inputs), **labels):
+            raise ValueError(
+                f"{setting} cannot take the inputs {list(inputs)}: {problem}; it is called on a whole batch, "
+                "as transform(*inputs)"
+            )
+    if config.weight_column is not None and takes_labels(objects.transform_batch):
+        raise ValueError(
+            f"weightCol {config.weight_column!r} holds weights of rows, which do not follow the rows that a "
+            "transformBatch moves or mixes; it takes labels, so leave out one of the two"
+        )
+
+
+def _refusal(called: Callable[..., Any], num_arguments: int, **named: Any) -> str:
+    """Says why a function or module cannot be called with so many arguments; empty if it can, or may."""
+    try:
+        signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
+    except (TypeError, ValueError):  # of a function in C
+        return ""
+    try:
+        signature.bind(*[None] * num_arguments, **named)
+    except TypeError as error:
+        return str(error)
+    return ""

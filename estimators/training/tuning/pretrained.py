@@ -1,0 +1,175 @@
+"""Loads the first weights of a training from safetensors files: the setting `pretrained`.
+
+A URI names a file, a folder with `model.safetensors` or an index of several files (as Hugging Face saves
+them), or a saved model of ours. The driver reads the header alone, and compares names and shapes before a
+gang starts. Rank 0 reads the tensors, mapped from a local disk; the others get them when the first weights
+are shared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, local_file
+from ringspark.models.lora import matrix_names
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import parse_object
+
+INDEX = f"{WEIGHTS}.index.json"
+# The same bound as in the safetensors library.
+_MOST_HEADER_BYTES = 100_000_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_NAMES_SHOWN = 5
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_pretrained(setting: dict[str, Any], module: nn.Module) -> None:
+    """Compares names and shapes; reads no tensor. Runs on the driver.
+
+    Raises:
+        ValueError: There is no such checkpoint, or it is not of this network; the error names what differs.
+    """
+    found: Shapes = {}
+    for uri in _files(setting["uri"]):
+        found |= _header(uri)
+    _chosen(setting, found, module)
+
+
+def load_pretrained(setting: dict[str, Any], module: nn.Module, tick: Callable[[], None]) -> None:
+    """Copies the checkpoint's tensors into the module's. Runs on rank 0.
+
+    Raises:
+        ValueError: As `check_pretrained` does.
+    """
+    headers = {uri: _header(uri) for uri in _files(setting["uri"])}
+    names = _chosen(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
+    state = module.state_dict()
+    for uri, header in headers.items():
+        folder, _, name = uri.rpartition("/")
+        with local_file(folder, name, tick) as path, torch.no_grad():
+            tensors = tensor_file.read(path)
+            for key in sorted(names & header.keys()):
+                state[key].copy_(tensors[key])
+                tick()
+
+
+def _chosen(setting: dict[str, Any], found: Shapes, module: nn.Module) -> set[str]:
+    """Returns the names of the tensors to load."""
+    uri, ignore = storage.redact(setting["uri"]), setting["ignore"]
+    of_adapters = matrix_names(module)
+    own = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in of_adapters}
+    for pattern in ignore:
+        if not any(fnmatchcase(name, pattern) for name in (*own, *found)):
+            raise ValueError(
+                f"pretrained ignores {pattern!r}, which is no name in {uri} or in the model"
+                f"{nearest(pattern, own) or f'; the model has {list(own)[:_NAMES_SHOWN]}'}"
+            )
+
+    def is_used(name: str) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in ignore)
+
+    names = {name for name in own.keys() & found.keys() if is_used(name)}
+    # One name of a tied tensor is enough.
+    covered = {id(own[name]) for name in names}
+    missing = [name for name in own if is_used(name) and id(own[name]) not in covered]
+    unexpected = [name for name in found if is_used(name) and name not in own]
+    if not names or (setting["strict"] and (missing or unexpected)):
+        raise ValueError(
+            f"pretrained {uri} is not of model {type(module).__name__}: it lacks {_few(missing)}, and has "
+            f"{_few(unexpected)}, which the model lacks; name what stays out in 'ignore', as in "
+            "{'uri': ..., 'ignore': ['head.*']}, or set 'strict': False"
+        )
+    if different := sorted(name for name in names if found[name] != tuple(own[name].shape)):
+        first = different[0]
+        raise ValueError(
+            f"pretrained {uri} has {first!r} of shape {list(found[first])}, the model of "
+            f"{list(own[first].shape)}; leave out what differs by 'ignore': [{_few(different)}], or "
+            "give the model its sizes"
+        )
+    return names
+
+
+def _few(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
+
+
+def _files(uri: str) -> list[str]:
+    """Returns the URIs of the safetensors files that a user's URI means."""
+    # A cache of Hugging Face's holds links to its files.
+    return [os.path.realpath(found) if storage.is_local(found) else found for found in _found(uri)]
+
+
+def _found(uri: str) -> list[str]:
+    shown = storage.redact(uri)
+    if uri.endswith(_PICKLES):
+        raise ValueError(f"pretrained {shown} {_CONVERT}")
+    if uri.endswith(".safetensors"):
+        if not storage.exists(uri):
+            raise ValueError(f"pretrained {shown} does not exist; give a .safetensors file or its folder")
+        return [uri]
+    names = storage.list_names(uri) if storage.exists(uri) else []
+    if WEIGHTS in names:
+        return [storage.join(uri, WEIGHTS)]
+    if INDEX in names:
+        files = _indexed(storage.join(uri, INDEX))
+        if missing := [name for name in files if name not in names]:
+            raise ValueError(
+                f"pretrained {storage.join(shown, missing[0])} is missing, which the index beside it lists; "
+                "copy it again"
+            )
+        return [storage.join(uri, name) for name in files]
+    saved = storage.join(uri, "weights", WEIGHTS)
+    if "weights" in names and storage.exists(saved):
+        return [saved]
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise ValueError(f"pretrained {storage.join(shown, pickles[0])} {_CONVERT}")
+    raise ValueError(
+        f"pretrained {shown} holds no {WEIGHTS}; give a .safetensors file, a folder with one as Hugging Face "
+        "saves it, or a saved model"
+    )
+
+
+_CONVERT = (
+    "is a pickle, which can run code when it is read; convert it once: "
+    "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+)
+
+
+def _indexed(uri: str) -> list[str]:
+    """Returns the names of the files that an index lists."""
+    names = parse_object(storage.read_bytes(uri)).get("weight_map")
+    files = sorted(set(names.values())) if isinstance(names, dict) else []
+    if not files or any(not isinstance(f, str) or "/" in f or not f.endswith(".safetensors") for f in files):
+        raise ValueError(
+            f"pretrained {storage.redact(uri)} is damaged: it lists no files beside it; copy it again"
+        )
+    return files
+
+
+def _header(uri: str) -> Shapes:
+    """Returns the shapes of a file's tensors by name; reads no tensor."""
+    with storage.open_file(uri, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
+    try:
+        if len(text) != length:
+            raise ValueError("it ends within its header")
+        entries: dict[str, Any] = json.loads(text)
+        return {name: tuple(entry["shape"]) for name, entry in entries.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"pretrained {storage.redact(uri)} is no readable safetensors file ({error}); copy it again"
+        ) from error

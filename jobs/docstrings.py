@@ -1,0 +1,56 @@
+"""Docstrings of Python's standard library, and the package of each: real text that every Python has.
+
+A few thousand texts of a few words to a few hundred, in as many classes as are asked for: the packages with
+the most docstrings. Which rows there are depends on the version of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+# Tests, and what pip or a distribution has put into the folder.
+_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}
+_MIN_WORDS = 5
+
+
+def frame(spark: SparkSession, packages: int = 20) -> DataFrame:
+    """Returns the columns `package` and `text` of all rows."""
+    return spark.createDataFrame(rows(packages), "package string, text string").coalesce(2)
+
+
+def rows(packages: int = 20) -> list[tuple[str, str]]:
+    """Returns (package, docstring) of the packages that have most, each text once, in a fixed order."""
+    owners: dict[str, str | None] = {}
+    for package, text in _docstrings(Path(sysconfig.get_paths()["stdlib"])):
+        # A text that two packages have tells nothing.
+        owners[text] = package if owners.get(text, package) == package else None
+    found = [(package, text) for text, package in owners.items() if package is not None]
+    largest = {name for name, _ in Counter(package for package, _ in found).most_common(packages)}
+    return [(package, text) for package, text in found if package in largest]
+
+
+def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
+    """Yields (package, docstring) of all modules, classes and functions below a folder."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        package = parts[0].removesuffix(".py")
+        # Private modules are the insides of public ones.
+        if _LEFT_OUT.intersection(parts) or package.startswith("_"):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # templates of other versions of Python
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text is not None and len(text.split()) >= _MIN_WORDS:
+                    yield package, text

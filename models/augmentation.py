@@ -1,0 +1,67 @@
+"""Random changes of training images: for the setting `transformBatch`, or as first layers of a network.
+
+Each row of a batch draws its own numbers, from torch's generator on the CPU: the same ones for the same seed
+on every device. In evaluation mode all of them return the images as they are. To use several, put them
+into an `nn.Sequential`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class RandomHorizontalFlip(nn.Module):
+    """Mirrors an image, left to right, with probability `p`: (batch, channels, height, width) -> the same."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p of RandomHorizontalFlip must be from 0 to 1, got {p}")
+        self.p = p
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Mirrors some of the images."""
+        if not self.training:
+            return images
+        chosen = (torch.rand(len(images)) < self.p).to(images.device)
+        return torch.where(chosen[:, None, None, None], images.flip(-1), images)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class RandomCrop(nn.Module):
+    """Shifts an image by up to `padding` pixels each way: (batch, channels, height, width) -> the same.
+
+    It pads all four sides and cuts the old size out again, anywhere (He et al. 2016, section 4.2, with 4).
+
+    Args:
+        padding: Pixels on each side.
+        mode: What they are filled with, as `torch.nn.functional.pad` names it: "reflect" with what lies
+            inside, or "constant" with 0, which is black only where images are not normalised.
+    """
+
+    def __init__(self, padding: int, mode: str = "reflect") -> None:
+        super().__init__()
+        if padding < 1:
+            raise ValueError(f"padding of RandomCrop must be at least 1, got {padding}")
+        self.padding, self.mode = padding, mode
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Shifts every image."""
+        if not self.training:
+            return images
+        num_rows, _, height, width = images.shape
+        padded = F.pad(images, [self.padding] * 4, mode=self.mode)
+        tops, lefts = torch.randint(2 * self.padding + 1, (2, num_rows))
+        rows = (tops[:, None] + torch.arange(height)).to(images.device)  # (batch, height)
+        columns = (lefts[:, None] + torch.arange(width)).to(images.device)  # (batch, width)
+        each = torch.arange(num_rows, device=images.device)[:, None, None]
+        # An index beside a slice puts the channels last.
+        cut = padded[each, :, rows[:, :, None], columns[:, None, :]]  # (batch, height, width, channels)
+        return cut.permute(0, 3, 1, 2).contiguous()
+
+    def extra_repr(self) -> str:
+        return f"padding={self.padding}, mode={self.mode!r}"

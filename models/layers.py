@@ -1,0 +1,253 @@
+"""Describes a network of torch's own layers in JSON, so that it is saved as text and built without pickle.
+
+    {"layers": {"layer": "Sequential", "children": {"0": {"layer": "Linear", "in_features": 4, ...}}}}
+
+A layer is named by its class in `torch.nn`, with the arguments of its constructor, which torch's layers keep
+as attributes. What was built from a description is compared with the network it describes, attribute by
+attribute; a network that differs in anything, or holds a class of somebody's own, has no description.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ringspark.models.skeleton import build_skeleton
+
+Description: TypeAlias = dict[str, Any]
+
+# What every module has, also one without parameters or children.
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+_HOOKS = [name for name in sorted(_OF_ALL_MODULES) if name.endswith("_hooks")]
+# An RNN's second view of its parameters.
+_VIEWS = frozenset({"_flat_weights", "_flat_weight_refs"})
+_RNN_ARGUMENTS = (
+    "input_size",
+    "hidden_size",
+    "num_layers",
+    "bias",
+    "batch_first",
+    "dropout",
+    "bidirectional",
+)
+_MAX_DEPTH = 50
+
+
+class _NoDescriptionError(Exception):
+    """A part of the network is none of torch's own layers, or does not keep its arguments."""
+
+
+def described(module: nn.Module) -> Description | None:
+    """Returns the description of a network; None if it has none."""
+    known: dict[int, str] = {}
+    if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
+        return None
+    try:
+        description = {
+            "layers": _layer(module, "", known),
+            "tied": tied(module),
+            "frozen": frozen_names(module),
+            "dtype": single_dtype(module),
+        }
+        rebuilt = build_skeleton(lambda: built(description))
+    except (_NoDescriptionError, TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+    return description if _is_same(rebuilt, module) else None
+
+
+def built(description: Mapping[str, Any]) -> nn.Module:
+    """Builds the network, with weights as its layers' constructors draw them.
+
+    Raises:
+        ValueError: This is no description, or not one for this torch.
+    """
+    try:
+        module = _build(description["layers"], "", {})
+        module.to(getattr(torch, description["dtype"]))
+        for first, *others in description["tied"]:
+            parameter = module.get_parameter(first)
+            for other in others:
+                owner, _, name = other.rpartition(".")
+                setattr(module.get_submodule(owner), name, parameter)
+        set_frozen(module, description["frozen"])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"the network's description does not fit torch {torch.__version__} ({type(error).__name__}: "
+            f"{error}); take the torch that it was saved with"
+        ) from error
+    return module
+
+
+def frozen_names(module: nn.Module) -> list[str]:
+    """Returns the names of the parameters that are not trained."""
+    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def set_frozen(module: nn.Module, names: Sequence[str]) -> None:
+    """Excludes the parameters of these names from training."""
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+
+
+def single_dtype(module: nn.Module) -> str:
+    """Returns the dtype of the floating tensors; torch's default if they have several or none."""
+    tensors = [*module.parameters(), *module.buffers()]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
+
+
+def _layer(module: nn.Module | None, path: str, known: dict[int, str]) -> Description:
+    if module is None:
+        raise _NoDescriptionError
+    if id(module) in known:
+        return {"same_as": known[id(module)]}
+    known[id(module)] = path
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind or path.count(".") > _MAX_DEPTH:
+        raise _NoDescriptionError
+    if kind is nn.Sequential:
+        # Not named_children(), which names a layer that stands in two places once.
+        children = {name: _layer(child, f"{path}.{name}", known) for name, child in module._modules.items()}
+        return {"layer": "Sequential", "children": children}
+    return {"layer": kind.__name__} | {name: _plain(value) for name, value in _arguments(module).items()}
+
+
+def _arguments(module: nn.Module) -> dict[str, Any]:
+    """Returns the arguments with which a layer was made, but for those that it does not keep."""
+    special = _ARGUMENTS.get(type(module))
+    if special is not None:
+        return special(module)
+    arguments: dict[str, Any] = {}
+    if type(module).__init__ is nn.Module.__init__:
+        return arguments
+    for parameter in inspect.signature(type(module)).parameters.values():
+        if parameter.name in ("device", "dtype"):
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise _NoDescriptionError
+        if hasattr(module, parameter.name):
+            value = getattr(module, parameter.name)
+            # A layer keeps its bias itself, or None, where the constructor took a bool.
+            has_tensor = parameter.name in module._parameters
+            arguments[parameter.name] = value is not None if has_tensor else value
+        elif parameter.default is parameter.empty:
+            raise _NoDescriptionError
+    return arguments
+
+
+def _of_rnn(module: Any) -> dict[str, Any]:
+    arguments = {name: getattr(module, name) for name in _RNN_ARGUMENTS}
+    if isinstance(module, nn.LSTM):
+        arguments["proj_size"] = module.proj_size
+    if isinstance(module, nn.RNN):
+        arguments["nonlinearity"] = module.nonlinearity
+    return arguments
+
+
+def _of_attention(module: Any) -> dict[str, Any]:
+    names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
+    return {name: getattr(module, name) for name in names} | {
+        "bias": module.in_proj_bias is not None,
+        "add_bias_kv": module.bias_k is not None,
+    }
+
+
+def _of_encoder_layer(module: Any) -> dict[str, Any]:
+    return {
+        "d_model": module.linear1.in_features,
+        "nhead": module.self_attn.num_heads,
+        "dim_feedforward": module.linear1.out_features,
+        "dropout": module.dropout.p,
+        # Another callable shows in the comparison.
+        "activation": "gelu" if module.activation is nn.functional.gelu else "relu",
+        "layer_norm_eps": module.norm1.eps,
+        "batch_first": module.self_attn.batch_first,
+        "norm_first": module.norm_first,
+        "bias": module.linear1.bias is not None,
+    }
+
+
+# Layers that do not keep their arguments under the arguments' names.
+_ARGUMENTS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
+    nn.RNN: _of_rnn,
+    nn.LSTM: _of_rnn,
+    nn.GRU: _of_rnn,
+    nn.MultiheadAttention: _of_attention,
+    nn.TransformerEncoderLayer: _of_encoder_layer,
+}
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON holds it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    raise _NoDescriptionError
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _build(description: Mapping[str, Any], path: str, known: dict[str, nn.Module]) -> nn.Module:
+    if "same_as" in description:
+        return known[description["same_as"]]
+    name = description["layer"]
+    kind = getattr(nn, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(f"torch {torch.__version__} has no layer {name!r}; take the torch it was saved with")
+    if kind is nn.Sequential:
+        module: nn.Module = kind()
+        known[path] = module
+        for child, inner in description["children"].items():
+            module.add_module(child, _build(inner, f"{path}.{child}", known))
+        return module
+    known[path] = module = kind(
+        **{key: _tuples(value) for key, value in description.items() if key != "layer"}
+    )
+    return module
+
+
+def tied(module: nn.Module) -> list[list[str]]:
+    """Returns the names of parameters that are one, but for those of layers that are one."""
+    names: dict[int, list[str]] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _is_same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two networks compute the same with the same weights."""
+    ours, theirs = (list(m.named_modules(remove_duplicate=False)) for m in (one, other))
+    return len(ours) == len(theirs) and all(
+        name == other_name and _is_same_layer(first, second)
+        for (name, first), (other_name, second) in zip(ours, theirs, strict=True)
+    )
+
+
+def _is_same_layer(one: nn.Module, other: nn.Module) -> bool:
+    if type(one) is not type(other) or any(getattr(other, hooks) for hooks in _HOOKS):
+        return False
+    if one._non_persistent_buffers_set != other._non_persistent_buffers_set:
+        return False
+    for kind in ("_parameters", "_buffers"):
+        ours, theirs = ({n: _form(t) for n, t in getattr(m, kind).items()} for m in (one, other))
+        if ours != theirs:
+            return False
+    own = [
+        {name: value for name, value in m.__dict__.items() if name not in _OF_ALL_MODULES | _VIEWS}
+        for m in (one, other)
+    ]
+    return bool(own[0] == own[1])
+
+
+def _form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,220 @@
+"""A network as the list of its operations on tensors, which predicts where the network's class is not known.
+
+    {"format_version": 1, "torch": "2.13.0", "num_inputs": 1, "single": true, "outputs": [{"at": 3}],
+     "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
+     "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
+
+`recording.recorded` makes it by `torch.export`, whose own file is not kept: `torch.export.load` (torch 2.13)
+unpickles what the file asks it to and evaluates expressions of the file as Python. This form is JSON, each
+step one of the operators of torch's `aten` library that `operators` lists, or arithmetic on sizes.
+`{"at": n}` counts the tensors, the inputs and the results of the steps, in this order.
+
+A tensor has the name that it has in the network's own state dict, so one checkpoint serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ringspark.models.operators import Device, check_arguments, function_of
+
+FORMAT_VERSION = 1
+
+Json: TypeAlias = dict[str, Any]
+
+_OF_TORCH: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Place of a value among the tensors, the inputs and the results of the steps."""
+
+    index: int
+
+
+class Program(nn.Module):
+    """Computes what the recorded network computed in evaluation, whatever mode it is in itself.
+
+    Attributes:
+        text: The program as JSON values.
+    """
+
+    def __init__(self, text: Json) -> None:
+        """Makes the program without weights; they are filled in as into a skeleton.
+
+        Raises:
+            ValueError: This is no program that this torch can run.
+        """
+        super().__init__()
+        self.text = text
+        try:
+            if text["format_version"] != FORMAT_VERSION:
+                raise ValueError(
+                    f"the program's format is {text['format_version']}, this ringspark reads "
+                    f"{FORMAT_VERSION}; upgrade ringspark"
+                )
+            for tensor in text["tensors"]:
+                self._declare(**tensor)
+            self._resolve()
+        except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            raise ValueError(
+                f"the program does not fit torch {torch.__version__} ({type(error).__name__}: {error}); take "
+                "the torch that it was saved with"
+            ) from error
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors that no checkpoint holds, by name."""
+        names = [tensor["name"] for tensor in self.text["tensors"] if tensor["kind"] == "constant"]
+        return {name: self.get_buffer(name) for name in names}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Gives the tensor of this name its numbers.
+
+        Raises:
+            ValueError: The program has another tensor of this name, or none.
+        """
+        path, _, own = name.rpartition(".")
+        try:
+            owner = self.get_submodule(path)
+            known: torch.Tensor | None = owner._parameters.get(own)
+            known = owner._buffers[own] if known is None else known
+        except (LookupError, AttributeError):
+            known = None
+        if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"the program has no tensor {name!r} of this shape and dtype")
+        detached = tensor.detach()
+        if own in owner._parameters:
+            owner._parameters[own] = nn.Parameter(detached, requires_grad=False)
+        else:
+            owner._buffers[own] = detached
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if len(inputs) != self.text["num_inputs"]:
+            raise ValueError(f"the program takes {self.text['num_inputs']} inputs, got {len(inputs)}")
+        entries: dict[int, Any] = dict(enumerate([*self._tensors(), *inputs]))
+        device = next((tensor.device for tensor in inputs), torch.device("cpu"))
+        for at, (function, args, kwargs, last_uses) in enumerate(self._steps, start=len(entries)):
+            given = _given(args, entries, device)
+            named = {name: _given(arg, entries, device) for name, arg in kwargs.items()}
+            entries[at] = function(*given, **named)
+            for index in last_uses:
+                del entries[index]
+        outputs = tuple(_given(self._outputs, entries, device))
+        return outputs[0] if self.text["single"] else outputs
+
+    def _declare(self, name: str, dtype: str, shape: list[int], kind: str) -> None:
+        path, _, own = name.rpartition(".")
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        empty = torch.empty(shape, dtype=_of_torch("dtype", dtype), device="meta")
+        if kind == "parameter":
+            owner.register_parameter(own, nn.Parameter(empty, requires_grad=False))
+        else:
+            owner.register_buffer(own, empty, persistent=kind == "buffer")
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for tensor in self.text["tensors"]:
+            get = self.get_parameter if tensor["kind"] == "parameter" else self.get_buffer
+            yield get(tensor["name"])
+
+    def _resolve(self) -> None:
+        """Resolves the operators' names, and notes after which step an entry is of no more use."""
+        first = len(self.text["tensors"]) + self.text["num_inputs"]
+        decoded = [
+            (function_of(name), decode(args), {key: decode(value) for key, value in named.items()})
+            for name, args, named in self.text["steps"]
+        ]
+        for step in decoded:
+            check_arguments(*step)
+        self._outputs = decode(self.text["outputs"])
+        last: dict[int, int] = {}
+        for at, (_, *arguments) in enumerate([*decoded, (None, self._outputs)], start=first):
+            for index in _references(arguments):
+                if not 0 <= index < at:
+                    raise ValueError(f"step {at - first} of the program takes entry {index}, which it lacks")
+                last[index] = at
+        ends: dict[int, list[int]] = {}
+        for index, at in last.items():
+            ends.setdefault(at, []).append(index)
+        self._steps = [(*step, ends.get(at, [])) for at, step in enumerate(decoded, start=first)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Operators are resolved by name where the copy arrives.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "_outputs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._resolve()
+
+
+def encode(value: Any) -> Any:
+    """Returns an argument of a step as JSON holds it.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    if isinstance(value, Entry):
+        return {"at": value.index}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, torch.device):
+        return {"device": "inputs"}
+    for name, kind in _OF_TORCH.items():
+        if isinstance(value, kind):
+            return {name: str(value).removeprefix("torch.")}
+    raise ValueError(f"a {type(value).__name__} as the argument of an operation cannot be recorded")
+
+
+def decode(value: Any) -> Any:
+    """Returns what `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((name, inner),) = value.items()
+    if name == "at":
+        return Entry(inner)
+    if name == "float":
+        return float(inner)
+    return Device if name == "device" else _of_torch(name, inner)
+
+
+def _of_torch(kind: str, name: str) -> Any:
+    found = getattr(torch, name)
+    # Quantized tensors, and those of bits, are none that torch's ordinary operators take.
+    if not isinstance(found, _OF_TORCH[kind]) or name.startswith(("q", "bits")):
+        raise ValueError(f"torch has no {kind} {name!r}")
+    return found
+
+
+def _given(value: Any, entries: dict[int, Any], device: torch.device) -> Any:
+    if isinstance(value, Entry):
+        return entries[value.index]
+    if isinstance(value, list):
+        return [_given(item, entries, device) for item in value]
+    return device if value is Device else value
+
+
+def _references(value: Any) -> Iterator[int]:
+    if isinstance(value, Entry):
+        yield value.index
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _references(item)

@@ -1,0 +1,253 @@
+"""Records a network as a `Program`, for any number of rows, by `torch.export`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ringspark.models.operators import ON_SIZES, function_of
+from ringspark.models.outputs import as_outputs
+from ringspark.models.program import FORMAT_VERSION, Entry, Json, Program, encode
+
+Inputs: TypeAlias = tuple[torch.Tensor, ...]
+
+# Numbers of rows for which a program must give the network's own results before it is believed. Nothing is
+# predicted for none. The trace has two: from one, torch would take the 1 for a constant.
+TRACED_ROWS = 2
+_TRIED_ROWS = (1, 2, 5)
+_TOLERANCE = 1e-6
+
+# Checks of what the trace saw; on a GPU they would refuse the device.
+_LEFT_OUT = {"aten._assert_tensor_metadata.default"}
+# What a program names in place of operators that skip checks, or give memory that the network then fills.
+_INSTEAD = {
+    "aten._unsafe_view.default": "aten.reshape.default",
+    "aten.empty.memory_format": "aten.zeros.default",
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+}
+_SIZE_NAMES = {function: name for name, function in ON_SIZES.items()}
+_CONSTANT = "constant_of_program"
+
+
+class NoProgramError(ValueError):
+    """The network cannot be recorded; the message says why, as a part of a sentence."""
+
+
+def recorded(
+    module: nn.Module,
+    samples: Callable[..., Inputs],
+    varying: Sequence[Mapping[int, Any]],
+    lengths: Sequence[int] = (),
+) -> Program:
+    """Records a network and tries the program against it on a few rows; the two share the weights.
+
+    Args:
+        module: The network with its weights, in eval mode.
+        samples: Makes inputs of so many rows, and of a length.
+        varying: For each input the dimensions that vary, as `torch.export` takes them.
+        lengths: Lengths for which the program is tried, where inputs are as long as their longest row.
+
+    Raises:
+        NoProgramError: The network cannot be recorded.
+    """
+    try:
+        exported = traced(module, samples(TRACED_ROWS), varying)
+        text, tensors = _text_of(_without_writes(exported), module)
+        program = Program(text)
+        for name, tensor in tensors.items():
+            program.put(name, tensor)
+        _try(program, module, samples, lengths)
+    except NoProgramError:
+        raise
+    except Exception as error:  # tracing runs the module's code
+        raise NoProgramError(f"{type(error).__name__}: {first_line(error)}") from error
+    return program.eval()
+
+
+def traced(
+    module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
+) -> torch.export.ExportedProgram:
+    """Returns torch's record of the network's evaluation, of which only tensors come out."""
+    with torch.no_grad(), _quiet():
+        return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of the error, which says what went wrong; torch's reasoning fills pages."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(" .;:") if lines else "no reason given"
+
+
+class _Outputs(nn.Module):
+    """Returns only the tensors, whatever else the network returns beside them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        outputs = as_outputs(self.module(*inputs))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what torch says of a trace: its errors are raised as well, and its result is tried."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _text_of(
+    exported: torch.export.ExportedProgram, module: nn.Module
+) -> tuple[Json, dict[str, torch.Tensor]]:
+    """Returns the program's text, and all of its tensors by name."""
+    tensors = dict(module.state_dict(keep_vars=True))
+    declared = [
+        _declared(name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
+        for name, tensor in tensors.items()
+    ]
+    # The names of the trace's placeholders -> the program's tensors.
+    sources, users = {}, []
+    for spec in exported.graph_signature.input_specs:
+        kind, target = spec.kind.name, (spec.target or "").removeprefix("module.")
+        if kind == "USER_INPUT":
+            users.append(spec.arg.name)
+        elif kind == "CONSTANT_TENSOR" or (kind == "BUFFER" and not spec.persistent):
+            name = f"{_CONSTANT}_{len(tensors)}"
+            tensors[name] = exported.constants[spec.target]
+            declared.append(_declared(name, tensors[name], "constant"))
+            sources[spec.arg.name] = name
+        elif kind in ("PARAMETER", "BUFFER"):
+            sources[spec.arg.name] = target
+        else:
+            raise NoProgramError(f"its constant {target!r} is no tensor")
+    places = {name: index for index, name in enumerate(tensors)}
+    entries = {placeholder: Entry(places[name]) for placeholder, name in sources.items()}
+    entries |= {name: Entry(len(tensors) + index) for index, name in enumerate(users)}
+    steps, outputs = _steps(exported, entries, len(tensors) + len(users))
+    return {
+        "format_version": FORMAT_VERSION,
+        "torch": str(torch.__version__),
+        "num_inputs": len(users),
+        "single": len(outputs) == 1,
+        "outputs": outputs,
+        "tensors": declared,
+        "steps": steps,
+    }, tensors
+
+
+def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the record with new tensors in place of those that the network writes into."""
+    targets = [node.target for node in exported.graph.nodes]
+    if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
+        return exported
+    with torch.no_grad(), _quiet():
+        exported = exported.run_decompositions({})
+    graph = exported.graph
+    for node in list(graph.nodes):
+        # As torch writes batch normalisation now, it skips the checks of the operator that the network named.
+        if str(node.target) == "aten._native_batch_norm_legit_no_training.default":
+            *tensors, momentum, epsilon = node.args
+            with graph.inserting_before(node):
+                whole = graph.call_function(
+                    torch.ops.aten.batch_norm.default, (*tensors, False, momentum, epsilon, True)
+                )
+            for user in list(node.users):
+                user.replace_all_uses_with(whole)
+                graph.erase_node(user)
+            graph.erase_node(node)
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind.name == "BUFFER_MUTATION":
+            raise NoProgramError(f"it changes its buffer {spec.target!r} while it predicts")
+    return exported
+
+
+def _declared(name: str, tensor: torch.Tensor, kind: str) -> Json:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "kind": kind}
+
+
+def _steps(
+    exported: torch.export.ExportedProgram, entries: dict[str, Entry], next_entry: int
+) -> tuple[list[Any], list[Any]]:
+    """Returns the steps and the outputs, with references to entries in place of the graph's nodes."""
+    steps: list[Any] = []
+
+    def told(argument: Any) -> Any:
+        entry: Any = lambda node: entries[node.name]  # noqa: E731 (torch's type lacks values of one's own)
+        return torch.fx.node.map_arg(argument, entry)
+
+    kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            # An input that the network writes into is an output of another kind.
+            found = [value for value, kind in zip(node.args[0], kinds, strict=True) if kind == "USER_OUTPUT"]
+            outputs = [told(value) for value in found if value is not None]
+            if not all(isinstance(value, Entry) for value in outputs):
+                raise NoProgramError("it returns something that is no tensor")
+            return steps, encode(outputs)
+        if node.op == "call_function" and str(node.target) not in _LEFT_OUT:
+            name = _name(node.target)
+            arguments = {key: encode(told(value)) for key, value in node.kwargs.items()}
+            steps.append([name, encode(told(node.args)), arguments])
+            entries[node.name] = Entry(next_entry)
+            next_entry += 1
+        elif node.op not in ("placeholder", "call_function"):
+            raise NoProgramError(f"it holds a part that is computed under rules of its own ({node.name})")
+    raise NoProgramError("it has no output")
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        name = _INSTEAD.get(str(target), str(target))
+        try:
+            function_of(name)
+        except ValueError:
+            raise NoProgramError(f"the operator {name} is none of those that a program may name") from None
+        return name
+    if target in _SIZE_NAMES:
+        return _SIZE_NAMES[target]
+    raise NoProgramError(f"the operation {target} is none of torch's own")
+
+
+def _try(program: Program, module: nn.Module, samples: Callable[..., Inputs], lengths: Sequence[int]) -> None:
+    """Refuses a program that computes something else than its network."""
+    sizes = [(rows,) for rows in _TRIED_ROWS] + [(TRACED_ROWS, length) for length in lengths]
+    for size in sizes:
+        zeros = samples(*size)
+        with torch.inference_mode():
+            for inputs in (tuple(_spread(tensor) for tensor in zeros), zeros):
+                try:
+                    expected = as_outputs(module(*(tensor.clone() for tensor in inputs)))
+                    break
+                except Exception:  # 1 may be no index, and a network may refuse a single row.
+                    continue
+            else:
+                continue
+            found = as_outputs(program(*inputs))
+        for one, other in zip(found, expected, strict=True):
+            if not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+                told = " of length ".join(map(str, (f"{size[0]} rows", *size[1:])))
+                raise NoProgramError(f"its trace computes something else for {told}")
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns numbers in place of zeros: ones where they are whole, and every third a zero, as in a mask."""
+    count = tensor.numel()
+    numbers = torch.linspace(-1, 1, count) if tensor.is_floating_point() else torch.ones(count)
+    numbers[2::3] = 0
+    return numbers.to(tensor.dtype).reshape(tensor.shape)

@@ -1,0 +1,116 @@
+"""From the columns of another writer's Parquet file to the rows that `write_shards` would have stored.
+
+A file's Arrow array becomes what Spark hands to the writer for the same column, and goes through the same
+`Kind.encode`, so the numbers are the same bit for bit: decimals as the nearest float64, vectors as float32,
+timestamps as microseconds, strings as ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ringspark.pipelines.foreign.xx_hash import buckets
+from ringspark.pipelines.kinds import Binary, HashBuckets, Kind, Scalar, Sparse, Tokens, Vector, Vocabulary
+from ringspark.pipelines.kinds.base import is_list, number_type
+from ringspark.pipelines.nulls import fill_nulls
+from ringspark.pipelines.rows import Rows
+
+# Kinds that ask Spark for other values than the column's own; `as_spark_gives` does the same without Spark.
+_CONVERTED = (Scalar, Vector, Sparse, Vocabulary, HashBuckets, Tokens)
+
+
+def check_kind(name: str, kind: Kind) -> None:
+    """Refuses a kind whose values are made on the way to the shards.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if type(kind).select is not Kind.select and not isinstance(kind, _CONVERTED):
+        raise ValueError(
+            f"column {name!r} has kind {kind.tag}, which is made when rows are written, and a table is read "
+            "as it is; use fit(df), or write_shards"
+        )
+
+
+def decode_column(values: Any, kind: Kind) -> Rows:
+    """Returns the rows of a file's column (one Arrow array without nulls) as a reader of shards has them.
+
+    Raises:
+        ValueError: The column holds something else than the kind says.
+    """
+    given = as_spark_gives(values, kind)
+    # The bytes of images were looked at when the table was measured, one by one.
+    stored = [given.cast(pa.binary())] if isinstance(kind, Binary) else kind.encode(given).arrays
+    return kind.decode(stored)
+
+
+def as_spark_gives(values: Any, kind: Kind) -> Any:
+    """Returns a file's Arrow array, which may hold nulls, as `Kind.encode` takes it.
+
+    Raises:
+        ValueError: The values are not of the kind (pa.ArrowInvalid is one as well).
+    """
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if pa.types.is_fixed_size_list(values.type):
+        values = values.cast(pa.list_(values.type.value_type))
+    if isinstance(kind, Vector | Sparse):
+        return _vectors(values, kind.dtype)
+    if isinstance(kind, HashBuckets):
+        present = buckets(values.drop_null(), kind.num_buckets, kind.seed)
+        ids = np.zeros(len(values), dtype=np.int64)
+        ids[values.is_valid().to_numpy(zero_copy_only=False)] = present
+        return pa.array(ids, mask=values.is_null().to_numpy(zero_copy_only=False))
+    if pa.types.is_decimal(values.type):
+        return _doubles(values)
+    dtype = getattr(kind, "dtype", "")
+    if _is_any_list(values.type) or pa.types.is_unsigned_integer(values.type):
+        return values.cast(_with_leaf(values.type, dtype)) if dtype else values
+    return values
+
+
+def _is_any_list(data_type: Any) -> bool:
+    return is_list(data_type) or pa.types.is_fixed_size_list(data_type)
+
+
+def _with_leaf(data_type: Any, dtype: str) -> Any:
+    """Returns the list type as deep as the given one, of the numbers that Spark reads."""
+    if _is_any_list(data_type):
+        return pa.list_(_with_leaf(data_type.value_type, dtype))
+    return number_type(dtype)
+
+
+def _doubles(decimals: Any) -> Any:
+    """Returns decimals of up to 15 digits as the float64 next to them, which Arrow's own cast may miss."""
+    if not pa.types.is_decimal128(decimals.type):
+        decimals = decimals.cast(pa.decimal128(decimals.type.precision, decimals.type.scale))
+    words = np.frombuffer(decimals.buffers()[1], "<i8").reshape(-1, 2)
+    # 15 digits fit into the lower word, and both numbers are exact: so the quotient is rounded once.
+    unscaled = words[decimals.offset : decimals.offset + len(decimals), 0]
+    numbers = unscaled.astype(np.float64) / 10.0**decimals.type.scale
+    return pa.array(numbers, mask=decimals.is_null().to_numpy(zero_copy_only=False))
+
+
+def _vectors(values: Any, dtype: str) -> Any:
+    """Returns Spark ML vectors, as Spark stores them, in the form that `vector_struct` gives."""
+    if not pa.types.is_struct(values.type):
+        raise ValueError(f"should hold vectors, but the data is {values.type}")
+    parts = dict(zip((field.name for field in values.type), values.flatten(), strict=True))
+    if not {"size", "indices", "values"} <= parts.keys():
+        raise ValueError(f"should hold vectors, but the data is {values.type}")
+    data = parts["values"]
+    if dtype != "float64":
+        # Arrow refuses nothing here, and rounds like Spark: a double beyond the range becomes infinite.
+        data = data.cast(pa.list_(number_type(dtype)), safe=False)
+    size = pc.coalesce(parts["size"], pc.list_value_length(data)).cast(pa.int32())
+    indices = fill_nulls(parts["indices"])
+    missing = values.is_null()
+    return pa.StructArray.from_arrays(
+        [pc.fill_null(size, 0), indices, fill_nulls(data)],
+        names=["size", "indices", "values"],
+        mask=missing,
+    )

@@ -1,0 +1,134 @@
+"""Reads the footers of a table's files: which rows and columns they hold, whether in one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.foreign.row_pages import can_cut, leaves_of
+from ringspark.pipelines.spark_errors import python_workers
+from ringspark.pipelines.typed_json import parse_object, record
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# So many footers the driver reads by itself, in threads; more are read by a job.
+_ON_DRIVER = 256
+_THREADS = 16
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+_SHORT_BYTES = {"INT_8": 1, "UINT_8": 2, "INT_16": 2}  # as Spark reads them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footer:
+    """What a file's footer says of some columns.
+
+    Attributes:
+        row_groups: Number of rows of each row group.
+        types: Arrow type of each column, as text; "" if the file lacks it.
+        num_bytes: Bytes of these columns in each row group, as they are decoded; of strings what is known.
+        list_bytes: Those of lists among them.
+        cuts: Whether the pages of each row group tell which rows they hold.
+        problem: Why the file cannot be read, or "".
+    """
+
+    row_groups: tuple[int, ...] = ()
+    types: tuple[str, ...] = ()
+    num_bytes: tuple[int, ...] = ()
+    list_bytes: tuple[int, ...] = ()
+    cuts: tuple[bool, ...] = ()
+    problem: str = ""
+
+
+def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
+    """Reads the footers of all files and checks that they hold the columns in one form.
+
+    Raises:
+        ValueError: A file cannot be read, or lacks a column or holds it as another type than the first file.
+    """
+    if len(uris) <= _ON_DRIVER:
+        with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
+            footers = list(pool.map(partial(read_footer, names=names), uris))
+    else:
+        with python_workers():
+            rows = spark.range(0, len(uris)).mapInArrow(partial(_in_task, uris, names), "report string")
+            found = [parse_object(row["report"]) for row in rows.collect()]
+        footers = [
+            record(Footer, entry["footer"]) for entry in sorted(found, key=lambda entry: entry["number"])
+        ]
+    for uri, footer in zip(uris, footers, strict=True):
+        if footer.problem:
+            raise ValueError(f"{uri!r} {footer.problem}")
+        for name, kind, first in zip(names, footer.types, footers[0].types, strict=True):
+            if not kind:
+                raise ValueError(
+                    f"{uri!r} has no column {name!r}, which other files of the table have; write the table "
+                    "with write_shards"
+                )
+            if kind != first:
+                raise ValueError(
+                    f"{uri!r} holds column {name!r} as {kind} where {uris[0]!r} has {first}; cast it and "
+                    "write the table anew, by Spark or with write_shards"
+                )
+    return footers
+
+
+def read_footer(uri: str, names: Sequence[str]) -> Footer:
+    """Reads one footer. Runs on the driver or in a Spark task."""
+    try:
+        with storage.store_errors(uri), storage.open_file(uri) as source:
+            file = pq.ParquetFile(source)
+            metadata, schema = file.metadata, file.schema_arrow
+    except (OSError, pa.ArrowException) as error:
+        return Footer(
+            problem=f"cannot be read as Parquet ({error}); remove it, or name it with a leading '_'"
+        )
+    groups = range(metadata.num_row_groups)
+    leaves_by_name = leaves_of(metadata)
+    leaves = [leaf for name in names for leaf in leaves_by_name.get(name, [])]
+    lists = [leaf for leaf in leaves if metadata.schema.column(leaf).max_repetition_level]
+    return Footer(
+        row_groups=tuple(metadata.row_group(group).num_rows for group in groups),
+        types=tuple(
+            _plain(schema.field(name).type) if schema.names.count(name) == 1 else "" for name in names
+        ),
+        num_bytes=tuple(sum(_decoded_bytes(metadata, group, leaf) for leaf in leaves) for group in groups),
+        list_bytes=tuple(sum(_decoded_bytes(metadata, group, leaf) for leaf in lists) for group in groups),
+        cuts=tuple(can_cut(metadata, group, leaves) for group in groups),
+    )
+
+
+def _decoded_bytes(metadata: Any, group: int, leaf: int) -> int:
+    """Returns the bytes of a column chunk in memory: dictionaries and runs take far fewer in the file."""
+    chunk, converted = metadata.row_group(group).column(leaf), metadata.schema.column(leaf).converted_type
+    value_bytes = _SHORT_BYTES.get(converted, _VALUE_BYTES.get(chunk.physical_type))
+    return int(chunk.total_uncompressed_size if value_bytes is None else chunk.num_values * value_bytes)
+
+
+def _in_task(uris: Sequence[str], names: Sequence[str], batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        numbers = batch.column(0).to_pylist()
+        entries = [{"number": n, "footer": asdict(read_footer(uris[n], names))} for n in numbers]
+        yield pa.RecordBatch.from_pydict({"report": [json.dumps(entry) for entry in entries]})
+
+
+def _plain(data_type: Any) -> str:
+    """Returns a type without what only Arrow itself keeps beside the file's own types."""
+    if pa.types.is_dictionary(data_type):
+        return _plain(data_type.value_type)
+    if pa.types.is_large_string(data_type):
+        return "string"
+    if pa.types.is_large_binary(data_type):
+        return "binary"
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if any(check(data_type) for check in lists):
+        return f"list<{_plain(data_type.value_type)}>"
+    return str(data_type)

@@ -1,0 +1,160 @@
+"""Which files a table has now, and what their folders' names say: a folder of Parquet files as Spark sees it.
+
+Spark decides: which files count (none that begins with ".", or with "_" and holds no "="), which folders
+are partition columns, and of which type. So a model's `transform` over `spark.read.parquet` meets the
+very columns that it was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import quote
+from ringspark.pipelines.reuse.source_files import FileState, path_states
+from ringspark.pipelines.spark_paths import alike, resolve
+from ringspark.pipelines.table_files import TableSource
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructField, StructType
+
+NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
+
+_OTHER_FORMATS = {
+    "_delta_log": "a Delta table, whose folder also holds files of its past; use fitOnDelta",
+    ".hoodie": "a Hudi table, whose folder also holds old versions of its rows; write it with write_shards",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """A table at one moment.
+
+    Attributes:
+        source: Its place and version.
+        schema: Its columns, those of the folders' names too.
+        files: (path relative to the table, bytes, state) of every file that has bytes, sorted by path.
+        folder_columns: Column name -> Arrow array with the value of each file, for partition columns.
+    """
+
+    source: TableSource
+    schema: StructType
+    files: tuple[FileState, ...]
+    folder_columns: Mapping[str, Any]
+
+    def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
+        """Returns these files as a DataFrame of columns that the files themselves hold."""
+        paths = [_literal(alike(spark, storage.join(self.source.uri, path))) for path, _, _ in self.files]
+        return spark.read.parquet(*paths).select(*map(quote, columns))
+
+
+def list_parquet(spark: SparkSession, uri: str) -> Listing:
+    """Lists a folder of Parquet files, or one file.
+
+    Raises:
+        ValueError: There is no such folder, it holds no Parquet files, or it is a table of another format.
+    """
+    resolved = resolve(spark, uri)
+    root = storage.normalize(resolved)
+    if not storage.exists(root):
+        raise ValueError(f"there is no folder {root!r}; give one that holds Parquet files")
+    for name in storage.list_names(root):
+        if name in _OTHER_FORMATS:
+            raise ValueError(f"{root!r} is {_OTHER_FORMATS[name]}")
+    no_files = (
+        f"{root!r} holds no Parquet files; give a folder that does, itself or in folders named 'key=value'"
+    )
+    try:
+        frame = spark.read.parquet(_literal(alike(spark, root)))
+        schema, names = frame.schema, frame.inputFiles()
+    except Exception as error:  # Spark's, of many classes
+        if "UNABLE_TO_INFER_SCHEMA" in str(error) or "Unable to infer schema" in str(error):
+            raise ValueError(no_files) from None
+        # A line of py4j may come first, which names one of its variables.
+        lines = [line.strip(": ") for line in str(error).splitlines() if not line.startswith("An error")]
+        reason = next(filter(None, lines), type(error).__name__)
+        raise ValueError(f"Spark cannot read {root!r} as Parquet: {reason}") from error
+    paths = sorted({storage.normalize(unquote(name)) for name in names})
+    if paths != [root]:  # Spark lists summaries such as "_metadata", which hold no rows
+        paths = [path for path in paths if not _is_hidden(path.rpartition("/")[2])]
+    else:
+        root = root.rpartition("/")[0] or "/"
+    prefix = root.rstrip("/") + "/"
+    if outside := [path for path in paths if not path.startswith(prefix)]:
+        raise ValueError(f"Spark finds {outside[0]!r} outside of {root!r}; give the folder that it is in")
+    states = [state for state in path_states(paths) if state[1]]  # Spark passes over files without bytes
+    if not states:
+        raise ValueError(no_files)
+    files = tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states)
+    return Listing(
+        source=TableSource(uri=root),
+        schema=schema,
+        files=files,
+        folder_columns=_folder_columns(spark, schema, [path for path, _, _ in files]),
+    )
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether Spark passes over a file of this name: "_metadata" and ".a=b", not "_a=b.parquet"."""
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def _literal(path: str) -> str:
+    """Returns a path that Spark takes for this one alone, whatever brackets and stars it holds."""
+    return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
+
+
+def _unescaped(name: str) -> str:
+    """Returns a part of a folder's name as Spark reads it: each escape is a character, no byte of UTF-8."""
+    return re.sub("%([0-9A-Fa-f]{2})", lambda found: chr(int(found[1], 16)), name)
+
+
+def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str]) -> dict[str, Any]:
+    """Returns the values of the columns that folders name, in Spark's types."""
+    folders = [
+        {
+            _unescaped(part.partition("=")[0]): _unescaped(part.partition("=")[2])
+            for part in path.split("/")[:-1]
+        }
+        for path in paths
+    ]
+    fields = [field for field in schema.fields if all(field.name in folder for folder in folders)]
+    texts = {field.name: [folder[field.name] for folder in folders] for field in fields}
+    return _typed(spark, fields, texts) if fields else {}
+
+
+def _typed(
+    spark: SparkSession, fields: Sequence[StructField], texts: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Returns folder names as Arrow arrays of Spark types; Spark itself casts them, in one job."""
+    from pyspark.sql import functions as F
+
+    distinct = {name: sorted(set(values) - {NULL_FOLDER}) for name, values in texts.items()}
+    numbers = {"date": F.unix_date, "timestamp": F.unix_micros, "timestamp_ntz": F.unix_micros}
+    columns = []
+    for index, field in enumerate(fields):
+        # All names as one literal: a table may have thousands.
+        names = F.from_json(F.lit(json.dumps(distinct[field.name])), "array<string>")
+        simple = field.dataType.simpleString()
+        cast_to = "timestamp" if simple == "timestamp_ntz" else simple
+        values = names.cast(f"array<{cast_to}>")
+        if simple in numbers:
+            values = F.transform(values, numbers[simple])
+        columns.append(values.alias(f"c{index}"))
+    row = spark.range(1).select(*columns).first()
+    assert row is not None
+    found = {}
+    for index, field in enumerate(fields):
+        known: dict[str, Any] = dict(zip(distinct[field.name], row[index], strict=True))
+        whole = {"date": pa.int32(), "timestamp": pa.int64(), "timestamp_ntz": pa.int64()}
+        given = [known.get(text) for text in texts[field.name]]
+        found[field.name] = pa.array(given, whole.get(field.dataType.simpleString()))
+    return found

@@ -1,0 +1,328 @@
+"""From a table of another writer to a manifest over its own files: nothing is copied.
+
+One pass over the rows, in Spark tasks, reads the columns as the training will and takes the statistics that
+`fit` checks. A row group of twice a window's rows or more is cut into windows; readers and
+`plan_epoch` treat a window like a row group of our shards. So every promise of the plan holds, and readers
+hold no more of a table with huge row groups than of shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.columns import Column, columns_from_spark
+from ringspark.pipelines.foreign.conversion import as_spark_gives, check_kind, decode_column
+from ringspark.pipelines.foreign.footers import Footer, read_footers
+from ringspark.pipelines.foreign.listing import Listing
+from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
+from ringspark.pipelines.kinds.base import number_type
+from ringspark.pipelines.kinds.strings import learned
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
+from ringspark.pipelines.spark_errors import named, python_workers
+from ringspark.pipelines.table_files import TableFile
+from ringspark.pipelines.writing.joined_reports import join_reports
+from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
+from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
+from ringspark.pipelines.writing.shards import learn
+from ringspark.pipelines.writing.stats import StatsCollector
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WINDOW_ROWS = 20_000
+"""Rows that parquet-mr and Arrow put into a page at most: windows of that size meet whole pages."""
+
+MAX_UNCUT_BYTES = 2 << 30
+"""What all readers together may hold of row groups that cannot be cut, of the largest in use at a time."""
+
+# The lanes of an epoch, with two row groups each: see `epoch_plan`.
+_GROUPS_IN_USE = 96
+_MEASURED_ROWS = 16_384
+
+
+def table_manifest(
+    spark: SparkSession,
+    listing: Listing,
+    columns: Sequence[str] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    validation_col: str | None = None,
+) -> ShardManifest:
+    """Returns the manifest of a table, not yet saved. Runs on the driver, with a job over all rows.
+
+    Args:
+        listing: The table, as `list_parquet` or `list_delta` gives it.
+        columns: Names of the columns; all by default.
+        kinds: Column name -> kind, as `write_shards` takes them.
+        validation_col: Column of the folders' names, 0 or 1; files where it is 1 are the "validation" split.
+
+    Raises:
+        ValueError: A column cannot be trained on or holds nulls, files differ in their columns, or row groups
+            are too large; the message names the column or the file.
+    """
+    found = _columns(listing, columns, kinds or {}, validation_col)
+    in_files = [column for column in found if column.name not in listing.folder_columns]
+    if not in_files:
+        names = [column.name for column in found]
+        raise ValueError(f"columns {names} are all names of folders; take one that the files hold")
+    footers = _footers(spark, listing, in_files)
+    rows = [sum(footer.row_groups) for footer in footers]
+    if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
+        frame = listing.frame(spark, [column.name for column in in_files])
+        in_files = [learn(frame, column) for column in in_files]
+    splits = _splits(listing, validation_col)
+    folders = {
+        column.name: _FolderColumn.of(column, listing.folder_columns[column.name], rows, splits)
+        for column in found
+        if column.name in listing.folder_columns
+    }
+    manifest = _joined(_measured(spark, listing, footers, in_files, splits), folders, found)
+    window = _window_rows(manifest)
+    _check_uncut(listing, footers, window)
+    files = [
+        ShardFile(
+            path=path,
+            split=splits[number],
+            num_bytes=num_bytes,
+            sha256="",
+            row_groups=footer.row_groups,
+            table=TableFile(
+                state=state,
+                window_rows=window if _can_be_cut(footer, window) else 0,
+                values={name: folder.values[number] for name, folder in folders.items()},
+            ),
+        )
+        for number, ((path, num_bytes, state), footer) in enumerate(zip(listing.files, footers, strict=True))
+    ]
+    return replace(manifest, uri=listing.source.uri, table=listing.source, files=tuple(files))
+
+
+def _columns(
+    listing: Listing, columns: Sequence[str] | None, kinds: Mapping[str, Kind], validation_col: str | None
+) -> tuple[Column, ...]:
+    """Returns the columns of the manifest, in its order, as far as the table's schema tells them."""
+    from pyspark.sql.types import StructType
+
+    names = list(dict.fromkeys(columns or [n for n in listing.schema.names if n != validation_col]))
+    if unknown := [name for name in names if name not in listing.schema.names]:
+        raise ValueError(
+            f"the table {listing.source.uri!r} has no column {unknown[0]!r}; it has {listing.schema.names}"
+        )
+    chosen = {name: kind for name, kind in kinds.items() if name in names}
+    found = columns_from_spark(StructType([listing.schema[name] for name in names]), chosen)
+    for column in found:
+        check_kind(column.name, column.kind)
+    return found
+
+
+def _footers(spark: SparkSession, listing: Listing, columns: Sequence[Column]) -> list[Footer]:
+    """Reads the footers of all files; refuses files without rows, or of other types than Spark's."""
+    uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
+    footers = read_footers(spark, uris, [column.name for column in columns])
+    _check_types(columns, footers[0], uris[0])
+    if not any(sum(footer.row_groups) for footer in footers):
+        raise ValueError(f"the table {listing.source.uri!r} has no rows")
+    return footers
+
+
+def _joined(
+    manifest: ShardManifest, folders: Mapping[str, _FolderColumn], found: Sequence[Column]
+) -> ShardManifest:
+    """Returns the manifest of the files' columns with those of the folders, in the order of `found`."""
+    names = [column.name for column in found]
+    settled = {column.name: column for column in manifest.columns}
+    settled |= {name: folder.column for name, folder in folders.items()}
+    stats: dict[str, dict[str, ColumnStats]] = {}
+    for split in SPLITS:
+        if split in manifest.stats:
+            known = manifest.stats[split] | {name: folder.stats[split] for name, folder in folders.items()}
+            stats[split] = {name: known[name] for name in names}
+    return replace(manifest, columns=tuple(settled[name] for name in names), stats=stats)
+
+
+def _check_types(columns: Sequence[Column], footer: Footer, uri: str) -> None:
+    """Refuses columns of times that Spark was told to read as numbers, since Arrow counts other units."""
+    times = ("date", "time", "duration")
+    for column, stored in zip(columns, footer.types, strict=True):
+        if stored.startswith(times) and not column.source.startswith(times):
+            raise ValueError(
+                f"{uri!r} holds column {column.name!r} as {stored} where Spark has {column.source}; cast it "
+                "and write the table anew, or let fit(df) take it"
+            )
+
+
+def _measured(
+    spark: SparkSession,
+    listing: Listing,
+    footers: Sequence[Footer],
+    columns: Sequence[Column],
+    splits: Sequence[Split],
+) -> ShardManifest:
+    """Reads all rows once, in tasks; returns the columns with their shapes and statistics."""
+    handling: HandleInvalid = "error"
+    plan = WritePlan(
+        uri=listing.source.uri,
+        folder="",
+        columns=tuple(columns),
+        handle_invalid=(handling,) * len(columns),
+        splits=True,
+        only_measures=True,
+    )
+    work = [
+        (path, group, split == "validation")
+        for (path, _, _), footer, split in zip(listing.files, footers, splits, strict=True)
+        for group in range(len(footer.row_groups))
+    ]
+    with python_workers():
+        tasks = spark.range(0, len(work)).mapInArrow(partial(_measure, plan, work), REPORT_SCHEMA)
+        reports = [json.loads(row["report"]) for row in tasks.collect()]
+    rows = sum(report["rows"] for report in reports)
+    for index, column in enumerate(columns):
+        if nulls := sum(report["nulls"][index] for report in reports):
+            raise ValueError(_null_sentence(column.name, nulls, rows))
+    for report in reports:
+        if report["problem"] is not None:
+            raise ValueError(f"{report['problem']} (table {listing.source.uri!r})")
+    if rows != sum(sum(footer.row_groups) for footer in footers):
+        raise ValueError(f"the table {listing.source.uri!r} changed while it was looked at; try again")
+    return join_reports(plan, reports, [])
+
+
+def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: Iterator[Any]) -> Iterator[Any]:
+    """Measures the row groups whose numbers are in the batches. Runs in a Spark task."""
+
+    def rows() -> Iterator[Any]:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield from _row_group(plan, *work[number])
+
+    yield from write_partition(plan, rows())
+
+
+def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Iterator[Any]:
+    """Yields the rows of a row group, some at a time, as Spark would hand them to a writer."""
+    uri = storage.join(plan.uri, path)
+    names = [column.name for column in plan.columns]
+    with named(f"reading {uri!r} failed"), storage.store_errors(uri), storage.open_file(uri) as source:
+        file = pq.ParquetFile(source, coerce_int96_timestamp_unit="us")
+        for batch in file.iter_batches(_MEASURED_ROWS, [group], names, use_threads=False):
+            arrays = [_given(batch.column(column.name), column) for column in plan.columns]
+            arrays.append(pa.array(np.full(batch.num_rows, is_held_out)))
+            yield pa.RecordBatch.from_arrays(arrays, names=[*names, ""])
+
+
+def _given(values: Any, column: Column) -> Any:
+    try:
+        return as_spark_gives(values, column.kind)
+    except (ValueError, pa.ArrowException) as error:
+        # As an OSError it reaches the driver in one sentence.
+        raise OSError(f"column {column.name!r} {error}") from error
+
+
+def _null_sentence(name: str, nulls: int, rows: int) -> str:
+    return (
+        f"column {name!r} has nulls in {nulls} of {rows} rows, and a table is read as it is; fill or drop "
+        "them and write it anew, or let fit(df) leave the rows out by handleInvalid='skip'"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FolderColumn:
+    """A column that folders name: its number in each file, and its statistics by split."""
+
+    column: Column
+    values: list[bool | int | float]
+    stats: dict[Split, ColumnStats]
+
+    @classmethod
+    def of(cls, column: Column, given: Any, rows: Sequence[int], splits: Sequence[Split]) -> _FolderColumn:
+        """Makes it from the Arrow array of each file's value and the files' numbers of rows."""
+        if given.null_count:
+            nulls = sum(n for n, value in zip(rows, given, strict=True) if not value.is_valid)
+            raise ValueError(_null_sentence(column.name, nulls, sum(rows)))
+        if isinstance(column.kind, Vocabulary) and column.kind.words is None:
+            counts: Counter[str] = Counter()
+            for word, number in zip(given.to_pylist(), rows, strict=True):
+                counts[word] += number
+            column = replace(column, kind=learned(column.kind, [c for c in counts.items() if c[1]]))
+        if isinstance(column.kind, Scalar) and (
+            pa.types.is_integer(given.type) or pa.types.is_floating(given.type)
+        ):
+            given = given.cast(number_type(column.kind.dtype))
+        numbers = decode_column(given, column.kind)
+        assert isinstance(numbers, np.ndarray)
+        stats = {split: ColumnStats() for split in SPLITS}
+        for index, number in enumerate(rows):
+            collector = StatsCollector(is_scalar=isinstance(column.kind, Scalar))
+            collector.add(1, numbers[index : index + 1])
+            one = collector.result()
+            if one.nans or one.infs:
+                raise ValueError(f"a folder of column {column.name!r} names no finite number; rename it")
+            if number:
+                fractional = one.fractional * number
+                one = replace(one, rows=number, values=number, fractional=fractional)
+                stats[splits[index]] = stats[splits[index]].merge(one)
+        return cls(column=column, values=numbers.tolist(), stats=stats)
+
+
+def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
+    """Returns the split of each file."""
+    if validation_col is None:
+        return ["train"] * len(listing.files)
+    given = listing.folder_columns.get(validation_col)
+    if given is None:
+        raise ValueError(
+            f"validationIndicatorCol {validation_col!r} is a column of the files' rows, and a table that is "
+            "read as it is holds out whole files; name a column of its folders, or write it with write_shards"
+        )
+    values = given.to_pylist()
+    if other := sorted({str(value) for value in values if value not in (0, 1)}):
+        raise ValueError(
+            f"validationIndicatorCol {validation_col!r} must be 0 or 1 in every folder, got {other[0]}"
+        )
+    return ["validation" if value else "train" for value in values]
+
+
+def _window_rows(manifest: ShardManifest) -> int:
+    """Returns the rows of a window: as many as fill a row group of our own shards, or a page."""
+    row_bytes = sum(map(manifest.mean_row_bytes, manifest.columns))
+    return max(1, min(WINDOW_ROWS, int(ROW_GROUP_BYTES / max(1, row_bytes))))
+
+
+def _can_be_cut(footer: Footer, window: int) -> bool:
+    """Whether every row group that is worth it can be cut into windows."""
+    return all(cuts for rows, cuts in zip(footer.row_groups, footer.cuts, strict=True) if rows >= 2 * window)
+
+
+def _check_uncut(listing: Listing, footers: Sequence[Footer], window: int) -> None:
+    """Refuses row groups that are read whole, and of which readers would hold too much."""
+    uncut = [
+        (num_bytes, rows, path)
+        for (path, _, _), footer in zip(listing.files, footers, strict=True)
+        for can_be_cut in (_can_be_cut(footer, window),)
+        # Where windows are cut, lists alone may be longer than the mean that the windows were made for.
+        for rows, num_bytes in zip(
+            footer.row_groups, footer.list_bytes if can_be_cut else footer.num_bytes, strict=True
+        )
+        if not can_be_cut or (rows < 2 * window and num_bytes > ROW_GROUP_BYTES)
+    ]
+    held = sorted(uncut, reverse=True)[:_GROUPS_IN_USE]
+    total = sum(num_bytes for num_bytes, _, _ in held)
+    if total > MAX_UNCUT_BYTES:
+        _, rows, path = held[0]
+        raise ValueError(
+            f"{storage.join(listing.source.uri, path)!r} has a row group of {rows} rows that can only be "
+            "read whole, since its arrays have no page index or its rows differ much in length: readers "
+            f"would hold {total >> 20} MiB; write it by Spark, by pyarrow with write_page_index=True, in "
+            "smaller row groups, or with write_shards"
+        )

@@ -1,0 +1,184 @@
+"""Kind "image": images of any size and format, stored as pixels of one size.
+
+They are decoded once, by the tasks that write, and stored as uint8 of (channels, height, width). So a
+broken file is found before the training, an epoch decodes nothing, and row groups, shuffle and cache hold
+a quarter of the bytes of the float32 that a batch gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape, decode_fixed
+from ringspark.pipelines.kinds.image_decoding import (
+    MODES,
+    SPARK_FIELDS,
+    bombs_refused,
+    decode,
+    pillow,
+    reason,
+    spark_image,
+)
+from ringspark.pipelines.rows import NumpyArray, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+Resize = Literal["crop", "stretch"]
+
+MAX_SIDE = 1 << 14
+"""With 4 channels an image has a gigabyte then, and Arrow holds no value of more than two."""
+
+
+@dataclass(frozen=True)
+class Image(Kind):
+    """Images; a batch holds (rows, channels, height, width) float32 from 0 to 1, as torch's layers take them.
+
+    The column holds encoded images (PNG, JPEG and all others that Pillow reads, as `binaryFile` gives them
+    in `content`) or Spark's image struct. EXIF's orientation is followed, what is transparent is laid on
+    white unless there are 4 channels, of several frames the first counts, colour profiles do not.
+
+    Attributes:
+        height: Pixels from top to bottom in a batch.
+        width: Pixels from left to right in a batch.
+        channels: 1 for grey, 3 for red, green and blue, 4 with transparency.
+        resize: "crop" scales an image until it covers height and width, and cuts off what stands over on
+            both sides alike; "stretch" scales height and width apart. Both are bilinear and antialiased.
+        mean: What is subtracted, one number or one for each channel.
+        std: What the rest is divided by, likewise; ImageNet's are (0.485, 0.456, 0.406) and
+            (0.229, 0.224, 0.225).
+    """
+
+    tag: ClassVar[str] = "image"
+    height: int
+    width: int
+    channels: int = 3
+    resize: Resize = "crop"
+    mean: float | tuple[float, ...] = 0.0
+    std: float | tuple[float, ...] = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or not 1 <= size <= MAX_SIDE:
+                raise ValueError(f"{name} of Image must be a whole number from 1 to {MAX_SIDE}, got {size!r}")
+        if self.channels not in MODES:
+            raise ValueError(f"channels of Image must be one of 1, 3, 4, got {self.channels!r}")
+        if self.resize not in get_args(Resize):
+            raise ValueError(f"resize of Image must be 'crop' or 'stretch', got {self.resize!r}")
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            values = tuple(given) if isinstance(given, Sequence) else (given,)
+            if len(values) not in (1, self.channels) or not all(
+                isinstance(value, int | float) and isfinite(value) for value in values
+            ):
+                raise ValueError(
+                    f"{name} of Image must be one number or {self.channels}, one for each channel, "
+                    f"got {given!r}"
+                )
+            object.__setattr__(self, name, values if len(values) > 1 else float(values[0]))
+        if np.min(self.std) <= 0:
+            raise ValueError(f"std of Image must be above 0, got {self.std}")
+
+    # ------------------------------------------------------------------------------------- to write
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        if data_type.simpleString() != "binary" and not is_spark_image(data_type):
+            raise ValueError(
+                f"column {name!r} has type {data_type.simpleString()}: Image is for bytes of encoded images, "
+                "as spark.read.format('binaryFile') has them in 'content', and for Spark's image struct"
+            )
+        pillow("kind Image")
+        return self
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        if not is_spark_image(data_type):
+            return source
+        image: SparkColumn = spark_image(source)
+        return image
+
+    def read(self, values: Any) -> tuple[Any, dict[int, str]]:
+        pixels = np.zeros((len(values), *self.shape), np.uint8)
+        there = np.ones(len(values), bool)
+        problems = {}
+        with bombs_refused():
+            for row, value in enumerate(values):
+                if (data := value.as_py()) is None:
+                    there[row] = False
+                    continue
+                try:
+                    pixels[row] = decode(data, self.height, self.width, self.channels, self.resize)
+                except Exception as error:  # Pillow raises all sorts of them
+                    there[row], problems[row] = False, reason(data, error)
+        valid = None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
+        buffers = [valid, pa.py_buffer(pixels)]
+        return pa.Array.from_buffers(self._stored_type, len(values), buffers), problems
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        return Encoded([values])
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: self._stored_type}
+
+    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+        return decode_fixed(arrays[0], "uint8", self.shape).reshape(-1)
+
+    # -------------------------------------------------------------------------------------- to read
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        return decode_fixed(column, "uint8", self.shape)
+
+    def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
+        values: NumpyArray = rows.astype(np.float32)
+        values /= 255
+        if np.any(self.mean):
+            values -= _per_channel(self.mean)
+        if np.any(np.not_equal(self.std, 1)):
+            values /= _per_channel(self.std)
+        return {name: values}
+
+    @property
+    def selected(self) -> Any:
+        return pa.binary()
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        return {name: BatchArray("float32", self.shape)}
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of one row in a batch."""
+        return self.channels, self.height, self.width
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * prod(self.shape)
+
+    @property
+    def held_bytes(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def _stored_type(self) -> Any:
+        return pa.binary(prod(self.shape))
+
+    def __str__(self) -> str:
+        return f"image[{', '.join(map(str, self.shape))}]"
+
+
+def _per_channel(numbers: float | tuple[float, ...]) -> NumpyArray:
+    return np.array(numbers, np.float32).reshape(-1, 1, 1)
+
+
+def is_spark_image(data_type: DataType) -> bool:
+    """Whether a Spark type is the struct that `spark.read.format("image")` gives."""
+    fields = {field.name: field.dataType.simpleString() for field in getattr(data_type, "fields", ())}
+    return tuple(fields) == SPARK_FIELDS and fields["data"] == "binary"

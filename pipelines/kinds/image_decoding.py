@@ -1,0 +1,155 @@
+"""Decodes one image into pixels of a given size: files by Pillow, and Spark's own image struct.
+
+An image is decoded whole or refused: a file that ends too early, is grey of more than 8 bits or is larger
+than Pillow's limit for decompression bombs raises an error. Of colours of 16 bits Pillow keeps the upper 8.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ringspark.pipelines.rows import NumpyArray
+
+# Pillow's modes of eight bits per channel. It clips deeper ones, e.g. 16-bit PNGs, when it converts them.
+EIGHT_BITS = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Channels -> Pillow's mode."""
+
+SPARK_FIELDS = ("origin", "height", "width", "nChannels", "mode", "data")
+"""The fields of Spark's image struct (`pyspark.ml.image.ImageSchema`)."""
+
+# OpenCV's numbers of CV_8UC1, CV_8UC3 and CV_8UC4; Spark's reader makes no others.
+_CHANNELS = {0: 1, 16: 3, 24: 4}
+
+_ORIENTATION = 0x0112  # the EXIF tag
+
+# A JPEG is decoded at a half, a quarter or an eighth of its size if at least this many times the pixels
+# that are wanted are left in each direction. Pillow's own `thumbnail` has the same factor.
+_SPARE = 2
+
+
+def pillow(subject: str) -> Any:
+    """Returns `PIL.Image`; `subject` begins the error where it is missing.
+
+    Raises:
+        ValueError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError(f"{subject} needs Pillow; pip install 'ringspark[images]'") from None
+    return Image
+
+
+@contextmanager
+def bombs_refused() -> Iterator[None]:
+    """Makes an error of Pillow's warning of images that are suspiciously large."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> NumpyArray:
+    """Returns an image as (channels, height, width) uint8.
+
+    Args:
+        data: An encoded image, or a header of JSON and BGR pixels, as `spark_image` makes them.
+        resize: `"crop"` or `"stretch"`; see `kinds.Image`.
+
+    Raises:
+        Exception: Whatever Pillow raises for bytes that are not a whole image.
+    """
+    image = _from_spark(data) if data.startswith(b"{") else _from_file(data, _SPARE * max(height, width))
+    image = _converted(image, channels)
+    if image.size != (width, height):
+        image = _resized(image, width, height, resize)
+    return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
+
+
+def spark_image(source: Any) -> Any:
+    """Returns Spark's image struct as bytes: its small fields in a line of JSON, then its pixels."""
+    from pyspark.sql import functions as F
+
+    header = F.to_json(F.struct(*(source.getField(name).alias(name) for name in SPARK_FIELDS[:-1])))
+    return F.concat(F.encode(F.concat(header, F.lit("\n")), "UTF-8"), source.getField("data"))
+
+
+def reason(data: bytes, error: Exception) -> str:
+    """Returns why bytes are not an image, as the rest of a sentence that begins with the column."""
+    from PIL import UnidentifiedImageError
+
+    if data.startswith(b"{"):
+        return f"holds an image that cannot be read ({error})"
+    # Pillow's own text names an object in memory.
+    why = "no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
+    return f"holds {len(data)} bytes that cannot be read as an image ({why})"
+
+
+def _from_file(data: bytes, enough: int) -> Any:
+    from PIL import Image, ImageOps
+
+    image: Any = Image.open(io.BytesIO(data))
+    if image.mode not in EIGHT_BITS:
+        raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; convert it to 8 first")
+    image.draft(None, (enough, enough))  # does nothing to other formats than JPEG
+    image.load()
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    return image
+
+
+def _from_spark(data: bytes) -> Any:
+    from PIL import Image
+
+    header, _, pixels = data.partition(b"\n")
+    fields = json.loads(header)
+    height, width, channels, mode = (fields.get(name) for name in ("height", "width", "nChannels", "mode"))
+    origin = fields.get("origin")
+    if mode == -1:
+        raise ValueError(f"Spark could not read {origin!r}")
+    if _CHANNELS.get(mode) != channels or min(height or 0, width or 0) < 1:
+        raise ValueError(
+            f"{origin!r} has mode {mode}, {channels} channels and size {height} x {width}; "
+            "CV_8UC1, CV_8UC3 and CV_8UC4 can be read"
+        )
+    if len(pixels) != height * width * channels:
+        raise ValueError(f"{origin!r} has {len(pixels)} bytes for {height} x {width} x {channels} values")
+    values = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
+    if channels == 1:
+        return Image.fromarray(values[:, :, 0])
+    order = [2, 1, 0, 3][:channels]  # OpenCV's colours are blue, green, red
+    return Image.fromarray(np.ascontiguousarray(values[:, :, order]))
+
+
+def _converted(image: Any, channels: int) -> Any:
+    """Returns the image in the mode of so many channels; what is transparent is laid on white before."""
+    from PIL import Image
+
+    mode = MODES[channels]
+    if image.mode in ("La", "RGBa"):
+        image = image.convert({"La": "LA", "RGBa": "RGBA"}[image.mode])
+    is_transparent = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
+    if is_transparent and channels != 4:
+        white = Image.new("RGBA", image.size, "white")
+        white.alpha_composite(image.convert("RGBA"))
+        image = white
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _resized(image: Any, width: int, height: int, resize: str) -> Any:
+    from PIL import Image, ImageOps
+
+    # Pillow weighs all pixels below a target pixel: no aliasing, as torchvision's antialias=True.
+    if resize == "stretch":
+        return image.resize((width, height), Image.Resampling.BILINEAR)
+    return ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)

@@ -1,0 +1,294 @@
+"""Kind "tokens": texts become the ids of a tokenizer while they are written, and are padded in the batch.
+
+The tokenizer travels as the JSON text of the `tokenizers` package, in the kind itself: shards and saved
+models are whole without a file beside them, and nothing is unpickled. That text is as long as the
+vocabulary, 0.5 MB for BERT. A text is tokenized once, at the write, and stored as unpadded int32 ids; a
+reader needs no tokenizer. In `transform` the Python worker runs the same code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.kinds.base import (
+    BatchArray,
+    Encoded,
+    Kind,
+    Shape,
+    decode_lists,
+    list_type,
+    make_lists,
+    range_of,
+)
+from ringspark.pipelines.kinds.strings import check_string
+from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql.types import DataType
+    from typing_extensions import Self
+
+Padding = Literal["longest", "max_length"]
+TooLong = Literal["cut", "refuse"]
+
+# transformers writes 10^30 for a tokenizer without a bound.
+_NO_BOUND = 1 << 31
+
+
+@dataclass(frozen=True, repr=False)
+class Tokens(Kind):
+    """Texts as token ids; a batch holds `name.ids` and `name.mask`, int64 and bool, both (rows, length).
+
+    The mask is true where a token is and false where a row was filled up. `Tokens.of` makes the kind of any
+    form of tokenizer.
+
+    Attributes:
+        tokenizer: JSON text of a `tokenizers.Tokenizer`.
+        max_length: Most tokens of a text, the special ones included.
+        pad_id: Id that fills up shorter rows.
+        padding: "longest" makes a batch as long as its longest text, so the length differs from batch to
+            batch; "max_length" makes all of them that long.
+        too_long: What is done with a longer text: "cut" cuts it, as the tokenizer does (its end, unless the
+            tokenizer says otherwise; special tokens stay), "refuse" refuses the write or the transform.
+    """
+
+    tag: ClassVar[str] = "tokens"
+    tokenizer: str
+    max_length: int
+    pad_id: int = 0
+    padding: Padding = "longest"
+    too_long: TooLong = "cut"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokenizer, str) or not self.tokenizer.lstrip().startswith("{"):
+            raise ValueError(
+                "tokenizer of Tokens must be the JSON text of a tokenizer; give files and objects to "
+                "Tokens.of(tokenizer, max_length)"
+            )
+        if isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 1:
+            raise ValueError(
+                f"max_length of Tokens must be a whole number of at least 1, got {self.max_length!r}"
+            )
+        for name, known in (("padding", get_args(Padding)), ("too_long", get_args(TooLong))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} of Tokens must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}"
+                )
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        max_length: int | None = None,
+        *,
+        pad_id: int | None = None,
+        padding: Padding = "longest",
+        too_long: TooLong = "cut",
+    ) -> Self:
+        """Returns the kind for a tokenizer in any of its forms. Runs on the driver.
+
+        Args:
+            tokenizer: A `tokenizers.Tokenizer`, a fast tokenizer of transformers, the path or URI of a
+                tokenizer.json or of a folder that holds one, or its JSON text.
+            max_length: See the class; None takes the tokenizer's own bound.
+            pad_id: See the class; None takes the tokenizer's own, and 0 if it has none.
+            padding: See the class.
+            too_long: See the class.
+
+        Raises:
+            ValueError: This is no tokenizer, it has no bound of its own, or `tokenizers` is not installed.
+        """
+        text, settings = _read(tokenizer)
+        made = _loaded(text)
+        # In this order: a fast tokenizer leaves the bound of its last call in what it wraps.
+        own = settings.get("model_max_length"), (made.truncation or {}).get("max_length")
+        bounds = [bound for bound in own if bound is not None and bound < _NO_BOUND]
+        if max_length is None and not bounds:
+            raise ValueError(
+                "this tokenizer sets no bound to a text; give one, e.g. Tokens.of(tokenizer, max_length=128)"
+            )
+        length = bounds[0] if max_length is None else max_length
+        if pad_id is None:
+            names = (settings.get("pad_token"), (made.padding or {}).get("pad_token"), "[PAD]", "<pad>")
+            known = [made.token_to_id(name) for name in names if name is not None]
+            pad_id = next((number for number in known if number is not None), 0)
+        kind = cls(text, length, pad_id, padding, too_long)
+        side = settings.get("truncation_side") or (made.truncation or {}).get("direction", "right")
+        made.enable_truncation(length, direction=side)
+        return replace(kind, tokenizer=made.to_str())
+
+    @property
+    def num_ids(self) -> int:
+        """Number of rows that an `nn.Embedding` of the ids needs."""
+        ids = _encoder(self.tokenizer, None).get_vocab(with_added_tokens=True).values()
+        return max(max(ids, default=0), self.pad_id) + 1
+
+    def adopt(self, name: str, data_type: DataType) -> Self:
+        check_string(type(self), name, data_type)
+        tokenizer = _encoder(self.tokenizer, None)
+        special = tokenizer.num_special_tokens_to_add(False)
+        if self.max_length <= special:
+            raise ValueError(
+                f"max_length of Tokens for column {name!r} is {self.max_length}, and the tokenizer adds "
+                f"{special} tokens to every text; take at least {special + 1}"
+            )
+        if tokenizer.id_to_token(self.pad_id) is None:
+            raise ValueError(
+                f"pad_id of Tokens for column {name!r} is {self.pad_id}, which is no id of the tokenizer; "
+                f"its ids go up to {self.num_ids - 1}"
+            )
+        return self
+
+    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+        return source.cast("string")  # the cast drops the collation
+
+    def stored(self, name: str) -> dict[str, Any]:
+        return {name: list_type("int32")}
+
+    def encode(self, values: Any, valid: Any = None) -> Encoded:
+        tokenizer = _encoder(self.tokenizer, self.max_length if self.too_long == "cut" else None)
+        ids, offsets = array("i"), np.zeros(len(values) + 1, dtype=np.int64)
+        for row, text in enumerate(values):
+            if valid is None or valid[row]:
+                # One by one: a batch would start a thread on every core, and hold the words of all its texts.
+                try:
+                    found = tokenizer.encode(text.as_py()).ids
+                except Exception as error:  # the package raises bare ones
+                    raise ValueError(f"holds a text that its tokenizer cannot read ({error})") from None
+                ids.extend(found)
+            offsets[row + 1] = len(ids)
+        lengths = np.diff(offsets)
+        if self.too_long == "refuse" and (lengths > self.max_length).any():
+            raise ValueError(
+                f"holds a text of {lengths.max()} tokens where max_length={self.max_length} was asked for; "
+                "raise max_length, or have longer texts cut by too_long='cut'"
+            )
+        return Encoded([make_lists(offsets, np.frombuffer(ids, np.int32), "int32")], range_of(lengths))
+
+    def measured(self, arrays: Sequence[Any]) -> NumpyArray:
+        # For texts, statistics of the lengths say more than those of the ids.
+        lengths: NumpyArray = np.diff(decode_lists(arrays[0], "int32").offsets)
+        return lengths
+
+    def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
+        if shapes is not None and shapes[1] == (0,):
+            raise ValueError(
+                f"column {name!r} holds no text of which the tokenizer makes a token; drop it with df.drop, "
+                "or take the tokenizer of these texts"
+            )
+        return self
+
+    def decode(self, columns: Sequence[Any]) -> Rows:
+        (column,) = columns
+        return decode_lists(column, "int32")
+
+    def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
+        compact = rows.compact()
+        lengths = np.diff(compact.offsets)
+        longest = self.max_length
+        if self.padding == "longest":
+            # At least one: a network cannot take rows without any place.
+            longest = max(1, int(lengths.max(initial=0)))
+        mask = np.arange(longest) < lengths[:, None]
+        ids = np.full((len(lengths), longest), self.pad_id, dtype=np.int64)
+        ids[mask] = compact.parts[0]
+        return {f"{name}.ids": ids, f"{name}.mask": mask}
+
+    def batch_names(self, name: str) -> tuple[str, ...]:
+        return f"{name}.ids", f"{name}.mask"
+
+    def arguments(self, name: str) -> tuple[str, ...]:
+        return self.batch_names(name)
+
+    @property
+    def selected(self) -> Any:
+        return pa.string()
+
+    def arrays(self, name: str) -> dict[str, BatchArray]:
+        varies = self.padding == "longest"
+        return {
+            f"{name}.ids": BatchArray("int64", (self.max_length,), varies=varies),
+            f"{name}.mask": BatchArray("bool", (self.max_length,), varies=varies),
+        }
+
+    @property
+    def row_bytes(self) -> int:
+        return 9 * self.max_length
+
+    def __repr__(self) -> str:
+        # The JSON text would fill the screen.
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "tokenizer"]
+        return f"Tokens(tokenizer=<{len(self.tokenizer)} characters>, {', '.join(shown)})"
+
+    def __str__(self) -> str:
+        return f"int64[{self.max_length} tokens]"
+
+
+def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
+    """Returns a tokenizer's JSON text, and what transformers has set beside it."""
+    backend = getattr(given, "backend_tokenizer", None)
+    if backend is not None:
+        names = ("pad_token", "model_max_length", "truncation_side")
+        return backend.to_str(), {name: getattr(given, name, None) for name in names}
+    if hasattr(given, "to_str"):
+        return str(given.to_str()), {}
+    if not isinstance(given, str | os.PathLike):
+        raise ValueError(
+            "Tokens.of takes a tokenizer of the package tokenizers, a fast one of transformers, or where "
+            f"tokenizer.json lies, got {type(given).__name__}"
+        )
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        return given, {}
+    uri = storage.normalize(given)
+    folder = not uri.endswith(".json")
+    file = storage.join(uri, "tokenizer.json") if folder else uri
+    if not storage.exists(file):
+        raise ValueError(
+            f"there is no {file}; give the folder of a saved fast tokenizer, or download one first: "
+            "AutoTokenizer.from_pretrained(name).save_pretrained(folder)"
+        )
+    beside = storage.join(uri, "tokenizer_config.json")
+    settings = json.loads(storage.read_bytes(beside)) if folder and storage.exists(beside) else {}
+    if isinstance(settings.get("pad_token"), dict):  # older versions write a token with its properties
+        settings["pad_token"] = settings["pad_token"].get("content")
+    return storage.read_bytes(file).decode(), settings
+
+
+def tokenizers_package() -> Any:
+    """Returns the package `tokenizers`."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError("texts need the package tokenizers; pip install 'ringspark[text]'") from None
+    return tokenizers
+
+
+def _loaded(text: str) -> Any:
+    """Returns a new tokenizer made of its JSON text."""
+    package = tokenizers_package()
+    try:
+        return package.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises bare ones
+        raise ValueError(f"the tokenizer of Tokens cannot be read ({error}); save it again") from None
+
+
+@lru_cache(maxsize=4)
+def _encoder(text: str, max_length: int | None) -> Any:
+    """Returns the tokenizer that cuts texts to `max_length` tokens and pads none, once a process."""
+    tokenizer = _loaded(text)
+    side = (tokenizer.truncation or {}).get("direction", "right")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if max_length is not None:
+        tokenizer.enable_truncation(max_length, direction=side)
+    return tokenizer

@@ -1,0 +1,170 @@
+"""A reader and a collective that another package brings, found by their entry points."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.collectives import collective_class
+from ringspark.models import ModelSpec
+from ringspark.pipelines import check_engine
+
+# Each leaves a file for every rank that it served.
+PARTS = """
+from pathlib import Path
+from ringspark.estimators.collectives.torch_collective import TorchCollective
+from ringspark.pipelines import ShardReader
+from ringspark.pipelines.readers.arrow_reader import ArrowReader
+
+SEEN = Path({seen!r})
+
+class Reader(ArrowReader):
+    engine = "outside"
+    def read_tables(self, indexes):
+        (SEEN / f"reader-{{self.shard}}").touch()
+        return super().read_tables(indexes)
+
+class Collective(TorchCollective):
+    name = "outside"
+    @classmethod
+    def connect(cls, member, meeting):
+        (SEEN / f"collective-{{member.rank}}").touch()
+        return super().connect(member, meeting)
+
+class Half:
+    def connect(self, member, meeting): ...
+
+class Unfinished(ShardReader):
+    engine = "unfinished"
+
+class Stranger:
+    def read_tables(self, indexes): ...
+
+function = print
+"""
+
+
+def distribution(name: str, readers: str = "", collectives: str = "", **modules: str) -> dict[str, str]:
+    """The files that an installed package of that name would have."""
+    info = f"{name}-1.0.dist-info"
+    return {f"{module}.py": text for module, text in modules.items()} | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/entry_points.txt": f"[ringspark.readers]\n{readers}\n"
+        f"[ringspark.collectives]\n{collectives}\n",
+    }
+
+
+def put(folder: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A folder on the path of this process; what it brought is forgotten again."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path / "site"
+    for name in set(sys.modules) - before:
+        if name.startswith("outside"):
+            del sys.modules[name]
+
+
+@pytest.mark.spark
+def test_a_gang_reads_and_talks_by_parts_of_another_package(spark: Any, tmp_path: Path, path: Path) -> None:
+    if not hasattr(spark, "sparkContext"):
+        pytest.skip("the files of a Connect client travel otherwise")
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    files = distribution(
+        "outside_parts",
+        "outside = outside_parts:Reader",
+        "outside = outside_parts:Collective",
+        outside_parts=PARTS.format(seen=str(seen)),
+    )
+    archive = tmp_path / "outside_parts.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, text in files.items():
+            file.writestr(name, text)
+    # As --py-files: to the driver and to every Python worker.
+    spark.sparkContext.addPyFile(str(archive))
+    table = spark.range(0, 100, 1, 2).selectExpr(
+        "array(id / 100, 1) as features", "cast(id / 50 as double) as label"
+    )
+    losses = []
+    for parts in ("outside", None):
+        estimator = TorchRegressor(
+            model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+            batchSize=10,
+            numWorkers=2,
+            storageUri=str(tmp_path),
+            showProgress=False,
+            reader=parts,
+            collective=parts or "torch",
+        )
+        losses.append(estimator.fit(table).summary.epochs[0].train_loss)
+    assert {file.name for file in seen.iterdir()} == {"reader-0", "reader-1", "collective-0", "collective-1"}
+    assert losses[0] == losses[1]
+
+
+BAD = {
+    "cannot be imported": (
+        "outside_broken:Part",
+        "No module named 'not_there'; mend or uninstall its package",
+    ),
+    "is not there": ("outside_some:Nothing", "has no attribute 'Nothing'; mend or uninstall its package"),
+    "is no class": ("outside_some:function", r"\(outside_some:function\) lacks a class"),
+}
+READERS_ONLY = {
+    "is no reader": ("outside_some:Stranger", r"\(outside_some.Stranger\) must subclass ShardReader"),
+    "lacks its method": ("outside_some:Unfinished", r"\(outside_some:Unfinished\) lacks read_tables; "),
+}
+COLLECTIVES_ONLY = {
+    "lacks operations": ("outside_some:Half", r"lacks abort, all_gather, all_reduce, .*, start_sum; "),
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "sentence"),
+    [("reader", *row) for row in (BAD | READERS_ONLY).values()]
+    + [("collective", *row) for row in (BAD | COLLECTIVES_ONLY).values()],
+)
+def test_a_part_that_cannot_serve_is_refused_in_one_sentence(
+    path: Path, setting: str, value: str, sentence: str
+) -> None:
+    put(
+        path,
+        distribution(
+            "outside_bad",
+            f"bad = {value}",
+            f"bad = {value}",
+            outside_broken="import not_there",
+            outside_some=PARTS.format(seen=""),
+        ),
+    )
+    check = check_engine if setting == "reader" else collective_class
+    with pytest.raises(ValueError, match=f"^{setting} 'bad' .*{sentence}"):
+        check("bad")
+
+
+def test_an_unknown_name_is_told_those_that_packages_declare(path: Path) -> None:
+    put(path, distribution("outside_one", "mine = outside_some:Reader"))
+    with pytest.raises(ValueError, match=r"^reader must be one of arrow, mine, petastorm, got 'mime'"):
+        TorchRegressor(reader="mime")
+    with pytest.raises(
+        ValueError, match=r"arrow, mine, petastorm, got 'mime'; a package that declares others"
+    ):
+        check_engine("mime")
+    put(path, distribution("outside_two", "mine = outside_other:Reader"))
+    with pytest.raises(
+        ValueError,
+        match=r"'mine' is declared by several packages, as outside_other:Reader and as outside_some",
+    ):
+        check_engine("mine")

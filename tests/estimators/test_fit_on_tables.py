@@ -1,0 +1,281 @@
+"""`fitOnParquet` and `fitOnDelta`: tables as they are give the trainings that shards of them give."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import Callback, TorchClassifier, TorchRegressor, TrainingState, WorkerError
+from ringspark.models import ModelSpec
+from ringspark.pipelines import HashBuckets, ShardManifest, Vocabulary, write_shards
+
+deltalake = pytest.importorskip("deltalake")
+
+pytestmark = pytest.mark.spark
+
+
+class Places(nn.Module):
+    """(batch,) ids of cities and regions, (batch, 2) sizes -> (batch, 2) logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.city, self.region, self.out = nn.Embedding(4, 3), nn.Embedding(9, 3), nn.Linear(8, 2)
+
+    def forward(self, city: Any, region: Any, size: Any) -> Any:
+        return self.out(torch.cat([self.city(city), self.region(region), size], 1))
+
+
+class Fails(Callback):
+    """Does something to the path in step 7, as long as it has not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 7:
+            with suppress(FileNotFoundError):  # the other rank may be first
+                os.unlink(self._path)
+                raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """240 rows in folders by region: a city, its class as a string, two sizes."""
+    root = str(tmp_path_factory.mktemp("tables") / "table")
+    number = F.col("id")
+    spark.range(0, 240, 1, 1).select(
+        number,
+        F.element_at(F.array(*map(F.lit, ("Bern", "Oslo", "Rome"))), (number % 3 + 1).cast("int")).alias(
+            "city"
+        ),
+        F.when(number % 3 == 2, "warm").otherwise("cold").alias("weather"),
+        F.array(number / 240, F.lit(1.0)).alias("size"),
+        F.concat(F.lit("r "), (number / 130).cast("int")).alias("region"),
+    ).write.partitionBy("region").parquet(root)
+    return root
+
+
+def _classifier(tmp_path: Path, **params: Any) -> TorchClassifier:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "model": Places(),
+        "inputCols": ["city", "region", "size"],
+        "labelCol": "weather",
+        "columns": {"city": Vocabulary(), "region": HashBuckets(9)},
+        "epochs": 3,
+        "batchSize": 16,
+        "learningRate": 0.1,
+        "metrics": ["accuracy"],
+        "storageUri": str(tmp_path),
+        "showProgress": False,
+    }
+    return TorchClassifier(**(settings | params))
+
+
+def _linear(tmp_path: Path, **params: Any) -> TorchRegressor:
+    settings: dict[str, Any] = {
+        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+        "featuresCol": "size",
+        "labelCol": "id",
+        "epochs": 2,
+        "batchSize": 24,
+        "learningRate": 0.05,
+        "storageUri": str(tmp_path),
+        "showProgress": False,
+    }
+    return TorchRegressor(**(settings | params))
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    return dict(model.module().state_dict())
+
+
+def _same(left: Any, right: Any, tolerance: float = 0) -> bool:
+    weights = zip(_weights(left).values(), _weights(right).values(), strict=True)
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in weights)
+
+
+def test_a_fit_on_a_table_is_the_fit_on_shards_of_it(spark: Any, table: str, tmp_path: Path) -> None:
+    frame = spark.read.parquet(table)
+    kinds = {"city": Vocabulary(), "region": HashBuckets(9), "weather": Vocabulary()}
+    shards = write_shards(frame.orderBy("id").coalesce(1), str(tmp_path / "shards"), columns=kinds).uri
+    in_order = _classifier(tmp_path / "runs", shuffle=False)
+    on_table = in_order.fitOnParquet(table)
+    in_order.clear(in_order.columns)  # the shards have their kinds
+    on_shards = in_order.fitOnShards(shards)
+    assert _same(on_table, on_shards)
+    assert list(on_table.summary.history.rows) == [240] * 3
+    # Only the runs are left: the manifest of a fit goes with it.
+    assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {"run"}
+
+
+@pytest.mark.slow
+def test_a_model_of_a_table_scores_it_and_is_saved_and_loaded(
+    spark: Any, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+    frame = spark.read.parquet(table)
+    model = _classifier(tmp_path / "runs").fitOnParquet(table)
+    assert model.labels == ["cold", "warm"]
+    assert model.evaluate(frame) == {"accuracy": 1.0}
+    model.save(str(tmp_path / "model"))
+    loaded = type(model).load(str(tmp_path / "model"))
+    scored = [m.transform(frame).orderBy("id").collect() for m in (model, loaded)]
+    assert scored[0] == scored[1]
+    assert [row.predictedLabel for row in scored[0]] == [row.weather for row in scored[0]]
+
+
+def test_two_workers_train_what_one_trains_and_go_on_where_it_failed(table: str, tmp_path: Path) -> None:
+    alone = _linear(tmp_path, numWorkers=1).fitOnParquet(table)
+    (tmp_path / "fails").touch()
+    settings = {
+        "numWorkers": 2,
+        "collective": "torch",
+        "storageUri": None,
+        "runUri": str(tmp_path / "run"),
+        "checkpointEverySteps": 3,
+        "callbacks": [Fails(tmp_path / "fails")],
+    }
+    with pytest.raises(WorkerError, match=r"on purpose.*resume=True"):
+        _linear(tmp_path, **settings).fitOnParquet(table)
+    manifest = ShardManifest.load(tmp_path / "run" / "shards")
+    assert manifest.table is not None
+    assert manifest.table.uri == table
+    resumed = _linear(tmp_path, **(settings | {"numWorkers": 1}), resume=True).fitOnParquet(table)
+    assert _same(resumed, alone, tolerance=1e-5)
+    assert resumed.summary.resumed_steps == (6,)
+
+
+def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_path: Path) -> None:
+    root = tmp_path / "table"
+    root.mkdir()
+    file = root / "a.parquet"
+    pq.write_table(pa.table({"id": range(96), "size": [[n / 96, 1.0] for n in range(96)]}), file)
+
+    class Rewrites(Callback):
+        """Writes the file again in the first epoch."""
+
+        def __init__(self, path: Path) -> None:
+            self._path = str(path)
+
+        def on_epoch_end(self, state: TrainingState) -> None:
+            pq.write_table(pq.read_table(self._path), self._path)
+
+    rewriting = _linear(tmp_path, callbacks=[Rewrites(file)], cache="none")
+    with pytest.raises(WorkerError, match=r"has changed since the training looked at its table"):
+        rewriting.fitOnParquet(str(root))
+    run = {"runUri": str(tmp_path / "run"), "storageUri": None}
+    _linear(tmp_path, **run).fitOnParquet(str(root))
+    # A finished run gives its model again, and another table is not it.
+    _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
+    pq.write_table(pq.read_table(file), root / "more.parquet")
+    with pytest.raises(
+        ValueError, match=r"1 files of the table changed, came or went, such as 'more.parquet'"
+    ):
+        _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
+    with pytest.raises(ValueError, match=r"the table .*table' -> "):
+        _linear(tmp_path, **run, resume=True).fitOnParquet(table)
+
+
+@pytest.mark.slow
+def test_folders_hold_out_files_and_other_choices_of_rows_are_refused(
+    spark: Any, table: str, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "table")
+    frame = spark.read.parquet(table).select("id", "size", (F.col("id") % 4 == 0).cast("int").alias("test"))
+    frame.write.partitionBy("test").parquet(root)
+    model = _linear(tmp_path, validationIndicatorCol="test", keep="best").fitOnParquet(root)
+    history = model.summary.history
+    assert list(history.rows) == [180, 180]
+    assert history.validation_loss.notna().all()
+    for params, sentence in (
+        ({"validationIndicatorCol": "id", "labelCol": "test"}, "'id' is a column of the files' rows"),
+        ({"validationFraction": 0.5}, "validationFraction draws single rows"),
+        ({"handleInvalid": "skip"}, "handleInvalid='skip' leaves rows out"),
+        ({"reader": "petastorm"}, "reader 'petastorm' reads shards of write_shards alone"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            _linear(tmp_path, **params).fitOnParquet(root)
+
+
+def _write_delta(uri: str, first: int, rows: int, **settings: Any) -> None:
+    ids = list(range(first, first + rows))
+    data = {"id": ids, "size": [[n / 100, 1.0] for n in ids], "region": [f"r {n % 2}" for n in ids]}
+    deltalake.write_deltalake(uri, pa.table(data), partition_by=["region"], **settings)
+
+
+@pytest.mark.slow
+def test_a_delta_table_is_trained_at_one_version(spark: Any, tmp_path: Path) -> None:
+    root = str(tmp_path / "delta")
+    _write_delta(root, 0, 60)
+    _write_delta(root, 60, 40, mode="append")
+    run = {"runUri": str(tmp_path / "run"), "storageUri": None}
+    first = _linear(tmp_path, **run).fitOnDelta(root, version=0)
+    assert list(first.summary.history.rows) == [60, 60]
+    assert list(_linear(tmp_path).fitOnDelta(root).summary.history.rows) == [100, 100]
+    # What is no longer part of the table is not read, though its files are there.
+    _write_delta(root, 0, 10, mode="overwrite")
+    newest = _linear(tmp_path).fitOnDelta(root)
+    assert list(newest.summary.history.rows) == [10, 10]
+    # The run goes on with its own version, whatever the newest is.
+    assert _same(_linear(tmp_path, **run, resume=True).fitOnDelta(root), first)
+    with pytest.raises(ValueError, match=r"delta' version 0 -> .*delta' version 1"):
+        _linear(tmp_path, **run, resume=True).fitOnDelta(root, version=1)
+    frame = spark.read.parquet(*deltalake.DeltaTable(root).file_uris())
+    assert newest.transform(frame).count() == 10
+
+
+def test_delta_tables_whose_files_are_not_their_rows_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "delta"
+    _write_delta(str(root), 0, 10)
+    with pytest.raises(ValueError, match=r"is a Delta table, .* use fitOnDelta"):
+        _linear(tmp_path).fitOnParquet(str(root))
+    with pytest.raises(ValueError, match="cannot be read as a Delta table of version 7"):
+        _linear(tmp_path).fitOnDelta(str(root), version=7)
+    with pytest.raises(ValueError, match=r"cannot be read as a Delta table .*_delta_log"):
+        _linear(tmp_path).fitOnDelta(str(tmp_path))
+    log = root / "_delta_log" / "00000000000000000000.json"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+
+    def commit(features: list[str], configuration: dict[str, str], **added: Any) -> None:
+        changed = []
+        for line in lines:
+            entry = json.loads(json.dumps(line))
+            if "protocol" in entry:
+                entry = {
+                    "protocol": {
+                        "minReaderVersion": 3,
+                        "minWriterVersion": 7,
+                        "readerFeatures": features,
+                        "writerFeatures": features,
+                    }
+                }
+            if "metaData" in entry:
+                entry["metaData"]["configuration"] = configuration
+            if "add" in entry:
+                entry["add"] |= added
+            changed.append(json.dumps(entry))
+        log.write_text("\n".join(changed))
+
+    vector = {
+        "storageType": "i",
+        "pathOrInlineDv": "wi5b=000010000siXQKl0rr91000f55c8Xg0@@D72lkbi5=-{L",
+        "sizeInBytes": 40,
+        "cardinality": 6,
+    }
+    commit(["deletionVectors"], {"delta.enableDeletionVectors": "true"}, deletionVector=vector)
+    with pytest.raises(ValueError, match="has deletion vectors, so its files hold rows that were deleted"):
+        _linear(tmp_path).fitOnDelta(str(root))
+    commit(["columnMapping"], {"delta.columnMapping.mode": "name"})
+    with pytest.raises(ValueError, match=r"column mapping|columnMapping"):
+        _linear(tmp_path).fitOnDelta(str(root))

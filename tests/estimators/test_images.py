@@ -1,0 +1,196 @@
+"""Images through the stages: bytes of any size and Spark's image struct, to a ResNet and back."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.image import ImageSchema
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+from torch import nn
+
+from ringspark.estimators import TorchClassifier
+from ringspark.models import ModelSpec, RandomCrop, RandomHorizontalFlip
+from ringspark.pipelines import Image
+
+pytestmark = pytest.mark.spark
+
+# Group norm, whose statistics are each row's own: any number of workers trains the same.
+NETWORK = ModelSpec(
+    "resnet", {"in_channels": 3, "out_features": 2, "depths": [1], "width": 4, "norm": "group"}
+)
+
+
+def picture(row: int) -> np.ndarray[Any, Any]:
+    """Noise of a size of its own, a bit more red in every second row and a bit more blue in the others."""
+    height, width = 5 + row % 4, 6 + row % 3
+    pixels = np.random.default_rng(row).integers(0, 160, (height, width, 3))
+    pixels[:, :, 0 if row % 2 else 2] += 90
+    return pixels.astype(np.uint8)
+
+
+def png(pixels: np.ndarray[Any, Any]) -> bytes:
+    buffer = io.BytesIO()
+    Pillow.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """40 rows: an encoded image, and the colour that it has most of."""
+    rows = [(i, png(picture(i)), "red" if i % 2 else "blue") for i in range(40)]
+    return spark.createDataFrame(rows, "id long, content binary, colour string").repartition(2, "id")
+
+
+def classifier(folder: Path, **params: Any) -> TorchClassifier:
+    settings = {
+        "model": NETWORK,
+        "featuresCol": "content",
+        "labelCol": "colour",
+        "columns": {"content": Image(6, 6, mean=0.5, std=0.25)},
+        "epochs": 4,
+        "batchSize": 8,
+        "learningRate": 0.03,
+        "storageUri": str(folder),
+        "showProgress": False,
+    }
+    return TorchClassifier(**(settings | params))
+
+
+def predicted(frame: Any) -> dict[int, tuple[str, list[float]]]:
+    return {row.id: (row.predictedLabel, row.rawPrediction.toArray().tolist()) for row in frame.collect()}
+
+
+@pytest.mark.modes
+def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: Any, tmp_path: Path) -> None:
+    fitted = Pipeline(stages=[classifier(tmp_path / "storage")]).fit(table)
+    scored = predicted(fitted.transform(table))
+    assert sum(scored[row.id][0] == row.colour for row in table.collect()) >= 38
+    fitted.save(str(tmp_path / "model"))
+    again = PipelineModel.load(str(tmp_path / "model"))
+    assert predicted(again.transform(table)) == scored
+    assert not list((tmp_path / "model").rglob("*.pkl"))
+    # Images in Spark's own struct are the same pictures to the same network.
+    structs = [
+        (i, ("", *p.shape[:2], 3, 16, bytearray(p[:, :, ::-1].tobytes())))
+        for i in range(40)
+        for p in [picture(i)]
+    ]
+    schema = f"id long, content {ImageSchema.columnSchema.simpleString()}"
+    assert predicted(again.transform(table.sparkSession.createDataFrame(structs, schema))) == scored
+
+
+@pytest.mark.slow
+def test_two_workers_train_what_one_does(table: Any, tmp_path: Path) -> None:
+    rows = table.coalesce(1).sortWithinPartitions("id")
+    weights = [
+        classifier(tmp_path / str(n), numWorkers=n, epochs=2, optimizer="sgd").fit(rows).module().state_dict()
+        for n in (1, 2)
+    ]
+    for name, one in weights[0].items():
+        assert torch.allclose(one, weights[1][name], atol=1e-6), name
+
+
+@pytest.mark.slow
+def test_augmentation_changes_training_images_alone_and_by_the_seed(table: Any, tmp_path: Path) -> None:
+    augmented = nn.Sequential(RandomCrop(1), RandomHorizontalFlip())
+    plain, first, again = (
+        classifier(tmp_path, epochs=1, transformBatch=transform).fit(table)
+        for transform in (None, augmented, augmented)
+    )
+    states = [model.module().state_dict() for model in (plain, first, again)]
+    assert all(torch.equal(states[1][name], states[2][name]) for name in states[1])
+    assert not torch.equal(states[0]["stem.weight"], states[1]["stem.weight"])
+    first.save(str(tmp_path / "model"))
+    loaded = type(first).load(str(tmp_path / "model"))
+    assert predicted(loaded.transform(table)) == predicted(first.transform(table))
+
+
+@pytest.mark.modes
+def test_broken_images_in_transform_are_refused_left_out_or_kept(table: Any, tmp_path: Path) -> None:
+    rows = table.sparkSession.createDataFrame(
+        [(0, png(picture(0))), (1, None), (2, png(picture(2))[:40]), (3, png(picture(3)))],
+        "id long, content binary",
+    ).coalesce(1)
+    model = classifier(tmp_path, epochs=1).fit(table)
+    whole = predicted(model.transform(rows.where("id in (0, 3)")))
+    with pytest.raises(
+        Exception, match=r"column 'content' holds 40 bytes .* in transform; repair or drop it"
+    ):
+        model.transform(rows.where("id != 1")).collect()
+    with pytest.raises(Exception, match="column 'content' has a null or NaN in transform"):
+        model.transform(rows.where("id != 2")).collect()
+    assert predicted(model.copy({model.handleInvalid: "skip"}).transform(rows)) == whole
+    kept = model.copy({model.handleInvalid: "keep"}).transform(rows).collect()
+    assert {row.id: row.prediction for row in kept if row.id in (1, 2)} == {1: None, 2: None}
+    assert len(kept) == 4
+
+
+@pytest.mark.slow
+def test_an_image_struct_without_pixels_is_a_null(table: Any, tmp_path: Path) -> None:
+    model = classifier(tmp_path, epochs=1).fit(table)
+    whole = ("", 2, 2, 1, 0, bytearray(4))
+    schema = StructType().add("id", "long").add("content", ImageSchema.columnSchema)
+    frame = table.sparkSession.createDataFrame([(0, whole), (1, whole)], schema)
+    pixels = F.when(F.col("id") == 0, F.col("content.data"))
+    frame = frame.withColumn("content", F.col("content").withField("data", pixels))
+    assert [row.id for row in model.copy({model.handleInvalid: "skip"}).transform(frame).collect()] == [0]
+    kept = model.copy({model.handleInvalid: "keep"}).transform(frame).orderBy("id").collect()
+    assert [row.prediction is None for row in kept] == [False, True]
+
+
+def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table: Any, tmp_path: Path) -> None:
+    wide = classifier(tmp_path, epochs=1, batchSize=40, columns={"content": Image(64, 64)}).fit(table)
+    assert wide._predictor().batch_size == (64 << 20) // (4 * 3 * 64 * 64)
+    assert wide.copy({wide.inferenceBatchSize: 3000})._predictor().batch_size == 3000
+    wide.save(str(tmp_path / "wide"))
+    assert type(wide).load(str(tmp_path / "wide"))._predictor().batch_size == 1365
+    small = wide.copy()
+    small._inputs = ()
+    assert small._predictor().batch_size == 2048
+
+
+def test_broken_images_are_left_out_of_the_training(table: Any, tmp_path: Path) -> None:
+    broken = table.union(
+        table.sparkSession.createDataFrame(
+            [(99, b"\x89PNG", "red")], "id long, content binary, colour string"
+        )
+    )
+    with pytest.raises(ValueError, match=r"column 'content' holds 4 bytes .* handleInvalid='skip'"):
+        classifier(tmp_path).fit(broken)
+    model = classifier(tmp_path, handleInvalid="skip", epochs=1).fit(broken)
+    assert next(iter(model.summary.history.rows)) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.modes
+def test_a_stream_of_files_is_scored(table: Any, tmp_path: Path) -> None:
+    spark, folder = table.sparkSession, tmp_path / "files"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.png").write_bytes(png(picture(i)))
+    model = classifier(tmp_path / "storage", epochs=1).fit(table)
+    files = spark.readStream.format("binaryFile").schema(
+        spark.read.format("binaryFile").load(str(folder)).schema
+    )
+    query = (
+        model.transform(files.load(str(folder)))
+        .select("path", "predictedLabel", "prediction")
+        .writeStream.format("parquet")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start(str(tmp_path / "scored"))
+    )
+    query.awaitTermination()
+    wanted = predicted(model.transform(table.where("id < 3")))
+    scored = spark.read.parquet(str(tmp_path / "scored")).collect()
+    assert {int(Path(row.path).stem): row.predictedLabel for row in scored} == {
+        i: wanted[i][0] for i in wanted
+    }

@@ -1,0 +1,364 @@
+"""Columns that Spark's type leaves open, through `fit(df)`: chosen by the setting `columns`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.linalg import Vectors
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, LongType, StructType
+from torch import nn
+
+from ringspark.estimators import TorchClassifier, TorchRegressionModel, TorchRegressor
+from ringspark.estimators.columns.inputs import layout_of_inputs, model_inputs, source_columns
+from ringspark.models import ModelSpec
+from ringspark.pipelines import Array, Column, HashBuckets, Padded, Ragged, Sparse, Vocabulary
+
+pytestmark = pytest.mark.spark
+
+CITIES = ["Bern", "Oslo", "Rome"]
+# The class is decided by the city alone; a rare one has an id of its own only without a bound.
+CLASSES = {"Bern": "cold", "Oslo": "cold", "Rome": "warm", "Lima": "warm"}
+TABULAR = ModelSpec("tabular", {"cardinalities": [5], "num_numeric": 1, "hidden": [8], "out_features": 2})
+
+
+class Cities(nn.Module):
+    """(batch,) ids -> (batch, 2) logits."""
+
+    def __init__(self, num_ids: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_ids, 2)
+
+    def forward(self, city: Any) -> Any:
+        return self.table(city)
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """120 rows: a city, its class, a number."""
+    names = [CITIES[i % 3] for i in range(117)] + ["Lima"] * 3
+    rows = [(i, name, CLASSES[name], float(i % 2)) for i, name in enumerate(names)]
+    return spark.createDataFrame(rows, "id long, city string, weather string, odd double").repartition(2)
+
+
+def _classifier(tmp_path: Path, **params: Any) -> TorchClassifier:
+    settings = {
+        "model": Cities(5),
+        "featuresCol": "city",
+        "labelCol": "weather",
+        "columns": {"city": Vocabulary()},
+        "epochs": 12,
+        "batchSize": 16,
+        "learningRate": 0.3,
+        "storageUri": str(tmp_path),
+        "showProgress": False,
+    }
+    return TorchClassifier(**(settings | params))
+
+
+@pytest.mark.modes
+def test_strings_are_features_and_classes_and_come_back_as_strings(table: Any, tmp_path: Path) -> None:
+    model = _classifier(tmp_path, metrics=["accuracy"]).fit(table)
+    # By frequency, and of equals by name.
+    assert model.labels == ["cold", "warm"]
+    unknown = table.sparkSession.createDataFrame([(1000, "Rome"), (1001, "Cairo")], "id long, city string")
+    rows = model.transform(table.select("id", "city").union(unknown)).orderBy("id").collect()
+    assert [row.predictedLabel for row in rows[:121]] == [CLASSES[row.city] for row in rows[:121]]
+    assert [model.labels[int(row.prediction)] for row in rows] == [row.predictedLabel for row in rows]
+    assert model.evaluate(table) == {"accuracy": 1.0}
+    schema = model.transformSchema(table.schema)
+    assert schema == model.transform(table).schema
+    assert model.copy({model.predictedLabelCol: ""}).transform(table).columns[-1] == "prediction"
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_strings_is_saved_searched_and_loaded(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+    estimator = _classifier(tmp_path, columns={"city": Vocabulary(max_size=3)}, metrics=["accuracy"])
+    pipeline = Pipeline(stages=[estimator])
+    pipeline.save(str(tmp_path / "pipeline"))
+    loaded = Pipeline.load(str(tmp_path / "pipeline"))
+    assert loaded.getStages()[0].getColumns() == {"city": Vocabulary(max_size=3)}
+    fitted = loaded.fit(table)
+    fitted.save(str(tmp_path / "model"))
+    again = PipelineModel.load(str(tmp_path / "model"))
+    wanted = [row.predictedLabel for row in fitted.transform(table).orderBy("id").collect()]
+    assert [row.predictedLabel for row in again.transform(table).orderBy("id").collect()] == wanted
+    assert again.stages[0].labels == ["cold", "warm"]
+
+
+def test_buckets_and_padded_arrays_are_inputs_of_their_own(table: Any, tmp_path: Path) -> None:
+    class Bags(nn.Module):
+        """(batch,) ids and (batch, 3) ids, 0 for none -> (batch,) numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.city, self.words = nn.Embedding(64, 1), nn.Embedding(4, 1, padding_idx=0)
+
+        def forward(self, city: Any, words: Any) -> Any:
+            return (self.city(city) + self.words(words).sum(1))[:, 0]
+
+    rows = table.withColumn("words", F.slice(F.array(F.lit(1), F.lit(2), F.lit(3)), 1, F.length("city") - 3))
+    rows = rows.withColumn("target", F.length("city").cast("double"))
+    model = TorchRegressor(
+        model=Bags(),
+        inputCols=["city", "words"],
+        labelCol="target",
+        columns={"city": HashBuckets(64), "words": Padded(length=3)},
+        epochs=20,
+        batchSize=16,
+        learningRate=0.2,
+        storageUri=str(tmp_path),
+        showProgress=False,
+    ).fit(rows)
+    scored = model.transform(rows).collect()
+    assert np.allclose([row.prediction for row in scored], [len(row.city) for row in scored], atol=0.2)
+
+
+@pytest.mark.modes
+def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table: Any, tmp_path: Path) -> None:
+    for params, sentence in (
+        (
+            {"columns": None},
+            r"column 'city' has type string.*by columns=\{'city': Vocabulary\(max_size=1000\)\}",
+        ),
+        ({"columns": {"town": Vocabulary()}}, "columns 'town' is not a column of the DataFrame"),
+        (
+            {"columns": {"city": Vocabulary(), "odd": Padded()}},
+            "columns names 'odd', which is neither an input nor a label",
+        ),
+        (
+            {"featuresCol": "odd", "columns": {"odd": Vocabulary()}},
+            "'odd' has type double: Vocabulary is for",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            _classifier(tmp_path, **params).fit(table)
+    masked = table.withColumn("odd.isnull", F.lit(False))
+    with pytest.raises(
+        ValueError, match=r"'odd.isnull' has the name of the null mask .* of 'odd'; rename it"
+    ):
+        _classifier(tmp_path, featuresCol="odd", weightCol="odd.isnull", columns=None).fit(masked)
+    with pytest.raises(ValueError, match="columns names 'city' twice"):
+        _classifier(tmp_path, columns={"City": Vocabulary(), "city": Vocabulary()}).fit(table)
+    with pytest.raises(TypeError, match=r"columns\['city'\] must be a kind .*, got 'hash'"):
+        _classifier(tmp_path, columns={"city": "hash"})
+    with pytest.raises(TypeError, match="columns must map names to kinds"):
+        _classifier(tmp_path, columns=["city"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_without_a_bound_does_not_fill_the_driver(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringspark.pipelines.writing.shards.MAX_WORDS", 3)
+    with pytest.raises(ValueError, match=r"'city' has more than 3 different strings; keep .* HashBuckets"):
+        _classifier(tmp_path).fit(table)
+    _classifier(tmp_path, columns={"city": Vocabulary(max_size=4)}, epochs=1).fit(table)
+    assert list(tmp_path.glob("shards-*")) == []
+
+
+def test_a_column_named_like_a_part_is_fed_from_itself() -> None:
+    name = "user.values"
+    inputs = model_inputs([Column(name=name, kind=Ragged("int64"))], [name])
+    numbers = ArrayType(LongType())
+    schema = StructType().add("user", numbers).add(name, numbers)
+    assert [field.name for field in source_columns(inputs, [name], schema, exact=True)] == [name, name]
+    padded = model_inputs([Column(name="words", kind=Padded("int64", 3))], ["words", "words.length"])
+    fields = source_columns(padded, ["user", "user.length"], schema, exact=True)
+    assert [field.name for field in fields] == ["user", "user"]
+    with pytest.raises(ValueError, match="name a column of rows of varying length twice"):
+        layout_of_inputs([*inputs, *inputs])
+
+
+def test_classes_are_numbered_by_the_alphabet_whatever_their_counts(spark: Any, tmp_path: Path) -> None:
+    """So thresholds and weights of classes mean the same in every fold."""
+    rows = [(float(i % 2), "no" if i % 4 == 0 else "yes") for i in range(16)]
+    model = TorchClassifier(
+        model=nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2)),
+        featuresCol="x",
+        storageUri=str(tmp_path),
+        showProgress=False,
+    ).fit(spark.createDataFrame(rows, "x double, label string"))
+    assert model.labels == ["no", "yes"]
+    unnamed = model.copy({model.predictionCol: ""}).transform(
+        spark.createDataFrame(rows, "x double, y string")
+    )
+    assert unnamed.columns == ["x", "y", "rawPrediction", "probability"]
+
+
+def test_nan_inside_arrays_of_a_kind_is_left_out_as_elsewhere(spark: Any, tmp_path: Path) -> None:
+    nan = float("nan")
+    rows = [(float(i), [1.0] * (i % 3), [[float(i)]]) for i in range(12)] + [(1.0, [nan], [[1.0]])]
+    table = spark.createDataFrame(rows, "label double, words array<double>, grid array<array<double>>")
+
+    class Sums(nn.Module):
+        """(batch, 2) and (batch, 1, 1) -> (batch,)"""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def forward(self, words: Any, grid: Any) -> Any:
+            return self.line(words)[:, 0] + grid[:, 0, 0]
+
+    model = TorchRegressor(
+        model=Sums(),
+        inputCols=["words", "grid"],
+        columns={"words": Padded(), "grid": Array()},
+        handleInvalid="skip",
+        storageUri=str(tmp_path),
+        showProgress=False,
+    ).fit(table)
+    assert next(iter(model.summary.history.rows)) == 12
+    assert model.transform(table).count() == 12
+
+
+def test_null_strings_are_refused_or_left_out_as_numbers_are(table: Any, tmp_path: Path) -> None:
+    rows = table.withColumn("city", F.when(F.col("id") != 5, F.col("city")))
+    with pytest.raises(ValueError, match="'city' has nulls in 1 of 120 rows"):
+        _classifier(tmp_path).fit(rows)
+    model = _classifier(tmp_path, handleInvalid="skip").fit(rows)
+    assert next(iter(model.summary.history.rows)) == 119
+    assert model.transform(rows).count() == 119
+    kept = model.copy({model.handleInvalid: "keep"}).transform(rows).where("id = 5").first()
+    assert (kept.prediction, kept.predictedLabel) == (None, None)
+
+
+@pytest.mark.modes
+def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark: Any, tmp_path: Path) -> None:
+    """A linear network over 2^18 features; the target is the sum of the values at even places."""
+    size = 1 << 18
+    rows = []
+    for i in range(60):
+        places = sorted({(i * 7919) % size, (i * 104729 + 1) % size, 2 * i})[: i % 4]
+        rows.append((i, Vectors.sparse(size, places, [1.0 + j for j in range(len(places))])))
+    table = spark.createDataFrame(rows, ["id", "features"]).repartition(3).sortWithinPartitions("id")
+    table = table.withColumn("label", F.col("id") % 5 / F.lit(4.0))
+    network, weights = nn.EmbeddingBag(size, 1, mode="sum"), {}
+    for workers, accumulation in ((1, 1), (1, 3), (2, 1)):
+        model = TorchRegressor(
+            model=network,
+            columns={"features": Sparse()},
+            optimizer="sgd",
+            learningRate=0.1,
+            gradientAccumulation=accumulation,
+            numWorkers=workers,
+            collective="torch",
+            epochs=2,
+            batchSize=8,
+            storageUri=str(tmp_path),
+            showProgress=False,
+        ).fit(table)
+        weights[workers, accumulation] = model.module().weight
+    first = weights[1, 1]
+    assert all((first - other).abs().max() < 1e-6 for other in weights.values())
+    model.write().overwrite().save(str(tmp_path / "model"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
+    for row in loaded.transform(table).collect():
+        wanted = sum(
+            first[place, 0].item() * value
+            for place, value in zip(row.features.indices, row.features.values, strict=True)
+        )
+        assert abs(row.prediction - wanted) < 1e-5
+    shorter = spark.createDataFrame([(Vectors.sparse(9, [1], [1.0]),)], ["features"])
+    with pytest.raises(Exception, match="a vector of size 9 in transform, the model was trained on 262144"):
+        loaded.transform(shorter).collect()
+
+
+def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark: Any, tmp_path: Path) -> None:
+    rows = [(i, [i % 5] * (i % 4), float(i % 4)) for i in range(60)]
+    table = spark.createDataFrame(rows, "id int, tags array<int>, label double")
+
+    class Count(nn.Module):
+        """ids (values,), starts (batch,) -> (batch,): the sum of the ids' weights."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(5, 1, mode="sum")
+
+        def forward(self, ids: Any, starts: Any) -> Any:
+            return self.bag(ids, starts)[:, 0]
+
+    settings: dict[str, Any] = {
+        "columns": {"tags": Ragged()},
+        "epochs": 30,
+        "batchSize": 8,
+        "learningRate": 0.1,
+    }
+    regressor = TorchRegressor(
+        model=Count(), inputCols=["tags"], storageUri=str(tmp_path), showProgress=False, **settings
+    )
+    model = regressor.fit(table)
+    scored = model.transform(table).collect()
+    weights = model.module().bag.weight.detach().numpy()[:, 0]
+    wanted = [weights[row.tags].sum() for row in scored]
+    assert np.allclose([row.prediction for row in scored], wanted, atol=1e-5)
+    loss = model.summary.history["train_loss"]
+    assert loss.iloc[-1] < 0.1 * loss.iloc[0], list(loss)
+    with pytest.raises(ValueError, match=r"'tags.values' is of no use alone, .* name 'tags' itself"):
+        regressor.copy({regressor.inputCols: ["tags.values"]}).fit(table)
+    with pytest.raises(ValueError, match=r"cannot take the input columns \[tags.values "):
+        regressor.copy({regressor.model: nn.EmbeddingBag(3, 1), regressor.columns: {"tags": Ragged()}}).fit(
+            table.withColumn("tags", F.array(F.lit(7)))
+        )
+
+
+def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(
+    table: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"cannot take the input columns \[city .*index out of range"):
+        _classifier(tmp_path, model=Cities(4)).fit(table)
+    words = table.withColumn("words", F.array(F.lit(3)))
+    with pytest.raises(ValueError, match=r"cannot take the input columns \[words .*index out of range"):
+        # What fills short rows is an id as well.
+        _classifier(
+            tmp_path,
+            featuresCol="words",
+            columns={"words": Padded(length=2, value=4)},
+            model=nn.Sequential(nn.Embedding(4, 1), nn.Flatten()),
+        ).fit(words)
+    # In an array of one size each place may have a table of its own.
+    spec = ModelSpec("tabular", {"cardinalities": [2, 9], "num_numeric": 1, "hidden": [4], "out_features": 2})
+    codes = table.withColumn("codes", F.array(F.col("id") % 2, F.col("id") % 9))
+    codes = codes.withColumn("numbers", F.array("odd"))
+    several = TorchClassifier(
+        model=spec,
+        inputCols=["codes", "numbers"],
+        labelCol="weather",
+        storageUri=str(tmp_path),
+        showProgress=False,
+    )
+    assert several.fit(codes).labels == ["cold", "warm"]
+
+
+@pytest.mark.slow
+def test_a_search_learns_the_words_of_each_fold(table: Any, tmp_path: Path) -> None:
+    estimator = _classifier(tmp_path, metrics=["accuracy"])
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [0.3]).build()
+
+    class Accuracy:
+        def evaluate(self, frame: Any) -> float:
+            return float(frame.where("predictedLabel = weather").count() / frame.count())
+
+        def isLargerBetter(self) -> bool:  # noqa: N802
+            return True
+
+        def copy(self, extra: Any = None) -> Any:
+            return self
+
+    search = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=grid,
+        evaluator=Accuracy(),
+        numFolds=2,
+        seed=1,  # type: ignore[arg-type]
+    )
+    assert search.fit(table).avgMetrics[0] > 0.9

@@ -1,0 +1,60 @@
+"""A process lets the modules go that nobody has used for a while."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import TorchRegressionModel
+from ringspark.estimators.inference import module_cache, predict
+from ringspark.estimators.inference.module_cache import MAX_MODULES, ModuleCache
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
+from ringspark.models import ModelSpec
+
+SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache: ModuleCache[nn.Module] = ModuleCache()
+    made = [cache.get(key, lambda: nn.Linear(1, 1)) for key in range(MAX_MODULES)]
+    assert cache.get(0, lambda: nn.Linear(1, 1)) is made[0]
+    cache.get("one more", lambda: nn.Linear(1, 1))
+    assert cache.get(0, lambda: nn.Linear(1, 1)) is made[0]
+    assert cache.get(1, lambda: nn.Linear(1, 1)) is not made[1]
+    cache.clear()
+    assert len(cache) == 0
+
+
+@pytest.mark.spark
+def test_a_python_worker_lets_a_model_go_after_its_last_use(spark: Any, tmp_path: Path) -> None:
+    """In a worker of Spark's: the module is freed, and mapped anew when it is asked for again."""
+    save_checkpoint(str(tmp_path), SPEC.build())
+    predictor = TorchRegressionModel(model=SPEC)._set_trained(str(tmp_path), [(1,)], None)._predictor()
+
+    def work(batches: Any) -> Any:
+        for batch in batches:
+            predict.modules.clear()  # and the minute that an earlier test's model has left
+            predict.modules.keep_seconds = 0.01
+            try:
+                seen = weakref.ref(predict.cached_module(predictor))
+                deadline = time.monotonic() + 60
+                while len(predict.modules) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                gc.collect()
+                freed = seen() is None
+                again = predict.cached_module(predictor)(torch.ones(1, 2)).shape == (1, 1)
+            finally:
+                predict.modules.clear()
+                predict.modules.keep_seconds = module_cache.KEEP_SECONDS
+            yield pa.RecordBatch.from_pylist([{"freed": freed, "again": again}] * (batch.num_rows > 0))
+
+    rows = spark.range(0, 1, 1, 1).mapInArrow(work, "freed boolean, again boolean").collect()
+    assert [(row.freed, row.again) for row in rows] == [(True, True)]

@@ -1,0 +1,327 @@
+"""`SequenceWindows` against windows that NumPy cuts, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import SequenceWindows, TorchRegressor
+
+pytestmark = pytest.mark.spark
+
+HOUR = 3600
+START = datetime(2024, 10, 26, 12)  # a day before Europe's clocks go back
+
+
+def runs(rows: list[dict[str, Any]], max_gap: int | None) -> list[list[dict[str, Any]]]:
+    """The rows by key and in time order, cut where two are further apart than `max_gap`."""
+    found: list[list[dict[str, Any]]] = []
+    ordered = sorted(rows, key=lambda row: (row["k"], row["t"]))
+    for _, series in itertools.groupby(ordered, key=lambda row: row["k"]):
+        before = None
+        for row in series:
+            if before is None or (max_gap is not None and row["t"] - before > max_gap):
+                found.append([])
+            found[-1].append(row)
+            before = row["t"]
+    return found
+
+
+def expected(
+    rows: list[dict[str, Any]], *, steps: int, stride: int, horizon: int, max_gap: int | None, keeps: bool
+) -> list[tuple[Any, ...]]:
+    """The windows by hand: id of the last row, history, label."""
+    windows: list[tuple[Any, ...]] = []
+    for run in runs(rows, max_gap):
+        if len(run) < steps:
+            continue
+        values = np.array([[np.nan if row[n] is None else row[n] for n in ("a", "b")] for row in run])
+        cut = np.lib.stride_tricks.sliding_window_view(values, steps, axis=0).transpose(0, 2, 1)
+        for first in range(0, len(cut), stride):
+            last = first + steps - 1
+            label = [row["y"] for row in run[last + 1 : last + 1 + horizon]]
+            label = label if len(label) == horizon and None not in label else None
+            if not np.isnan(cut[first]).any() and (keeps or label is not None):
+                flat = label[0] if label is not None and horizon == 1 else label
+                windows.append((run[last]["id"], cut[first].tolist(), flat))
+    return sorted(windows, key=lambda window: window[0])
+
+
+def random_rows(seed: int, *, nulls: bool) -> list[dict[str, Any]]:
+    """Series of several lengths, some empty but for a row, with gaps of 1 to 4 hours."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for key in range(5):
+        now = 0
+        for _ in range(int(rng.choice([1, 3, 8, 25]))):
+            now += int(rng.choice([1, 1, 1, 1, 1, 1, 2, 4])) * HOUR
+            values = {name: float(np.round(rng.normal(), 3)) for name in ("a", "b", "y")}
+            if nulls:
+                values = {name: None if rng.random() < 0.06 else v for name, v in values.items()}
+            rows.append({"k": f"key {key}", "t": now, **values})
+    rng.shuffle(rows)
+    return [{"id": number, **row} for number, row in enumerate(rows)]
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize(
+    ("seed", "steps", "stride", "horizon", "max_gap", "nulls", "keeps"),
+    [
+        (0, 1, 1, 1, None, False, False),
+        (1, 4, 1, 1, "1 hour", False, False),
+        (2, 3, 3, 2, "2 hours", False, True),
+        (3, 5, 2, 3, None, True, False),
+        (4, 2, 4, 1, "1 hour", True, True),
+    ],
+)
+def test_the_windows_are_those_of_numpy(
+    spark: Any, seed: int, steps: int, stride: int, horizon: int, max_gap: str, nulls: bool, keeps: bool
+) -> None:
+    rows = random_rows(seed, nulls=nulls)
+    frame = spark.createDataFrame(rows, "id long, k string, t long, a double, b double, y double")
+    stage = SequenceWindows(
+        keyCols=["k"],
+        timeCol="time",
+        valueCols=["a", "b"],
+        steps=steps,
+        stride=stride,
+        targetCol="y",
+        horizon=horizon,
+        maxGap=max_gap,
+        targetTimeCol="until",
+        handleInvalid="skip",
+        handleUnlabeled="keep" if keeps else "skip",
+    )
+    given = frame.withColumn("time", F.timestamp_seconds("t")).drop("t").repartition(3)
+    windows = stage.transform(given)
+    assert windows.schema == stage.transformSchema(given.schema)
+    found = windows.orderBy("id").collect()
+    limit = int(max_gap.split()[0]) * HOUR if max_gap else None
+    wanted = expected(rows, steps=steps, stride=stride, horizon=horizon, max_gap=limit, keeps=keeps)
+    assert len(wanted) > 3
+    assert [(row.id, row.features, row.label) for row in found] == wanted
+    # A label is later than all of its window.
+    assert all((row.until is None) == (row.label is None) for row in found)
+    assert all(row.until > row.time for row in found if row.until is not None)
+    counts = stage.countWindows(given)
+    assert counts["windows"] == len(wanted)
+    assert sum(counts.values()) == len(rows)
+
+
+@pytest.mark.parametrize("kind", ["timestamp", "timestamp_ntz", "date", "bigint", "smallint"])
+def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
+    """Three neighbours, a gap, two neighbours; meanwhile the clock of the session's zone is set back."""
+    steps = [0, 1, 2, 4, 5]
+    if kind in ("timestamp", "timestamp_ntz"):
+        times: list[Any] = [START + timedelta(hours=12 + step) for step in steps]
+        if kind == "timestamp":
+            times = [(time - datetime(1970, 1, 1)).total_seconds() for time in times]
+    else:
+        times = [START.date() + timedelta(days=step) for step in steps] if kind == "date" else steps
+    type_of = {"timestamp": "double", "smallint": "bigint"}.get(kind, kind)
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
+    try:
+        frame = spark.createDataFrame([(time, i) for i, time in enumerate(times)], f"t {type_of}, v int")
+        if kind != type_of:
+            frame = frame.withColumn("t", F.col("t").cast(kind))
+        assert frame.schema["t"].dataType.simpleString() == kind
+        gap: Any = {"date": timedelta(days=1), "bigint": 1, "smallint": 1}.get(kind, "60 minutes")
+        stage = SequenceWindows(keyCols=[], timeCol="t", valueCols="v", steps=2, maxGap=gap)
+        assert [row.features for row in stage.transform(frame).orderBy("v").collect()] == [
+            [[0], [1]],
+            [[1], [2]],
+            [[3], [4]],
+        ]
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """Two series of 30 hours: a number, its double as a vector part, its parity, a text."""
+    plain = spark.range(0, 60, 1, 2).selectExpr(
+        "id",
+        "concat('s', id % 2) as k",
+        "timestamp_seconds(id div 2 * 3600) as t",
+        "sin(id / 3) as v",
+        "cast(id % 3 as int) as n",
+        "id % 2 = 0 as even",
+        "cast(id as decimal(9, 2)) as d",
+    )
+    return plain.withColumn("pair", F.array(F.col("v"), 2 * F.col("v")))
+
+
+def _stage(**params: Any) -> SequenceWindows:
+    settings = {"keyCols": "k", "timeCol": "t", "valueCols": "v", "steps": 3}
+    return SequenceWindows(**(settings | params))
+
+
+@pytest.mark.modes
+def test_a_pipeline_of_windows_and_a_network_is_fitted_saved_and_loaded(
+    spark_saves: None, table: Any, tmp_path: Path
+) -> None:
+    network = TorchRegressor(
+        model=nn.Sequential(nn.Flatten(), nn.Linear(6, 2)),
+        handleInvalid="skip",
+        epochs=2,
+        batchSize=16,
+        storageUri=str(tmp_path),
+        showProgress=False,
+    )
+    # One pipeline trains on the windows with a label, and forecasts behind the newest row as well.
+    windows = _stage(valueCols=["v", "n"], targetCol="v", horizon=2, handleUnlabeled="keep")
+    Pipeline(stages=[windows, network]).save(str(tmp_path / "pipeline"))
+    model = Pipeline.load(str(tmp_path / "pipeline")).fit(table)
+    assert next(iter(model.stages[1].summary.history.rows)) == 52
+    model.save(str(tmp_path / "model"))
+    assert not list((tmp_path / "model").rglob("objects.pkl"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    rows = loaded.transform(table).orderBy("id").collect()
+    assert len(rows) == 56
+    assert [row.label is None for row in rows] == [False] * 52 + [True] * 4
+    assert rows == model.transform(table).orderBy("id").collect()
+    assert [len(row.prediction) for row in rows] == [2] * 56
+
+
+@pytest.mark.slow
+def test_a_stage_keeps_its_params_when_copied_saved_and_loaded(table: Any, tmp_path: Path) -> None:
+    stage = _stage(outputCols="w", maxGap=timedelta(hours=1), targetCol="d", stride=2)
+    stage.save(str(tmp_path / "stage"))
+    for other in (SequenceWindows.load(str(tmp_path / "stage")), stage.copy()):
+        assert other.uid == stage.uid
+        assert {p.name: v for p, v in other.extractParamMap().items()} == {
+            p.name: v for p, v in stage.extractParamMap().items()
+        }
+        assert (
+            other.transform(table).orderBy("id").collect() == stage.transform(table).orderBy("id").collect()
+        )
+    assert stage.copy({stage.maxGap: "30 minutes"}).countWindows(table)["short"] == 60
+    for param in stage.params:
+        assert f"{param.name}: {param.doc}" in stage.explainParams()
+        capital = param.name[0].upper() + param.name[1:]
+        assert callable(getattr(stage, f"get{capital}"))
+        assert callable(getattr(stage, f"set{capital}"))
+
+
+def test_numbers_of_all_kinds_join_and_keep_their_type_alone(table: Any) -> None:
+    rows = table.withColumn("vector", array_to_vector("pair")).where("id >= 54")
+    names = ["v", "n", "even", "d", "pair", "vector"]
+    joined = _stage(valueCols=names)
+    apart = _stage(valueCols=names, outputCols=[f"w_{name}" for name in names])
+    assert joined.transform(rows).schema == joined.transformSchema(rows.schema)
+    assert [(f.name, f.dataType.simpleString()) for f in apart.transform(rows).schema] == [
+        (f.name, f.dataType.simpleString()) for f in apart.transformSchema(rows.schema)
+    ]
+    given = {row.id: row for row in rows.collect()}
+    (first, _) = joined.transform(rows).orderBy("id").collect()
+    for row, number in zip(first.features, (54, 56, 58), strict=True):
+        there = given[number]
+        plain = [there.v, there.n, there.even, float(there.d), *there.pair, *np.float32(there.pair)]
+        assert row == [float(value) for value in plain]
+    (first, _) = apart.transform(rows).orderBy("id").collect()
+    assert first.w_even == [True] * 3
+    assert first.w_n == [given[number].n for number in (54, 56, 58)]
+    assert np.shape(first.w_vector) == (3, 2)
+    # Whole numbers stay whole, for an nn.Embedding; single precision stays single.
+    types = {
+        ("n", "id"): "bigint",
+        ("n", "v"): "double",
+        ("vector", "even"): "float",
+    }
+    for names_of, kind in types.items():
+        schema = _stage(valueCols=list(names_of)).transformSchema(rows.schema)
+        assert schema["features"].dataType.simpleString() == f"array<array<{kind}>>"
+
+
+def test_a_target_array_with_a_null_inside_is_no_target(spark: Any) -> None:
+    rows = spark.range(0, 8, 1, 1).selectExpr(
+        "id as t", "double(id) as v", "array(double(id), if(id = 5, null, 1.0D)) as y"
+    )
+    stage = _stage(keyCols=[], steps=2, targetCol="y", handleInvalid="skip")
+    found = stage.transform(rows).orderBy("t").collect()
+    assert [(row.t, row.label) for row in found] == [(t, [t + 1.0, 1.0]) for t in (1, 2, 3, 5, 6)]
+    counts = stage.countWindows(rows)
+    assert (counts["windows"], counts["unlabeled"]) == (5, 2)
+
+
+def test_spark_shuffles_and_sorts_once(table: Any) -> None:
+    if not hasattr(table, "_jdf"):
+        pytest.skip("a plan of Connect is the server's")
+    stage = _stage(targetCol="v", horizon=3, maxGap="1 hour", targetTimeCol="until")
+    plan = stage.transform(table)._jdf.queryExecution().executedPlan().toString()
+    assert (plan.count("Sort ["), plan.count("Exchange ")) == (1, 1)
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            "if(id = 8, timestamp_seconds(0), t) as t",
+            r"two rows have k=s0, t=1970-01-01 .*groupBy\('k', 't'\)",
+        ),
+        ("if(id = 8, null, k) as k", r"'k' is null where k=null, t=1970-01-01 .*handleInvalid='skip'"),
+        ("if(id = 8, null, t) as t", r"'t' is null where k=s0, t=null; fill or drop it first"),
+        ("if(id = 8, null, v) as v", r"'v' is null where k=s0, t=1970-01-01"),
+    ],
+)
+def test_rows_that_no_series_can_hold_are_refused(
+    spark: Any, table: Any, tmp_path: Path, change: str, sentence: str
+) -> None:
+    name = change.rpartition(" ")[2]
+    rows = table.select(*(c for c in table.columns if c != name), F.expr(change))
+    windows = _stage(targetCol="v").transform(rows)
+    # Also where nothing of the windows is asked for.
+    for action in (windows.count, windows.select("id").collect):
+        with pytest.raises(Exception, match=sentence):
+            action()
+    network = TorchRegressor(
+        model=nn.Sequential(nn.Flatten(), nn.Linear(3, 1)), storageUri=str(tmp_path), showProgress=False
+    )
+    with pytest.raises(ValueError, match=f"^{sentence}") as caught:
+        network.fit(windows)
+    assert "\n" not in str(caught.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_cannot_be_windows_is_refused_before_any_job(spark: Any, table: Any) -> None:
+    for params, sentence in (
+        ({"timeCol": None}, "SequenceWindows needs timeCol: column that orders a series"),
+        ({"keyCols": "key"}, "keyCols 'key' is not a column of the DataFrame; the DataFrame has"),
+        ({"valueCols": []}, "valueCols must name at least one column"),
+        ({"valueCols": ["v", "k"]}, "valueCols 'k' has type string.*StringIndexer"),
+        ({"timeCol": "v"}, "timeCol 'v' has type double; make it a timestamp"),
+        ({"maxGap": 3600}, "maxGap must be a duration such as '1 hour', as timeCol 't' has type timestamp"),
+        ({"timeCol": "id", "maxGap": "1 hour"}, "maxGap must be a whole number, as timeCol 'id'"),
+        ({"outputCols": ["a", "b"]}, "outputCols must name a column for each of the 1 valueCols"),
+        ({"outputCol": "v"}, "Output column v already exists; drop it first"),
+        ({"targetCol": "d", "labelCol": "features"}, "the output columns must differ"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            _stage(**params).transform(table)
+    days = table.withColumn("t", F.to_date("t"))
+    with pytest.raises(ValueError, match="maxGap must be whole days, as timeCol 't' holds dates"):
+        _stage(maxGap="36 hours").transform(days)
+    with pytest.raises(ValueError, match=r"takes no stream, .* foreachBatch"):
+        _stage(timeCol="timestamp", valueCols="value", keyCols=[]).transform(
+            spark.readStream.format("rate").load()
+        )
+    for name, value in (("steps", 0), ("stride", 0), ("horizon", 0), ("maxGap", 0), ("maxGap", "2 months")):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            _stage(**{name: value})
+    with pytest.raises(ValueError, match="handleInvalid must be 'error' or 'skip', got 'keep'"):
+        _stage(handleInvalid="keep")
+    with pytest.raises(TypeError, match="'keyCol'; did you mean 'keyCols'"):
+        SequenceWindows(keyCol="k")
+    with pytest.warns(UserWarning, match="horizon has no effect: targetCol is not set"):
+        _stage(horizon=2).transform(table)

@@ -1,0 +1,167 @@
+"""Texts through `fit`: tokenized at the write and in transform, padded to each batch's longest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.sql import functions as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from ringspark.estimators import Callback, TorchClassifier, TrainingState, WorkerError
+from ringspark.models import ModelSpec
+from ringspark.pipelines import Tokens
+
+pytestmark = pytest.mark.spark
+
+WORDS = ["[PAD]", "?", "snow", "ice", "sun", "sand", "and", "much"]
+# The last one is of unknown words, and the one before has no token at all.
+TEXTS = ["snow and ice", "sun", "much sand and much sun", "ice", "much much snow", "", "rain"]
+CLASSES = ["cold", "warm", "warm", "cold", "cold", "warm", "warm"]
+SIZES = {"vocab_size": len(WORDS), "dim": 8, "out_features": 2}
+BAG = ModelSpec("embedding_mean", SIZES)
+TRANSFORMER = ModelSpec("transformer_classifier", SIZES | {"max_seq_len": 4, "depth": 1, "num_heads": 2})
+
+
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """71 rows, so that the last step of batches of 10 has one, and a second worker none."""
+    rows = [(i, TEXTS[i % 7], CLASSES[i % 7]) for i in range(71)]
+    return spark.createDataFrame(rows, "id long, text string, weather string").repartition(2)
+
+
+def classifier(folder: Path, **params: Any) -> TorchClassifier:
+    settings = {
+        "model": BAG,
+        "featuresCol": "text",
+        "labelCol": "weather",
+        "columns": {"text": Tokens.of(tokenizer(), max_length=4)},
+        "epochs": 15,
+        "batchSize": 10,
+        "learningRate": 0.1,
+        "storageUri": str(folder),
+        "showProgress": False,
+    }
+    return TorchClassifier(**(settings | params))
+
+
+class Stop(Callback):
+    """Raises in step 11 of 16 as long as `path` is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 11 and os.path.exists(self._path):
+            raise ZeroDivisionError("on purpose")
+
+
+def by_hand(model: Any, texts: list[str]) -> list[str]:
+    """The classes of texts, each alone and unpadded, cut to four words."""
+    found = []
+    for text in texts:
+        ids = torch.tensor([[WORDS.index(w) if w in WORDS else 1 for w in text.split()[:4]] or [0]])
+        mask = torch.full(ids.shape, float(bool(text)))
+        with torch.no_grad():
+            found.append(model.labels[int(model.module()(ids, mask).argmax())])
+    return found
+
+
+@pytest.mark.modes
+def test_texts_are_features_saved_loaded_and_streamed(spark: Any, table: Any, tmp_path: Path) -> None:
+    fitted = Pipeline(stages=[classifier(tmp_path)]).fit(table)
+    fitted.save(str(tmp_path / "model"))
+    assert not list((tmp_path / "model").rglob("*.pkl"))
+    loaded = PipelineModel.load(str(tmp_path / "model"))
+    # Ids and mask are of one object, so that a text is tokenized once.
+    assert len({id(item.column) for item in loaded.stages[0]._inputs}) == 1
+    # Longer texts than any before, an empty one and unknown words alone, in batches of other lengths.
+    texts = [*TEXTS, "sun and sand and snow and ice and ice", "hail", ""]
+    new = spark.createDataFrame([(i, text) for i, text in enumerate(texts)], "id long, text string")
+    new.coalesce(1).write.parquet(str(tmp_path / "new"))
+    wanted = by_hand(fitted.stages[0], texts)
+    assert wanted[:7] == CLASSES
+    for model in (fitted, loaded):
+        assert [row.predictedLabel for row in model.transform(new).orderBy("id").collect()] == wanted
+    stream = loaded.transform(spark.readStream.schema("id long, text string").parquet(str(tmp_path / "new")))
+    query = (
+        stream.writeStream.format("parquet")
+        .option("checkpointLocation", str(tmp_path / "progress"))
+        .trigger(availableNow=True)
+        .start(str(tmp_path / "scored"))
+    )
+    assert query.awaitTermination(300)
+    scored = spark.read.parquet(str(tmp_path / "scored"))
+    assert [row.predictedLabel for row in scored.orderBy("id").collect()] == wanted
+
+
+def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path: Path, spark: Any) -> None:
+    estimator = classifier(tmp_path)
+    estimator.save(str(tmp_path / "estimator"))
+    assert not list((tmp_path / "estimator").rglob("*.pkl"))
+    assert TorchClassifier.load(str(tmp_path / "estimator")).getColumns() == estimator.getColumns()
+
+
+def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp_path: Path) -> None:
+    """Also where a worker has no row, and where the rows of a step are cut into pieces."""
+    weights = []
+    for workers, accumulation in ((1, 1), (2, 1), (1, 3)):
+        model = classifier(
+            tmp_path,
+            model=TRANSFORMER,
+            optimizer="sgd",
+            epochs=2,
+            numWorkers=workers,
+            gradientAccumulation=accumulation,
+        ).fit(table)
+        weights.append(model.module().state_dict())
+    one, two, cut = weights
+    assert all((one[name] - two[name]).abs().max() < 1e-6 for name in one)
+    assert all((one[name] - cut[name]).abs().max() < 1e-6 for name in one)
+
+
+@pytest.mark.slow
+def test_a_run_of_texts_goes_on_exactly(table: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": TRANSFORMER, "epochs": 2}
+    whole = classifier(tmp_path, **settings).fit(table)
+    settings |= {"storageUri": None, "runUri": str(tmp_path / "run"), "checkpointEverySteps": 5}
+    (tmp_path / "stop").touch()
+    with pytest.raises(WorkerError, match="on purpose"):
+        classifier(tmp_path, **settings, callbacks=[Stop(tmp_path / "stop")]).fit(table)
+    (tmp_path / "stop").unlink()
+    resumed = classifier(tmp_path, **settings, callbacks=[Stop(tmp_path / "stop")], resume=True).fit(table)
+    assert resumed.summary.resumed_steps
+    for name, values in whole.module().state_dict().items():
+        assert torch.equal(values, resumed.module().state_dict()[name])
+
+
+def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table: Any, tmp_path: Path) -> None:
+    holey = table.withColumn("text", F.when(F.col("id") != 5, F.col("text")))
+    with pytest.raises(ValueError, match="column 'text' has nulls in 1 of 71 rows"):
+        classifier(tmp_path).fit(holey)
+    model = classifier(tmp_path, handleInvalid="skip", epochs=1).fit(holey)
+    assert next(iter(model.summary.history.rows)) == 70
+    assert model.transform(holey).count() == 70
+    kept = model.copy({model.handleInvalid: "keep"}).transform(holey)
+    assert [row.id for row in kept.where("prediction is null").collect()] == [5]
+
+
+def test_a_text_that_is_too_long_is_refused_where_that_is_asked_for(table: Any, tmp_path: Path) -> None:
+    short = Tokens.of(tokenizer(), max_length=4, too_long="refuse")
+    with pytest.raises(ValueError, match="column 'text' holds a text of 5 tokens where max_length=4 was"):
+        classifier(tmp_path, columns={"text": short}).fit(table)
+    fitting = table.where("length(text) < 20")
+    model = classifier(tmp_path, columns={"text": short}, epochs=1).fit(fitting)
+    with pytest.raises(Exception, match="column 'text' holds a text of 5 tokens where max_length=4 was"):
+        model.transform(table).collect()
+    assert not list(tmp_path.glob("shards-*"))

@@ -1,0 +1,364 @@
+"""Metrics of a user's own, over several ranks against torchmetrics, or the function, over the joined rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of
+from torch import nn
+
+from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.inference.evaluate import Evaluation
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.objective.metric_set import MetricSet
+from ringspark.estimators.training.objective.own_metrics import (
+    direction,
+    metric_of,
+    named_metrics,
+    tried,
+)
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.pipelines import ShardManifest
+
+torchmetrics = pytest.importorskip("torchmetrics")
+classification = pytest.importorskip("torchmetrics.classification")
+regression = pytest.importorskip("torchmetrics.regression")
+
+CPU = torch.device("cpu")
+ROWS, BATCH = 240, 32
+GANGS = [name for name in COLLECTIVES if name != "local"]
+
+
+class Spread(torchmetrics.Metric):  # type: ignore[misc,name-defined]
+    """The largest error less the smallest, beside states of every other rule."""
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("most", torch.tensor(-math.inf), dist_reduce_fx="max")
+        self.add_state("least", torch.tensor(math.inf), dist_reduce_fx="min")
+        self.add_state("average", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+        # Root of the sum of squares: neither of the built-in rules.
+        self.add_state("norm", torch.tensor(0.0), dist_reduce_fx=lambda norms: norms.square().sum(0).sqrt())
+        self.add_state("all", [], dist_reduce_fx="cat")
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        errors = outputs - labels
+        self.most = torch.max(self.most, errors.max())
+        self.least = torch.min(self.least, errors.min())
+        self.average = (self.average * self.rows + errors.sum()) / (self.rows + len(errors))
+        self.rows = self.rows + len(errors)
+        self.norm = (self.norm**2 + (errors**2).sum()).sqrt()
+        self.all.append(errors)
+
+    def compute(self) -> torch.Tensor:
+        median = torch.cat(self.all).median() if isinstance(self.all, list) else self.all.median()
+        return self.most - self.least + 10 * self.average + 100 * self.norm + 1000 * median + self.rows
+
+
+def absolute(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One number per row."""
+    return (outputs - labels).abs()
+
+
+def rank_correlation(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """One number for all rows, which no mean of parts gives."""
+    places = torch.stack([values.argsort().argsort().double() for values in (outputs, labels)])
+    return float(torch.corrcoef(places)[0, 1])
+
+
+CASES: dict[str, tuple[Any, str]] = {
+    "BinaryAUROC": (classification.BinaryAUROC(), "one logit"),
+    "binned BinaryAUROC": (classification.BinaryAUROC(thresholds=20), "two logits"),
+    "BinaryF1Score": (classification.BinaryF1Score(), "two logits"),
+    "MulticlassF1Score": (classification.MulticlassF1Score(num_classes=5), "five logits"),
+    "MulticlassAccuracy, top 2": (classification.MulticlassAccuracy(num_classes=5, top_k=2), "five logits"),
+    "MulticlassAccuracy of two": (classification.MulticlassAccuracy(num_classes=2), "one logit"),
+    "MultilabelAUROC": (classification.MultilabelAUROC(num_labels=3), "three labels"),
+    "MeanSquaredError": (regression.MeanSquaredError(), "values"),
+    # Its states are joined by no rule: it takes a stack of those of all ranks.
+    "PearsonCorrCoef": (regression.PearsonCorrCoef(), "values"),
+    "ExplainedVariance": (regression.ExplainedVariance(), "values"),
+    "every rule": (Spread(), "values"),
+    "one number per row": (absolute, "values"),
+    "one number": (rank_correlation, "values"),
+    "an nn loss by row": (nn.L1Loss(reduction="none"), "values"),
+}
+
+
+def _data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs as a network gives them, and labels as a column does."""
+    g = torch.Generator().manual_seed(sum(map(ord, name)))
+    shape = {
+        "one logit": (ROWS, 1),
+        "two logits": (ROWS, 2),
+        "five logits": (ROWS, 5),
+        "three labels": (ROWS, 3),
+    }
+    logits = torch.randn(shape.get(name, (ROWS, 1)), generator=g)
+    if name == "values":
+        return logits, logits[:, 0] * 0.5 + torch.randn(ROWS, generator=g)
+    classes = 5 if name == "five logits" else 2
+    return logits, torch.randint(
+        0, classes, (ROWS, 3) if name == "three labels" else (ROWS,), generator=g
+    ).float()
+
+
+def _reference(name: str) -> float:
+    """The metric in one process, over all rows at once."""
+    metric, data = CASES[name]
+    outputs, labels = _data(data)
+    if data == "values":
+        outputs = outputs[:, 0]
+    elif data == "one logit" and "Multiclass" in type(metric).__name__:
+        outputs = torch.cat([torch.zeros(ROWS, 1), outputs], 1).softmax(1)
+    elif data == "one logit":
+        outputs = outputs[:, 0].sigmoid()
+    elif data == "two logits":
+        outputs = outputs.softmax(1)[:, 1]
+    else:
+        outputs = outputs.softmax(1) if data == "five logits" else outputs.sigmoid()
+    if not isinstance(metric, torchmetrics.Metric):
+        value = metric(outputs, labels)
+        return float(value.mean() if isinstance(value, torch.Tensor) else value)
+    metric = metric.clone()
+    metric.update(outputs, labels if data == "values" else labels.long())
+    return float(metric.compute())
+
+
+def _set(name: str) -> MetricSet:
+    metric, data = CASES[name]
+    outputs, labels = _data(data)
+    found = tried("own", metric, [outputs[:10]], [labels[:10]])
+    width = outputs.shape[-1]
+    return MetricSet(["own"], width, CPU, own={"own": (metric, found.per_row)})
+
+
+def _values(collective: Collective, device: str, status: Status) -> str:
+    """Every case, its second half after a save and a load; the second rank of three sees no rows."""
+    result = {}
+    for name, (_, data) in CASES.items():
+        status.phase = name
+        outputs, labels = _data(data)
+        dealt = [slice(0, ROWS)] if collective.size == 1 else [slice(0, 50), slice(50, 50), slice(50, ROWS)]
+        mine = dealt[collective.rank]
+        batches = list(zip(outputs[mine].split(BATCH), labels[mine].split(BATCH), strict=True))
+        metrics, straight = _set(name), _set(name)
+        assert math.isnan(metrics.compute(collective)["own"])
+        for number, batch in enumerate(batches):
+            straight.update(*batch)
+            metrics.update(*batch)
+            if number == len(batches) // 2:
+                states, metrics = metrics.states(), _set(name)
+                metrics.load_states(states)
+        result[name] = metrics.compute(collective)["own"]
+        # What was saved between goes on to the bit, and computing changes nothing.
+        assert straight.compute(collective)["own"] == metrics.compute(collective)["own"] == result[name]
+        metrics.reset()
+        assert math.isnan(metrics.compute(collective)["own"])
+    return json.dumps(result)
+
+
+def _check(text: str) -> None:
+    values = json.loads(text)
+    assert values == {name: pytest.approx(_reference(name), rel=2e-5) for name in CASES}
+
+
+def test_a_metric_over_batches_is_that_of_all_rows() -> None:
+    _check(_values(LocalCollective(), "cpu", Status("here")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_of_ranks_that_are_gone_count_beside_new_rows(name: str) -> None:
+    """Three ranks, one of them without rows, are cut within an epoch; one goes on with the rest."""
+    outputs, labels = _data(CASES[name][1])
+    gone = [_set(name) for _ in range(3)]
+    gone[0].update(outputs[:90], labels[:90])
+    gone[2].update(outputs[90:130], labels[90:130])
+    heir = _set(name)
+    heir.load_states([state for metrics in gone for state in metrics.states()], carried=True)
+    heir.update(outputs[130:], labels[130:])
+    assert heir.compute(LocalCollective())["own"] == pytest.approx(_reference(name), rel=2e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GANGS)
+def test_a_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
+    texts = run_spawned(3, name, _values)
+    assert texts[0] == texts[1] == texts[2]
+    _check(texts[0])
+
+
+def test_the_object_that_was_given_stays_as_it_is() -> None:
+    metric = regression.MeanSquaredError()
+    metric.update(torch.ones(2), torch.zeros(2))
+    tried("own", metric, [torch.zeros(4)], [torch.ones(4)])
+    metrics = MetricSet(["own"], 1, CPU, own={"own": (metric, False)})
+    metrics.update(torch.zeros(3), torch.full((3,), 2.0))
+    assert metrics.compute(LocalCollective()) == {"own": 4.0}
+    assert (metric.compute(), metric.total) == (1.0, 2)
+
+
+def test_rows_of_an_ignored_label_count_in_no_metric_of_ones_own() -> None:
+    metrics = MetricSet(
+        ["hits"], 2, CPU, ignored=-1, own={"hits": (lambda o, n: (o.argmax(1) == n).float(), True)}
+    )
+    metrics.update(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, -1]))
+    assert metrics.compute(LocalCollective()) == {"hits": 1.0}
+
+
+def test_metrics_get_names_of_their_own() -> None:
+    found = named_metrics(
+        [
+            "f1",
+            regression.MeanSquaredError,
+            absolute,
+            functools.partial(rank_correlation),
+            {"top 2": classification.MulticlassAccuracy(num_classes=5, top_k=2), "half": lambda o, n: o / 2},
+            torchmetrics.MetricCollection({"mae": regression.MeanAbsoluteError()}),
+        ]
+    )
+    assert list(found) == ["f1", "MeanSquaredError", "absolute", "rank_correlation", "top 2", "half", "mae"]
+    assert isinstance(found["MeanSquaredError"], regression.MeanSquaredError)
+
+
+class Picky:
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> float:
+        raise ArithmeticError("never")
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a lambda": ([lambda o, n: 0], r"a lambda, which has no name for the history; name it, as in metrics="),
+    "two alike": (
+        [absolute, absolute],
+        "must differ from each other, got 'absolute' more than once; drop one, or",
+    ),
+    "class of its own": ([Picky], r"holds the class Picky; give an object of it, Picky\(...\)"),
+    "class with arguments": (
+        [classification.MulticlassF1Score],
+        r"needs arguments .*; give MulticlassF1Score\(...\)",
+    ),
+    "a number": ([3], "must hold names, torchmetrics objects or functions .*, got int"),
+    "a slash": ([{"a/b": absolute}], "names an entry 'a/b', which the history cannot have"),
+    "the loss's name": ([{"loss": absolute}], "names an entry 'loss', which the history cannot have"),
+    "a known one by another name": (
+        [{"score": "f1"}],
+        "names 'f1' 'score', and its name is 'f1'; give it alone",
+    ),
+    "a wrapper": (
+        [torchmetrics.MinMaxMetric(regression.MeanSquaredError())],
+        "made of other metrics, .* MeanSquaredError itself",
+    ),
+    "a sum of two": ([{"both": Spread() + Spread()}], "'both' is made of other metrics"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_metric_is_refused_as_it_is_given(name: str) -> None:
+    given, sentence = BAD[name]
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        named_metrics(given)
+
+
+TRIALS: dict[str, tuple[Any, str]] = {
+    "raises": (
+        Picky(),
+        r"'own' cannot take outputs and labels of shapes \(4, 2\) and \(4,\): ArithmeticError: never",
+    ),
+    "a matrix": (
+        classification.MulticlassConfusionMatrix(num_classes=2),
+        r"or one number, got a tensor \(2, 2\); aver",
+    ),
+    "a text": (lambda o, n: "good", "'own' must give one number per row or one number, got a str"),
+    "for more classes": (
+        classification.MulticlassF1Score(num_classes=7),
+        "cannot take .* should be equal to number of classes",
+    ),
+    "rows of another number": (lambda o, n: o[:3, 0], r"got a tensor \(3,\)"),
+}
+
+
+class Joined(torchmetrics.Metric):  # type: ignore[misc,name-defined]
+    """Of several workers it gives several numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx=None)
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self.total = self.total + outputs.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total  # type: ignore[no-any-return]
+
+
+TRIALS["a broken merge"] = (
+    Joined(),
+    r"'own' must give one number per row or one number, got a tensor \(3,\)",
+)
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_what_gives_no_number_is_refused_after_a_trial(name: str) -> None:
+    metric, sentence = TRIALS[name]
+    with pytest.raises(ValueError, match=sentence):
+        tried("own", metric, [torch.zeros(4, 2)], [torch.tensor([0, 1, 1, 0])])
+
+
+def by_class(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One number per class, of which there are as many as a trial once had rows."""
+    hits = (outputs.argmax(1) == labels).float()
+    return torch.stack([hits[labels == k].sum() for k in range(outputs.shape[1])])
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_one_number_per_class_is_not_taken_for_one_per_row(
+    make_shards: Callable[..., ShardManifest], tmp_path: Path, classes: int
+) -> None:
+    labels = np.arange(40) % classes
+    manifest = make_shards({"x": np.ones((40, 3), np.float32), "y": labels})
+    config = config_of(
+        manifest, tmp_path, task="classification", losses=("cross_entropy",), metrics=("by_class",)
+    )
+    objects = UserObjects(module=nn.Linear(3, classes), metrics={"by_class": by_class})
+    with pytest.raises(ValueError, match=rf"'by_class' must give one number .* \({classes},\)"):
+        check_training(config, objects, manifest)
+    evaluation = Evaluation(
+        names=("by_class",), width=classes, label="y", num_classes=classes, output_shape=(classes,)
+    )
+    with pytest.raises(ValueError, match=rf"'by_class' must give one number .* \({classes},\)"):
+        evaluation.with_own({"by_class": by_class})
+
+
+def test_a_metric_that_fails_later_is_named_with_its_rows() -> None:
+    metrics = MetricSet(["own"], 1, CPU, own={"own": (Picky(), False)})
+    metrics.update(torch.zeros(5), torch.zeros(5))
+    with pytest.raises(
+        ValueError, match="metric 'own' failed on 5 rows: ArithmeticError: never; let it give NaN"
+    ):
+        metrics.compute(LocalCollective())
+
+
+def test_what_is_better_is_said_by_the_object() -> None:
+    outputs, labels = [torch.zeros(4)], [torch.ones(4)]
+    own = [tried(n, m, outputs, labels) for n, m in {"spread": Spread(), "absolute": absolute}.items()]
+    assert direction("spread", own) is False
+    assert direction("absolute", own) is None
+    assert direction("auroc", own) is True
+    # An entry of several labels: the longest name that fits is its metric.
+    assert metric_of("f1_weighted_kind", ["f1", "f1_weighted"]) == "f1_weighted"
+    assert metric_of("loss_kind", ["f1"]) is None

@@ -1,0 +1,217 @@
+"""The first weights from a checkpoint: which files a URI means, which names are loaded, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_training import config_of, train_gang
+from torch import nn
+
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.tuning.pretrained import check_pretrained, load_pretrained
+from ringspark.models import ModelSpec
+from ringspark.models.lora import add_lora
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
+_config = partial(config_of, model=SPEC.to_json())
+
+
+def _setting(uri: Path | str, *ignore: str, strict: bool = True) -> dict[str, Any]:
+    return {"uri": str(uri), "ignore": list(ignore), "strict": strict}
+
+
+def _other() -> nn.Module:
+    """A network of the same kind with weights of its own, and another head."""
+    torch.manual_seed(7)
+    return ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 3}).build()
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def _as_file(folder: Path) -> Path:
+    save_file(_tensors(_other()), folder / "any name.safetensors")
+    return folder / "any name.safetensors"
+
+
+def _as_folder(folder: Path) -> Path:
+    save_file(_tensors(_other()), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _as_pieces(folder: Path) -> Path:
+    """As Hugging Face saves what is large."""
+    names: dict[str, str] = {}
+    for number, (name, tensor) in enumerate(_tensors(_other()).items()):
+        names[name] = f"model-{number % 2}-of-2.safetensors"
+        path = folder / names[name]
+        save_file({**(load_file(path) if path.exists() else {}), name: tensor}, path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def _as_saved(folder: Path) -> Path:
+    (folder / "weights").mkdir()
+    _as_folder(folder / "weights")
+    return folder
+
+
+def _as_links(folder: Path) -> Path:
+    """As the cache of Hugging Face holds a download."""
+    (folder / "blobs").mkdir()
+    _as_folder(folder / "blobs")
+    (folder / "snapshot").mkdir()
+    (folder / "snapshot" / "model.safetensors").symlink_to("../blobs/model.safetensors")
+    return folder / "snapshot"
+
+
+@pytest.mark.parametrize("place", [_as_file, _as_folder, _as_pieces, _as_saved, _as_links])
+def test_a_body_is_loaded_from_whatever_a_uri_means(place: Callable[[Path], Path], tmp_path: Path) -> None:
+    module = SPEC.build()
+    before, ticks = _tensors(module), []
+    setting = _setting(place(tmp_path), "head.*")
+    check_pretrained(setting, module)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    load_pretrained(setting, module, lambda: ticks.append(1))
+    theirs = _other().state_dict()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name] if name.startswith("head") else theirs[name]), name
+    assert ticks
+
+
+def test_numbers_of_16_bits_become_the_networks(tmp_path: Path) -> None:
+    save_file(_tensors(SPEC.build().bfloat16()), tmp_path / "model.safetensors")
+    module = SPEC.build()
+    load_pretrained(_setting(tmp_path), module, lambda: None)
+    found = load_file(tmp_path / "model.safetensors")
+    for name, tensor in module.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, found[name].float())
+
+
+def test_one_name_of_a_tied_weight_is_enough_and_adapters_are_not_asked_for(tmp_path: Path) -> None:
+    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [4, 4], "out_features": 1})
+    module = spec.build()
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    linear[1].weight = linear[0].weight
+    tensors = _tensors(module)
+    tied = [name for name, p in module.state_dict(keep_vars=True).items() if p is linear[0].weight]
+    assert len(tied) == 2
+    del tensors[tied[1]]
+    save_file(tensors, tmp_path / "model.safetensors")
+    add_lora(module, 1, 1, ["head"])
+    check_pretrained(_setting(tmp_path), module)
+    # A user's own parameter of such a name is asked for.
+    module.lora_A = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="it lacks 'lora_A', and has nothing"):
+        check_pretrained(_setting(tmp_path), module)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            lambda f: _setting(f),
+            r"'head.bias' of shape \[3\], the model of \[1\]; .* \['head.bias', 'head.weight'\]",
+        ),
+        (lambda f: _setting(f, "head"), r"ignores 'head', which is no name in .*; did you mean 'head.bias'"),
+        (lambda f: _setting(f, "*"), "is not of model MLP: it lacks nothing, and has nothing"),
+    ],
+)
+def test_what_is_not_of_the_network_is_refused(
+    setting: Callable[[Path], dict[str, Any]], words: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=words):
+        check_pretrained(setting(_as_folder(tmp_path)), SPEC.build())
+
+
+def test_names_are_compared_unless_told_otherwise(tmp_path: Path) -> None:
+    tensors = {f"model.{name}": tensor for name, tensor in _tensors(SPEC.build()).items()}
+    tensors["head.bias"] = torch.full((1,), 5.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    module = SPEC.build()
+    words = r"it lacks 'trunk.0.linear.weight', 'trunk.0.linear.bias', 'head.weight', and has 'model\."
+    with pytest.raises(ValueError, match=words):
+        check_pretrained(_setting(tmp_path), module)
+    load_pretrained(_setting(tmp_path, strict=False), module, lambda: None)
+    assert module.get_parameter("head.bias").item() == 5
+    del tensors["head.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is not of model MLP"):
+        check_pretrained(_setting(tmp_path, strict=False), module)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "holds no model.safetensors; give"),
+        ({"pytorch_model.bin": b""}, r"pytorch_model.bin is a pickle, .* convert it once: safetensors"),
+        ({"model.safetensors": b"\x10\0\0\0\0\0\0\0{}"}, "is no readable safetensors file"),
+        ({"model.safetensors": b"\xff" * 9}, "is no readable safetensors file"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "../b"}}'},
+            "lists no files beside it",
+        ),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "b.safetensors"}}'},
+            "b.safetensors is missing, which the index beside it lists; copy it again",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(files: dict[str, bytes], words: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        check_pretrained(_setting(tmp_path), SPEC.build())
+
+
+def test_a_training_starts_from_it_and_the_driver_reads_no_tensor(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    _as_folder(tmp_path)
+    rng = np.random.default_rng(0)
+    manifest = make_shards({"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.ones(64, np.float32)})
+    config = _config(
+        manifest, tmp_path / "r", pretrained=_setting(tmp_path, "head.*"), freeze=("trunk.*",), epochs=1
+    )
+    state = load_file(Path(train_here(config).checkpoint_uri) / "model.safetensors")
+    theirs = _other().state_dict()
+    for name in state:
+        if name.startswith("trunk"):
+            assert torch.equal(state[name], theirs[name]), name
+    file = tmp_path / "model.safetensors"
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    file.write_bytes(file.read_bytes()[: 8 + header])
+    check_training(config, UserObjects(), manifest)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("collective", "sharding"), [("horovod", "none"), ("torch", "parameters")])
+def test_all_ranks_start_from_what_rank_0_has_read(
+    make_shards: MakeShards, tmp_path: Path, collective: str, sharding: str
+) -> None:
+    _as_folder(tmp_path)
+    rng = np.random.default_rng(0)
+    manifest = make_shards({"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.ones(64, np.float32)})
+    changes: dict[str, Any] = {"pretrained": _setting(tmp_path, "head.*"), "optimizer": "sgd"}
+    one = train_here(_config(manifest, tmp_path / "one", **changes))
+    changes |= {"num_workers": 2, "collective": collective, "sharding": sharding}
+    two = train_gang(_config(manifest, tmp_path / "two", **changes))
+    first, second = (load_file(Path(r.checkpoint_uri) / "model.safetensors") for r in (one, two))
+    for name in first:
+        assert torch.allclose(first[name], second[name], atol=1e-6), name

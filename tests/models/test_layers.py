@@ -1,0 +1,148 @@
+"""Which networks have a description, and that what is built from it computes the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.models.layers import built, described
+
+Make = Callable[[], nn.Module]
+
+
+def _tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    module[2].weight = module[0].weight
+    return module
+
+
+def _twice() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer, nn.LeakyReLU(0.3)))
+
+
+def _frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()
+    module[0].requires_grad_(False)
+    return module
+
+
+# Name -> (network, shape of its input).
+NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.Dropout(0.2), nn.Linear(8, 2)),
+        (3, 4),
+    ),
+    "one layer": (lambda: nn.Linear(4, 2, bias=False), (3, 4)),
+    "normed": (lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=0.3), nn.LayerNorm(4, eps=1e-3)), (3, 4)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 8, (3, 1), stride=2, groups=2, bias=False),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.PReLU(8),
+        ),
+        (2, 3, 8, 8),
+    ),
+    "attention": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.1, "gelu", batch_first=True, norm_first=True, bias=False),
+            nn.Flatten(1, -1),
+        ),
+        (3, 5, 8),
+    ),
+    "tied": (_tied, (3, 4)),
+    "twice": (_twice, (3, 4)),
+    "frozen": (_frozen, (3, 4)),
+    "unflatten": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Softmax(-1), nn.Sequential(), nn.Flatten()),
+        (3, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_of_torchs_layers_is_built_from_text(name: str) -> None:
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    module = make().eval()
+    before = torch.random.get_rng_state()
+    description = described(module)
+    assert torch.random.get_rng_state().equal(before)
+    again = built(json.loads(json.dumps(description))).eval()
+    again.load_state_dict(module.state_dict())
+    rows = torch.randn(shape, dtype=next(iter(module.parameters()), torch.zeros(1)).dtype)
+    assert again(rows).equal(module(rows))
+    assert str(again) == str(module)
+    names = [[n for n, p in m.named_parameters() if p.requires_grad] for m in (module, again)]
+    assert names[0] == names[1]  # and ties, which are named once
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_have_a_description(kind: type[nn.RNNBase]) -> None:
+    module = kind(3, 4, num_layers=2, batch_first=True, bidirectional=True)
+    description = described(module)
+    assert description is not None
+    again = built(description)
+    again.load_state_dict(module.state_dict())
+    rows = torch.randn(2, 5, 3)
+    assert again(rows)[0].equal(module(rows)[0])
+
+
+class Own(nn.Linear):
+    pass
+
+
+def _hooked() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def _changed() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.forward = lambda rows: rows  # type: ignore[method-assign]
+    return module
+
+
+def _halves() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
+OTHERS: dict[str, Make] = {
+    "a class of one's own": lambda: nn.Sequential(Own(2, 2)),
+    "a hook": _hooked,
+    "a forward of its own": _changed,
+    "two dtypes": _halves,
+    "a lazy layer": lambda: nn.LazyLinear(2),
+    "an activation of one's own": lambda: nn.TransformerEncoderLayer(8, 2, activation=torch.sin),
+    "a parametrization": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+    "a buffer added": lambda: _with_buffer(nn.Linear(2, 2)),
+}
+
+
+def _with_buffer(module: nn.Module) -> nn.Module:
+    module.register_buffer("more", torch.ones(2))
+    return module
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_text_would_not_give_back_has_no_description(name: str) -> None:
+    assert described(OTHERS[name]()) is None
+
+
+def test_a_description_of_another_torch_is_refused_in_a_sentence() -> None:
+    description = described(nn.Sequential(nn.Linear(2, 2)))
+    assert description is not None
+    description["layers"]["children"]["0"]["layer"] = "Bilinear3"
+    with pytest.raises(ValueError, match=r"torch .* has no layer 'Bilinear3'; take the torch"):
+        built(description)
+    description["layers"]["children"]["0"] = {"layer": "Linear", "width": 3}
+    with pytest.raises(ValueError, match=r"does not fit torch .* \(TypeError: .*width"):
+        built(description)
