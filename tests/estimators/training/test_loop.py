@@ -256,7 +256,7 @@ def test_the_best_checkpoint_is_the_best(
     loss = functional.cross_entropy(logits, torch.from_numpy(columns["kind"][held_out])).item()
     assert loss == pytest.approx(losses[2], rel=1e-5)
     kept = [
-        path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(("best", "checkpoint"))
+        p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(("best", "checkpoint"))
     ]
     assert kept == ["best-3"]
 
