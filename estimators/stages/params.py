@@ -15,6 +15,7 @@ from ringspark.estimators.stages.model_params import _ModelParams
 from ringspark.estimators.training.settings import columns as column_settings
 from ringspark.estimators.training.settings import (
     memory,
+    observation,
     optimization,
     places,
     python_objects,
@@ -104,6 +105,11 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     maxRestarts, getMaxRestarts, setMaxRestarts = declared(recovery.MAX_RESTARTS)
     minWorkers, getMinWorkers, setMinWorkers = declared(recovery.MIN_WORKERS)
     timeoutSeconds, getTimeoutSeconds, setTimeoutSeconds = declared(recovery.TIMEOUT_SECONDS)
+
+    timelineEverySteps, getTimelineEverySteps, setTimelineEverySteps = declared(
+        observation.TIMELINE_EVERY_STEPS
+    )
+    profileSteps, getProfileSteps, setProfileSteps = declared(observation.PROFILE_STEPS)
 
     def getColumns(self) -> dict[str, Kind]:
         """Gets `columns`: the kinds that were chosen, by name."""
