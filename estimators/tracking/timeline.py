@@ -63,7 +63,7 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     Raises:
         ValueError: The run has no timeline, or a file of it is damaged.
     """
-    ranks = _spans_of(run_uri)
+    ranks = spans_of(run_uri)
     pieces = slices_of(ranks)
     hosts = sorted({spans.host for spans in ranks})
     zero = min((piece.begin_ns for piece in pieces), default=0)
@@ -121,7 +121,7 @@ def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
     Raises:
         ValueError: The run has no timeline, or a file of it is damaged.
     """
-    ranks = _spans_of(run_uri)
+    ranks = spans_of(run_uri)
     arrivals = _arrivals(ranks)
     seconds: dict[int, defaultdict[str, float]] = {}
     for spans in ranks:
@@ -159,7 +159,12 @@ def _seconds_of(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
     return {kind: max(0.0, value) * scale for kind, value in in_steps.items()} | between
 
 
-def _spans_of(run_uri: str) -> list[RankSpans]:
+def spans_of(run_uri: str) -> list[RankSpans]:
+    """Returns what all ranks of a run recorded.
+
+    Raises:
+        ValueError: The run has no timeline, or a file of it is damaged.
+    """
     found = read_spans(run_uri)
     if not found:
         raise ValueError(
