@@ -86,6 +86,7 @@ def _chosen(pieces: Sequence[Slice], first_step: int | None, num_steps: int) -> 
     return [
         piece
         for piece in own
-        if piece.step in chosen and (piece.rows is not None or piece.kind == "checkpoint")
+        if piece.step in chosen
+        and (piece.rows is not None or piece.kind == "checkpoint")
         and (piece.is_whole or piece.is_on_device or piece.step not in timed)
     ]

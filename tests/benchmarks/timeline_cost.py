@@ -1,10 +1,11 @@
 """What the timeline costs: a training without one, with every 50th step recorded, and with every step.
 
-The three train in one process, on one rank each, and take turns of `--stretch` steps, so that what the machine
+They train in one process, on one rank each, and take turns of `--stretch` steps, so that what the machine
 does meanwhile happens to all; a ratio is of two stretches of one round. The network is small, so that its
 step takes a few milliseconds: what is recorded costs the same in a longer step. The clocks are compared
 before the first step, and the file is written by a thread, mostly in the turn of the one whose it is.
-The comparison of "off" with itself, two trainings alike, says how much a ratio can be trusted.
+The comparison of "off" with itself, two trainings alike, says how much a ratio can be trusted. Because that
+is more than the timeline costs, the second table has the recording alone, around steps that do nothing.
 
 With `--chart` it also draws some steps of a training on 3 ranks in processes of their own, with every step
 recorded, and checks the trace that Perfetto opens.
@@ -19,28 +20,36 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import harness
 import numpy as np
+import torch
 from checkpoint_overhead import interval
 from read_rate import write
 
 from ringspark.estimators import user_code
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.tracking.timeline import chrome_trace, time_shares
 from ringspark.estimators.tracking.trace_picture import trace_picture
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.timeline import RankTimeline, StepKind
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 DIM, HIDDEN, BATCH, RANKS = 64, 256, 256, 3
 SPEC = ModelSpec("mlp", {"in_features": DIM, "hidden": [HIDDEN] * 3, "out_features": 1})
+PARTS: tuple[StepKind, ...] = ("forward", "backward", "exchange", "step")
+TRIALS = 9
 CASES: dict[str, int | None] = {"off": None, "off again": None, "every 50th": 50, "every": 1}
 
 
@@ -104,7 +113,9 @@ def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainCon
     return replace(config, **changes)
 
 
-def seconds_by_case(manifest: ShardManifest, folder: Path, stretch: int, epochs: int) -> dict[str, list[float]]:
+def seconds_by_case(
+    manifest: ShardManifest, folder: Path, stretch: int, epochs: int
+) -> dict[str, list[float]]:
     """Seconds of each turn of each case."""
     turns = Turns(list(CASES))
     threads = []
@@ -117,6 +128,24 @@ def seconds_by_case(manifest: ShardManifest, folder: Path, stretch: int, epochs:
     for thread in threads:
         thread.join()
     return turns.seconds
+
+
+def recording_alone(folder: Path, every: int, num_steps: int) -> list[float]:
+    """Seconds per step that recording the parts of a step takes, in several trials."""
+    batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
+    found = []
+    for _ in range(TRIALS):
+        state = SimpleNamespace(epoch=1, step=0)
+        timelines = RankTimeline(every, LocalCollective(), str(folder / "alone"), torch.device("cpu"))
+        begin = time.perf_counter()
+        for _ in timelines.steps(repeat(batch, num_steps), cast("Any", state)):
+            for kind in PARTS:
+                with timelines.span(kind):
+                    pass
+            state.step += 1
+        found.append((time.perf_counter() - begin) / num_steps)
+        timelines.close()
+    return found
 
 
 def train_ranks(manifest: ShardManifest, folder: Path) -> str:
@@ -161,18 +190,34 @@ def main() -> None:
                 ]
             )
         harness.print_table(
-            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(seconds['off'])} rounds of {args.stretch} "
-            "steps of each",
+            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(seconds['off'])} rounds of "
+            f"{args.stretch} steps of each",
             ["recorded steps", "ms a step", "to off", "95 % interval"],
             table,
+        )
+        step_seconds = median(seconds["off"]) / args.stretch
+        alone = {every: recording_alone(folder, every, args.rounds * args.stretch) for every in (50, 1)}
+        harness.print_table(
+            f"timeline_cost: the recording alone, median of {len(alone[1])} times "
+            f"{args.rounds * args.stretch:,} empty steps",
+            ["recorded steps", "us a step", "of a step", "95 % interval"],
+            [
+                [
+                    f"every {every}",
+                    f"{1e6 * median(values):.2f}",
+                    f"{median(values) / step_seconds:.3%}",
+                    "{:.3%} to {:.3%}".format(*(end / step_seconds for end in interval(values))),
+                ]
+                for every, values in alone.items()
+            ],
         )
         if args.chart:
             run_uri = train_ranks(manifest, folder)
             trace_picture(run_uri, str(Path(args.chart).resolve()), num_steps=4)
-            shares = time_shares(run_uri)
+            shares, num_events = time_shares(run_uri), len(chrome_trace(run_uri)["traceEvents"])
             kinds = sorted({kind for own in shares.values() for kind in own})
             harness.print_table(
-                f"timeline_cost: shares of {RANKS} ranks, {len(chrome_trace(run_uri)['traceEvents']):,} events",
+                f"timeline_cost: shares of {RANKS} ranks, {num_events:,} events in the trace",
                 ["rank", *kinds],
                 [[str(rank), *(f"{own.get(kind, 0):.3f}" for kind in kinds)] for rank, own in shares.items()],
             )

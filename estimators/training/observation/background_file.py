@@ -60,5 +60,7 @@ class BackgroundFile:
             storage.write_atomic(self._uri, make(), durable=False)
         except Exception as error:  # a store's client raises what it likes
             if not self._has_failed:
-                _log.warning("the %s was not written (%s); the training goes on without it", self._what, error)
+                _log.warning(
+                    "the %s was not written (%s); the training goes on without it", self._what, error
+                )
             self._has_failed = True

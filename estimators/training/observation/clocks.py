@@ -77,7 +77,8 @@ def measure_offset(
             low = bound if low is None else max(low, bound)
         bound = received - first[0]
         high = bound if high is None else min(high, bound)
-    assert low is not None and high is not None
+    assert low is not None
+    assert high is not None
     moment = SharedMoment(clock_ns=first[0], unix_ns=first[2])
     if world.rank == 0:
         return ClockOffset(at_ns=received, offset_ns=0, error_ns=0), moment

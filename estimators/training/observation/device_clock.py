@@ -36,17 +36,19 @@ class DeviceClock:
 
     def mark(self) -> torch.cuda.Event:
         """Returns an event that happens once all work given to the device so far is done."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def spans_of(self, step: DeviceStep) -> list[Span] | None:
-        """Returns a step's spans by the host's clock, None if not all have ended. Called in order of steps."""
-        if not all(end.query() for _, _, end in step.spans) or not step.begin.query():
+        """Returns the spans of a step by the host's clock, in order of steps; None if not all have ended."""
+        events = [step.begin, *(end for _, _, end in step.spans)]
+        if not all(event.query() for event in events):  # type: ignore[no-untyped-call]
             return None
         self._last_ns += self._last.elapsed_time(step.begin) * _NS_PER_MS
         self._last = step.begin
         return [(kind, self._at(begin), self._at(end)) for kind, begin, end in step.spans]
 
     def _at(self, event: torch.cuda.Event) -> int:
-        return round(self._last_ns + self._last.elapsed_time(event) * _NS_PER_MS)
+        milliseconds: float = self._last.elapsed_time(event)
+        return round(self._last_ns + milliseconds * _NS_PER_MS)

@@ -81,7 +81,7 @@ class RankSpans:
 
     @property
     def start(self) -> int:
-        """When the gang started, in milliseconds since 1970: the same for all its ranks, later at a restart."""
+        """When the gang started, in milliseconds since 1970: equal on all its ranks, later at a restart."""
         return start_of(self.moment)
 
     def unix_ns(self, at_ns: int) -> int:

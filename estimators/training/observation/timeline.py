@@ -47,7 +47,6 @@ from ringspark.estimators.training.observation.span_file import (
     span_file_uri,
     start_of,
 )
-from ringspark.estimators.training.settings.config import TrainConfig
 
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
 RareKind = Literal["checkpoint", "validation"]

@@ -19,7 +19,17 @@ from ringspark.estimators.training.settings.declaration import Setting
 
 SETTINGS: dict[str, Setting[Any]] = {
     value.name: value
-    for subject in (python_objects, optimization, tuning, columns, workers, memory, places, recovery, observation)
+    for subject in (
+        python_objects,
+        optimization,
+        tuning,
+        columns,
+        workers,
+        memory,
+        places,
+        recovery,
+        observation,
+    )
     for value in vars(subject).values()
     if isinstance(value, Setting)
 }

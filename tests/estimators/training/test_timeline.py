@@ -109,7 +109,9 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(
     assert set(rows) == {32}
     for own in time_shares(result.run_uri).values():
         assert sum(own.values()) == pytest.approx(1)
-        assert {"read", "forward", "backward", "exchange", "step", "checkpoint", "validation", OTHER} <= set(own)
+        assert {"read", "forward", "backward", "exchange", "step", "checkpoint", "validation", OTHER} <= set(
+            own
+        )
         assert all(0 <= share <= 1 for share in own.values())
 
 
@@ -146,7 +148,13 @@ class _LateRank(nn.Module):
 @pytest.mark.distributed
 def test_the_others_wait_for_the_late_rank(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(
-        manifest, tmp_path / "run", model=None, epochs=1, num_workers=3, collective="torch", timeline_every_steps=4
+        manifest,
+        tmp_path / "run",
+        model=None,
+        epochs=1,
+        num_workers=3,
+        collective="torch",
+        timeline_every_steps=4,
     )
     torch.manual_seed(0)
     pieces = slices_of(spans_of(train_ranks(config, UserObjects(module=_LateRank()))[0].run_uri))
@@ -226,9 +234,7 @@ def test_a_resumed_run_writes_a_file_of_its_own(manifest: ShardManifest, tmp_pat
     # The checkpoint of step 20 is there, as `train_ranks` is no fit that would remove it.
     again = train_ranks(replace(config, timeline_every_steps=1))[0]
     assert again.resumed_steps == (20,)
-    early, late = (
-        [spans for spans in read_spans(first.run_uri) if spans.every == every] for every in (2, 1)
-    )
+    early, late = ([spans for spans in read_spans(first.run_uri) if spans.every == every] for every in (2, 1))
     assert [spans.rank for spans in early] == [spans.rank for spans in late] == [0, 1]
     assert early[0].start < late[0].start
     assert [step.step for step in late[0].steps] == [21, 22, 23]
