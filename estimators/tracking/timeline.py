@@ -168,8 +168,7 @@ def spans_of(run_uri: str) -> list[RankSpans]:
     found = read_spans(run_uri)
     if not found:
         raise ValueError(
-            f"the run in {run_uri!r} has no timeline; set timelineEverySteps, and storageUri or runUri to a "
-            "folder that stays"
+            f"the run in {run_uri!r} has no timeline; set timelineEverySteps, and a folder that stays"
         )
     return found
 
