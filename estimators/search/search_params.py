@@ -33,8 +33,8 @@ def _any(value: Any) -> Any:
 
 _SPACE = _setting(
     "space",
-    "dict from Params of the estimator, or 'model.x' for an argument of its ModelSpec, to Uniform, IntRange or "
-    "Choice; or a callable from an optuna trial to a dict of values",
+    "dict from Params of the estimator, or 'model.x' for an argument of its ModelSpec, to Uniform, IntRange "
+    "or Choice; or a callable from an optuna trial to a dict of values",
     convert=as_param,
 )
 _NUM_TRIALS = _setting(
