@@ -6,7 +6,8 @@ run/
   config.json     the settings of the last start
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
-  heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.stderr: what one wrote that has died
+  heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.died: its process ended early
+  logs/           rank-<k>.txt: what each rank has printed, its beginning and its end
   history.json    the epochs so far
   progress.json   the present step
   first-weights/  the weights that a large network of the user's own starts from, until the training has ended
@@ -24,6 +25,7 @@ CONFIG = "config.json"
 SHARD_STATES = "shards.json"
 SHARDS = "shards"
 HEARTBEAT = "heartbeat"
+LOGS = "logs"
 HISTORY = "history.json"
 PROGRESS = "progress.json"
 FIRST_WEIGHTS = "first-weights"

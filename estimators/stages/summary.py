@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import storage
@@ -76,6 +77,16 @@ class TrainingSummary:
     @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds if self.seconds else 0.0
+
+    def logs(self, rank: int | None = None) -> list[str]:
+        """Returns what the ranks printed, each line as "[rank 1 host-a] ...".
+
+        It is empty if nothing was printed or the run's folder is gone.
+
+        Args:
+            rank: The rank whose lines are asked for; None for all, rank after rank.
+        """
+        return rank_log.read_lines(self.run_uri, rank)
 
     @classmethod
     def of(cls, result: TrainResult, restarts: tuple[str, ...] = ()) -> TrainingSummary:
