@@ -41,10 +41,10 @@ def epoch_line(record: EpochRecord) -> str:
 
 def duration(seconds: float) -> str:
     """Returns seconds in words of at most two units: "40 s", "12 min", "3 h 5 min", "2 d 4 h"."""
-    whole = round(seconds)
+    whole = int(seconds + 0.5)
     if whole < 60:
         return f"{whole} s"
-    minutes = round(seconds / 60)
+    minutes = int(seconds / 60 + 0.5)
     if minutes < 60:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)

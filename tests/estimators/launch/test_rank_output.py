@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,31 +97,65 @@ def test_the_error_of_a_rank_that_ends_has_its_last_lines(
     assert SENTENCE in above or above == "  | the last lines that the rank printed:"
 
 
-class _Aborts(Callback):
+class _Ends(Callback):
+    """Ends rank 1, or lets it wait for ever, after a word."""
+
+    def __init__(self, end: str) -> None:
+        self._end = end
+
     def on_epoch_end(self, state: TrainingState) -> None:
-        if state.rank == 1:
+        print(f"epoch {state.epoch} of rank {state.rank}")
+        if state.rank == 1 and self._end:
+            print(SENTENCE, file=sys.stderr)
+        if state.rank == 1 and self._end == "aborts":
             _end_as_a_library_does()
+        if state.rank == 1 and self._end == "hangs":
+            time.sleep(600)
 
 
-@pytest.mark.slow
-@pytest.mark.spark
-def test_a_training_that_a_library_ends_says_what_the_library_said(spark: Any, tmp_path: Path) -> None:
+def _fit(spark: Any, folder: Path, end: str) -> Any:
     table = spark.range(64).selectExpr("array(double(id) / 64) as x", "double(id) / 32 as y")
-    estimator = TorchRegressor(
+    return TorchRegressor(
         model=ModelSpec("linear", {"in_features": 1, "out_features": 1}),
         inputCols=["x"],
         labelCol="y",
         batchSize=16,
         numWorkers=2,
-        callbacks=[_Aborts()],
+        callbacks=[_Ends(end)],
         maxRestarts=0,
-        storageUri=str(tmp_path / "storage"),
+        timeoutSeconds=5.0 if end == "hangs" else 600.0,
+        storageUri=str(folder),
         showProgress=False,
-    )
-    with pytest.raises(WorkerError, match=r"^rank 1 on host .* its process died") as caught:
-        estimator.fit(table)
-    assert str(caught.value).endswith(f"  | {LIBRARY.decode().strip()}")
+    ).fit(table)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("end", "message", "last"),
+    [
+        ("aborts", "its process died", LIBRARY.decode().strip()),
+        ("hangs", r"the worker .*timeoutSeconds=5", SENTENCE),
+    ],
+)
+def test_the_error_of_a_training_says_what_the_rank_printed_last(
+    end: str, message: str, last: str, spark: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError, match=rf"^rank 1 on host .* {message}") as caught:
+        _fit(spark, tmp_path / "storage", end)
+    assert str(caught.value).endswith(f"  | {last}")
     assert not list((tmp_path / "storage").rglob("rank-*")), "nothing is left of the run"
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_what_the_ranks_print_is_read_on_the_driver(spark: Any, tmp_path: Path) -> None:
+    summary = _fit(spark, tmp_path, "").summary
+    for rank in (0, 1):
+        (line,) = [line for line in summary.logs() if f"epoch 1 of rank {rank}" in line]
+        assert re.fullmatch(rf"\[rank {rank} \S+\] epoch 1 of rank {rank}", line)
+        assert line in summary.logs(rank)
+        assert line not in summary.logs(1 - rank)
 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
