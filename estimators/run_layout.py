@@ -7,6 +7,8 @@ run/
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.stderr: what one wrote that has died
+  environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
+  data.json       columns, statistics and sizes of the shards, which may be removed before this folder
   history.json    the epochs so far
   progress.json   the present step
   steps/          <n>.json: mean losses of some steps each: see `training.step_log`
@@ -26,6 +28,8 @@ CONFIG = "config.json"
 SHARD_STATES = "shards.json"
 SHARDS = "shards"
 HEARTBEAT = "heartbeat"
+ENVIRONMENT = "environment.json"
+DATA = "data.json"
 HISTORY = "history.json"
 PROGRESS = "progress.json"
 STEPS = "steps"
