@@ -10,8 +10,6 @@ html_title = "ringspark"
 html_copy_source = False
 
 myst_heading_anchors = 3  # links to headings, as a git host makes them
-# The toctree of index.md asks by patterns for pages that may not be there yet.
-suppress_warnings = ["toc.empty_glob"]
 
 default_role = "code"  # of `name` in docstrings
 napoleon_use_ivar = True  # "Attributes:" are fields of their class, and no entries of their own

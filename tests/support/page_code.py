@@ -1,8 +1,9 @@
 """The Python code of a Markdown page: what a test runs, and what it must not.
 
-A page's blocks run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, which readers do not
-see, holds what the next blocks need and does not teach, such as a made-up table. A block that cannot run says so
-behind its language, as "```python not run: needs YARN". `/shared/` in the code is a folder of the test.
+A page's blocks run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, which readers
+do not see, holds what the next blocks need and does not teach, such as a made-up table. A block that cannot
+run says so behind its language, as "```python not run: needs YARN". `/shared/` in the code is a folder of
+the test.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 PATTERN = re.compile(
-    r"^```python(?P<words>[^\n]*)\n(?P<code>.*?)^```$|^<!-- run first:\n(?P<hidden>.*?)^-->$", re.DOTALL | re.MULTILINE
+    r"^```python(?P<words>[^\n]*)\n(?P<code>.*?)^```$|^<!-- run first:\n(?P<hidden>.*?)^-->$",
+    re.DOTALL | re.MULTILINE,
 )
 NOT_RUN = " not run: "
 
