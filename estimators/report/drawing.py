@@ -68,9 +68,7 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
         figure = new_figure(height, width)
         draw(figure)
         text = io.StringIO()
-        figure.savefig(
-            text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     # The declaration and the document type, with its address, are for files of their own.
     svg = text.getvalue()
     return re.sub(r"\s*\n\s*", "\n", svg[svg.index("<svg") :])

@@ -149,7 +149,9 @@ def read_run(run_uri: str) -> RunFacts:
     names = set(storage.list_names(uri))
     marks = {run_layout.OWNER, run_layout.CONFIG, run_layout.HISTORY, run_layout.RESULT, run_layout.PROGRESS}
     if not names & marks:
-        raise ValueError(f"{uri!r} holds no run of a training; give the runUri of one, or a summary's run_uri")
+        raise ValueError(
+            f"{uri!r} holds no run of a training; give the runUri of one, or a summary's run_uri"
+        )
     problems: list[str] = []
 
     def tried(name: str, read: Callable[[], T], otherwise: T) -> T:
@@ -169,9 +171,7 @@ def read_run(run_uri: str) -> RunFacts:
         lambda: record(Finished, parse_object(text(run_layout.RESULT), allow_nan=True)),
         None,
     )
-    config = tried(
-        run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None
-    )
+    config = tried(run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None)
     history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), ())
     return RunFacts(
         run_uri=uri,

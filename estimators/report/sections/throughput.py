@@ -44,11 +44,14 @@ def _make(facts: Facts) -> Sequence[Block]:
     ]
     took = sum(record.seconds for record in run.history)
     return [
-        Chart(drawn(lambda figure: _draw(figure, by_epoch, by_step), 2.8), "Rows per second, all ranks together."),
+        Chart(
+            drawn(lambda figure: _draw(figure, by_epoch, by_step), 2.8),
+            "Rows per second, all ranks together.",
+        ),
         Table(
             ["", "epoch", "rows/s", "rows/s and rank"],
             rows,
-            note=f"The epochs took {seconds(took)}, their validation included. All ranks take the same number "
+            note=f"The epochs took {seconds(took)}, their validation included. All ranks take equally many "
             "of steps and share each batch, so a rank's rate is its share of the whole.",
         ),
     ]
