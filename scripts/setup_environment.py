@@ -88,12 +88,12 @@ class Environment:
         return [ROOT / "requirements" / file for file in self.files]
 
 
-MAIN = Environment(".venv", ("lock.txt", "petastorm.txt", "horovod.txt", "cmake.txt"))
+MAIN = Environment(".venv", ("lock.txt", "no_deps.txt", "horovod.txt", "cmake.txt"))
 FLOOR = Environment(".venv-floor", ("floor.txt", *MAIN.files))
 PEERS = tuple(
     Environment(f".venv-peers-{name}", (f"peers_{name}.txt", *MAIN.files)) for name in ("horovod", "xgboost")
 )
-LOCK, PETASTORM, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
+LOCK, NO_DEPS, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
 # In the version of a build that `edit_horovod_sources` has mended, by which the package knows it.
 HOROVOD_LABEL = "+iface.cycle"
 BUILD_LOG = MAIN.folder / "horovod-build.log"
@@ -477,8 +477,8 @@ def install_pinned() -> None:
         run(pip("install", f"torch=={torch}", "--constraint", LOCK))
     with phase("pinned requirements"):
         run(pip("install", "--requirement", LOCK))
-    with phase("petastorm"):
-        run(pip("install", "--no-deps", "-r", PETASTORM))
+    with phase("petastorm and MLflow"):
+        run(pip("install", "--no-deps", "-r", NO_DEPS))
     remove_strays()
     with phase("ringspark itself, editable"):
         run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))

@@ -266,7 +266,7 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     assert calls[1].startswith("install --requirement ")
     assert calls[1].endswith("lock.txt")
     assert calls[2].startswith("install --no-deps -r ")
-    assert calls[2].endswith("petastorm.txt")
+    assert calls[2].endswith("no_deps.txt")
     assert calls[3] == f"install --no-deps --no-build-isolation --editable {checkout.root}"
     assert [call.split()[0] for call in calls[4:]] == ["download", "wheel", "install"]
     assert calls[6].endswith(
@@ -473,7 +473,7 @@ def test_floor_is_the_environment_behind_older_packages_of_its_own(
     ("changed", "concerned"),
     [
         (LOCK, {".venv", ".venv-floor"}),
-        ("requirements/petastorm.txt", {".venv", ".venv-floor"}),
+        ("requirements/no_deps.txt", {".venv", ".venv-floor"}),
         ("requirements/horovod.txt", {".venv", ".venv-floor"}),
         ("pyproject.toml", {".venv", ".venv-floor"}),
         (FLOOR, {".venv-floor"}),
