@@ -54,6 +54,7 @@ class CheckedFit:
         config, columns, kinds = _found(estimator, config, schema, exact)
         indicator, fraction = _indicator(estimator, columns, schema, exact), estimator.getValidationFraction()
         _check_free_names(estimator, config, kinds, schema, exact)
+        estimator._trackers()  # refuses what cannot work
         estimator._warn()
         packed = PackedObjects.of(objects)
         is_split = indicator is not None or fraction is not None

@@ -9,6 +9,8 @@ run/
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.stderr: what one wrote that has died
   history.json    the epochs so far
   progress.json   the present step
+  steps/          <n>.json: mean losses of some steps each: see `training.step_log`
+  tracking/       what trackers keep: events of TensorBoard, lines of JSON, the number of MLflow's run
   first-weights/  the weights that a large network of the user's own starts from, until the training has ended
   checkpoints/    step-<n>: positions to resume from, until the training has ended
   checkpoint/     the final weights
@@ -26,6 +28,8 @@ SHARDS = "shards"
 HEARTBEAT = "heartbeat"
 HISTORY = "history.json"
 PROGRESS = "progress.json"
+STEPS = "steps"
+TRACKING = "tracking"
 FIRST_WEIGHTS = "first-weights"
 CHECKPOINTS = "checkpoints"
 CHECKPOINT = "checkpoint"

@@ -31,7 +31,7 @@ from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.run.tables import FitsOnTables
 from ringspark.estimators.stages.advice import settings_without_effect
-from ringspark.estimators.stages.declared import set_params
+from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
@@ -45,7 +45,9 @@ from ringspark.estimators.stages.storage_root import active_session, storage_roo
 from ringspark.estimators.stages.summary import Finished, TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
-from ringspark.estimators.tracking.console import ProgressWatcher
+from ringspark.estimators.tracking.base import RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.registry import make_trackers
+from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.data_check import check_columns
 from ringspark.estimators.training.driver_check import check_training
@@ -107,6 +109,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         spark = active_session()
         run_uri = self._run_uri(spark)
         config, objects = config_of(self, self._task, self._label_columns())
+        self._trackers()  # refuses what cannot work
         self._warn(on_shards=True)
         packed = PackedObjects.of(objects)
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)
@@ -196,25 +199,54 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         check_budget(config, objects, manifest, self.getMemoryBudget())
         run.begin(config, identity_of(config, objects, manifest), rows_key)
         finished = run.result()
-        if finished is None:
-            states = ShardStates(manifest, run.uri)
-            states.note()
-            finished = self._supervised(spark, run, config, packed, states)
-            run.finish(finished)
+        start = RunStart(
+            name=self.uid,
+            run_uri=run.uri,
+            settings=plain_values(self),
+            data={
+                "rows": manifest.select("train").num_rows,
+                "validation_rows": manifest.select("validation").num_rows,
+                "shards_uri": manifest.uri,
+            },
+            resumed=run.has_history(),
+        )
+        # A training that had finished before is told of no second time.
+        with RunWatcher(start, self._trackers() if finished is None else []) as watcher:
+            if finished is None:
+                states = ShardStates(manifest, run.uri)
+                states.note()
+                finished = self._supervised(spark, run, config, packed, states)
+                run.finish(finished)
+            model = self._trained_model(spark, run, config, objects, manifest, names, shapes, finished)
+            watcher.end(RunEnd(status="finished", model=model))
+        return model
+
+    def _trained_model(
+        self,
+        spark: SparkSession,
+        run: RunFolder,
+        config: TrainConfig,
+        objects: UserObjects,
+        manifest: ShardManifest,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        finished: str,
+    ) -> M:
+        """Returns the model of a finished run, and warns of what its user should know."""
         summary, result = TrainingSummary.of_run(finished, alike(spark, run.uri))
         if config.keep == "best" and all(math.isnan(r.value(config.monitor)) for r in result.history):
             warnings.warn(
                 f"keep='best' found no best: {config.monitor} was not a number in any epoch; "
                 "the model is that of the last",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         if result.lost_state:
             warnings.warn(
                 f"training changed the buffers {list(result.lost_state)}, which are registered with "
                 "persistent=False: no checkpoint holds them, and the model has their first values",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         model = self._model_class()._set_trained(
             result.checkpoint_uri,
@@ -250,10 +282,17 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             token=run.token,
             check_data=states.check,
         )
-        with ProgressWatcher(run.uri, self.getShowProgress()):
-            texts = supervisor.run()
+        texts = supervisor.run()
         result = TrainResult.from_json(texts[0])
         return Finished(result=result, restarts=tuple(supervisor.restarts)).to_json()
+
+    def _trackers(self) -> list[Tracker]:
+        """Returns who is told of the training.
+
+        Raises:
+            ValueError: A tracker cannot work here.
+        """
+        return make_trackers(self.getTracking(), self.getShowProgress())
 
     def _label_columns(self) -> list[str]:
         """Returns the label columns, one for each output of the network."""

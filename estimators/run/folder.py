@@ -171,6 +171,13 @@ class RunFolder:
             f"{'; '.join(changed)}; set them back, or give another folder"
         )
 
+    def has_history(self) -> bool:
+        """Returns whether an earlier start has finished an epoch; False if the store does not answer."""
+        try:
+            return storage.exists(storage.join(self.uri, run_layout.HISTORY))
+        except OSError:
+            return False
+
     def result(self) -> str | None:
         """Returns the finished training as JSON; None if it has not finished."""
         try:

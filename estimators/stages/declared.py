@@ -8,6 +8,7 @@ The declaration holds words, default, type and range; a class lists the settings
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -104,6 +105,25 @@ def value_of(stage: Params, setting: Setting[T]) -> T:
 def values_of(stage: Params) -> dict[str, Any]:
     """Returns all settings of a stage by name."""
     return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if stage.hasParam(name)}
+
+
+def plain_values(stage: Params) -> dict[str, Any]:
+    """Returns the settings that have a value as people read them: plain data, else the object's text."""
+    return {name: _plain(value) for name, value in values_of(stage).items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if hasattr(value, "to_json") and not isinstance(value, type):
+        told = value.to_json()
+        return json.loads(told) if isinstance(told, str) else told
+    # An object's address says nothing, and differs each time.
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _named(function: Any, verb: str, setting: Setting[Any]) -> Any:

@@ -15,6 +15,7 @@ from ringspark.estimators.stages.model_params import _ModelParams
 from ringspark.estimators.training.settings import columns as column_settings
 from ringspark.estimators.training.settings import (
     memory,
+    observation,
     optimization,
     places,
     python_objects,
@@ -71,7 +72,9 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     useGpu, getUseGpu, setUseGpu = declared(workers.USE_GPU)
     collective, getCollective, setCollective = declared(workers.COLLECTIVE)
     compile, getCompile, setCompile = declared(workers.COMPILE)
-    showProgress, getShowProgress, setShowProgress = declared(workers.SHOW_PROGRESS)
+    showProgress, getShowProgress, setShowProgress = declared(observation.SHOW_PROGRESS)
+    tracking, getTracking, setTracking = declared(observation.TRACKING)
+    logEverySteps, getLogEverySteps, setLogEverySteps = declared(observation.LOG_EVERY_STEPS)
 
     precision, getPrecision, setPrecision = declared(memory.PRECISION)
     gradientCheckpointing, getGradientCheckpointing, setGradientCheckpointing = declared(

@@ -21,6 +21,7 @@ from ringspark.estimators.training.optimizers.schedules import Rates
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
+from ringspark.estimators.training.step_log import StepLog
 from ringspark.estimators.training.tuning.average import Average
 
 
@@ -50,6 +51,7 @@ class Running:
         rates: Rates,
         callbacks: Callbacks,
         log: RunLog,
+        steps: StepLog,
         steps_per_epoch: int,
         device: torch.device,
         objects: UserObjects,
@@ -90,6 +92,7 @@ class Running:
         self.rates = rates
         self.callbacks = callbacks
         self.log = log
+        self.steps = steps
         self.device = device
         self.first_bad = FirstBadLoss(device)
         self.steps_per_epoch = steps_per_epoch

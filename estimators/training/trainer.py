@@ -29,6 +29,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import forward, forward_backward, global_weights
+from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines.readers import ShardReader
 
 # The types of buffers that every collective can send.
@@ -84,6 +85,8 @@ class Trainer:
             self._raise_not_finite(epoch, values["train_loss"])
         if validation is not None:
             values |= self._validate(epoch, validation)
+        # Whoever sees the epoch finds its steps.
+        running.steps.flush()
         running.log.epoch(
             EpochRecord(
                 epoch=epoch + 1,
@@ -113,6 +116,7 @@ class Trainer:
         rows = epoch * reader.manifest.num_rows + sum(plan.global_rows(step) for step in range(first))
         is_due = False
         self._first_bad.reset()
+        running.steps.begin(running.sums)
         self._sync.module.train()
         # Closed also when the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
@@ -124,6 +128,8 @@ class Trainer:
                 rows += global_rows
                 state.step += 1
                 running.step_in_epoch = step + 1
+                if running.steps.is_due(state.step):
+                    self._record_step(rows)
                 if running.callbacks.has_step_end:
                     self._call("on_step_end")
                 if running.log.wants_progress:
@@ -144,6 +150,20 @@ class Trainer:
                         self._recovery.save(running)
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
+
+    def _record_step(self, rows: int) -> None:
+        """Records the loss since the last record. Runs on every rank."""
+        running, state = self._running, self._state
+        running.steps.add(
+            StepRecord(
+                step=state.step,
+                epoch=state.epoch,
+                rows=rows,
+                seconds=self._recovery.seconds,
+                train_loss=running.steps.mean_loss(running.sums, self._mesh.data),
+                learning_rate=self._sync.optimizer.param_groups[0]["lr"],
+            )
+        )
 
     def _on_device(self, reader: ShardReader, batches: Any) -> Iterator[Batch]:
         layout = layout_in(reader.manifest, self._config.input_columns)

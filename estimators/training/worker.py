@@ -37,6 +37,7 @@ from ringspark.estimators.training.probe import probe
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.step_log import StepLog
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
@@ -144,8 +145,14 @@ def _train(
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
-    with RunLog(config.run_uri, writes=mesh.writes) as log, compiled(sync.network, config.compile, device):
-        running = Running(config, mesh, heads, sync, rates, callbacks, log, train.num_steps, device, objects)
+    with (
+        RunLog(config.run_uri, writes=mesh.writes) as log,
+        StepLog(config.run_uri, mesh.writes, config.log_every_steps) as steps,
+        compiled(sync.network, config.compile, device),
+    ):
+        running = Running(
+            config, mesh, heads, sync, rates, callbacks, log, steps, train.num_steps, device, objects
+        )
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()
     state = running.state

@@ -35,6 +35,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.step_log import StepLog
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
@@ -115,7 +116,10 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
         rates = make_rates("constant", sync.optimizer, 3, 0)
         heads = make_heads(config, UserObjects())
-        running = Running(config, mesh, heads, sync, rates, Callbacks([]), log, 3, device, UserObjects())
+        steps = StepLog(folder, writes=False, every=0)
+        running = Running(
+            config, mesh, heads, sync, rates, Callbacks([]), log, steps, 3, device, UserObjects()
+        )
         trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
         module.train()
 

@@ -75,6 +75,16 @@ class Sums:
                     output, label = output[kept], label[kept]
                 metric_set.update(output, label)
 
+    def totals(self) -> torch.Tensor:
+        """Copies the sums of losses and of weights so far, (2, num_heads), without waiting for the device."""
+        return self._losses.detach().clone()
+
+    def mean_loss(self, totals: torch.Tensor, data: Collective) -> float:
+        """Returns the mean loss of the rows of all ranks in `totals`. Runs on every rank."""
+        losses, weights = data.all_reduce(totals.cpu().flatten()).view_as(totals)
+        means = (losses / weights).tolist()
+        return float(sum(head.weight * mean for head, mean in zip(self._heads, means, strict=True)))
+
     def take(self, data: Collective) -> dict[str, float]:
         """Returns the split's numbers by their names in the history, and resets them. Runs on every rank.
 

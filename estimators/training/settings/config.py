@@ -13,6 +13,7 @@ from typing import Any
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
     memory,
+    observation,
     optimization,
     places,
     python_objects,
@@ -77,6 +78,7 @@ class TrainConfig:
         timeout_seconds: Seconds that a rank may wait in one collective call, or make no progress.
         max_restarts: Number of times that a gang which lost a worker is started again.
         min_workers: Least number of ranks for a restart; None for `num_workers`.
+        log_every_steps: Steps between two records of the loss; 0 for none.
     """
 
     shards_uri: str
@@ -130,6 +132,7 @@ class TrainConfig:
     timeout_seconds: float = recovery.TIMEOUT_SECONDS.default
     max_restarts: int = recovery.MAX_RESTARTS.default
     min_workers: int | None = recovery.MIN_WORKERS.default
+    log_every_steps: int = observation.LOG_EVERY_STEPS.default
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():

@@ -7,6 +7,7 @@ from typing import Any
 from ringspark.estimators.training.settings import (
     columns,
     memory,
+    observation,
     optimization,
     places,
     python_objects,
@@ -18,7 +19,17 @@ from ringspark.estimators.training.settings.declaration import Setting
 
 SETTINGS: dict[str, Setting[Any]] = {
     value.name: value
-    for subject in (python_objects, optimization, tuning, columns, workers, memory, places, recovery)
+    for subject in (
+        python_objects,
+        optimization,
+        tuning,
+        columns,
+        workers,
+        memory,
+        places,
+        recovery,
+        observation,
+    )
     for value in vars(subject).values()
     if isinstance(value, Setting)
 }

@@ -57,8 +57,3 @@ COMPILE = Setting[bool | str](
     # It rounds otherwise, like another number of workers.
     may_differ_on_resume=True,
 )
-SHOW_PROGRESS = Setting(
-    name="showProgress",
-    words="whether the driver shows progress while it waits",
-    default=True,
-)

@@ -1,0 +1,73 @@
+"""Keeps a training as lines of JSON in its run directory, or in a local file of the driver."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.step_log import StepRecord
+from ringspark.pipelines import storage
+
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class JsonLinesTracker(Tracker):
+    """Writes one JSON object a line: "event" is "start", "step", "epoch" or "end"; NaN is null.
+
+    Attributes:
+        path: Local file of the driver, to which the lines are appended; unset: `tracking/events.jsonl` in the
+            run directory, which is written anew with every epoch, since stores cannot append.
+    """
+
+    name: ClassVar[str] = "jsonl"
+    path: str | None = None
+
+    def start(self, run: RunStart) -> Listener:
+        uri = storage.join(run.run_uri, run_layout.TRACKING, FILE)
+        listener = _Lines(run.name, uri, Path(self.path) if self.path else None)
+        facts = {"run_uri": run.run_uri, "settings": dict(run.settings), "data": dict(run.data)}
+        listener.write([{"event": "start", **facts, "resumed": run.resumed}])
+        return listener
+
+
+class _Lines(Listener):
+    def __init__(self, run: str, uri: str, path: Path | None) -> None:
+        self._run, self._uri, self._path = run, uri, path
+        self._lines: list[str] = []
+
+    def write(self, events: Sequence[dict[str, Any]], ends: bool = True) -> None:
+        lines = [json.dumps({"run": self._run} | _finite(event), allow_nan=False) for event in events]
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+            return
+        self._lines += lines
+        if ends:
+            text = "".join(f"{line}\n" for line in self._lines)
+            storage.write_atomic(self._uri, text.encode(), durable=False)
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        self.write([{"event": "step", **asdict(record)} for record in records], ends=False)
+
+    def epoch(self, record: EpochRecord) -> None:
+        self.write([{"event": "epoch", **asdict(record)}])
+
+    def end(self, end: RunEnd) -> None:
+        self.write([{"event": "end", "status": end.status, "error": end.error}])
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with None for numbers that JSON has no form for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

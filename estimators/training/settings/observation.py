@@ -1,0 +1,72 @@
+"""Settings of what is shown and kept of a training while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ringspark.estimators.names import check_name
+from ringspark.estimators.training.settings.choices import TrackerName
+from ringspark.estimators.training.settings.declaration import Setting, not_negative
+from ringspark.pipelines.entry_points import names_in
+
+TRACKER_GROUP = "ringspark.trackers"
+
+
+def _tracker(value: Any) -> Any:
+    """Checks one entry of `tracking`; one that is all settings becomes plain data, which can be saved."""
+    if isinstance(value, str):
+        return _named(value)
+    if isinstance(value, Mapping):
+        given = dict(value)
+        if not isinstance(given.get("name"), str):
+            raise ValueError(
+                f"tracking needs a 'name' in each dict, got {given!r}; such as {{'name': 'mlflow'}}"
+            )
+        _named(given["name"])
+        return given
+    if hasattr(value, "start") and not isinstance(value, type):
+        plain = getattr(value, "as_setting", lambda: None)()
+        return value if plain is None else plain
+    if callable(value) and not isinstance(value, type):
+        return value
+    given_type = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise TypeError(
+        "tracking must be a name, a dict with a name and options, a Tracker or a function that takes an "
+        f"event, or a list of them, got {given_type}"
+    )
+
+
+def _named(name: str) -> str:
+    known = get_args(TrackerName)
+    if name not in known and name not in names_in(TRACKER_GROUP):
+        check_name("tracking", name, known)
+    return name
+
+
+def _trackers(value: Any) -> list[Any]:
+    return [_tracker(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+
+
+SHOW_PROGRESS = Setting(
+    name="showProgress",
+    words="whether the driver shows progress while it waits; the same as 'console' in tracking",
+    default=True,
+)
+TRACKING = Setting[list[Any]](
+    name="tracking",
+    words="who is told of the training, on the driver: 'console', 'jsonl', 'mlflow', 'tensorboard', a dict "
+    "of a name and its options, a Tracker, or a function that takes an event; one that fails or hangs stops "
+    "no training",
+    default=[],
+    convert=_trackers,
+)
+LOG_EVERY_STEPS = Setting(
+    name="logEverySteps",
+    field="log_every_steps",
+    words="steps between two records of the mean loss over all ranks, which trackers and the report show; 0: "
+    "only those of the epochs",
+    default=50,
+    accepts=not_negative(),
+    may_differ_on_resume=True,
+)

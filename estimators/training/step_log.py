@@ -1,0 +1,178 @@
+"""Records the loss within an epoch: one mean over all ranks for every few steps.
+
+Invariant: all ranks record after the same steps, because the mean is one small collective call. Rank 0 writes
+the records to numbered files of the run directory. Writing happens beside the training and may fail; a file
+that begins at step n replaces what earlier files say of step n and later, so the steps that a restart or a
+rollback takes again count once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.training.objective.sums import Sums
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import fit, parse
+
+_log = logging.getLogger(__name__)
+
+# Least seconds between two files.
+WRITE_SECONDS = 0.5
+# Share of the training's time between two files: a long training has hundreds of them, not thousands.
+WRITE_SHARE = 0.01
+# Seconds to wait at the end for the last file.
+END_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The steps since the record before, up to and including `step` of the whole training.
+
+    `train_loss` is their mean per row (per unit of weight) over all ranks; `rows` and `seconds` count from
+    the training's start.
+    """
+
+    step: int
+    epoch: int
+    rows: int
+    seconds: float
+    train_loss: float
+    learning_rate: float
+
+
+class StepLog:
+    """Takes the records on every rank and writes them on rank 0. A context manager."""
+
+    def __init__(self, run_uri: str, writes: bool, every: int) -> None:
+        """Starts without records.
+
+        Args:
+            every: Steps between two records; 0 for none.
+        """
+        self._run_uri = run_uri
+        self._writes = writes
+        self._every = every
+        self._before: torch.Tensor | None = None
+        self._pending: list[StepRecord] = []
+        self._number: int | None = None
+        self._begun = self._written = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The folder may be removed after this.
+        self.flush()
+
+    def begin(self, sums: Sums) -> None:
+        """Counts from here; called where an epoch begins or goes on."""
+        self._before = sums.totals() if self._every else None
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the training records after this step, the same on every rank."""
+        return self._every > 0 and step % self._every == 0
+
+    def mean_loss(self, sums: Sums, data: Collective) -> float:
+        """Returns the mean loss since the record before. Runs on every rank."""
+        totals = sums.totals()
+        before, self._before = self._before, totals
+        return sums.mean_loss(totals if before is None else totals - before, data)
+
+    def add(self, record: StepRecord) -> None:
+        """Keeps a record, and begins to write if that is due."""
+        if not self._writes:
+            return
+        self._pending.append(record)
+        now = time.monotonic()
+        is_due = now - self._written >= max(WRITE_SECONDS, WRITE_SHARE * (now - self._begun))
+        if is_due and not (self._thread is not None and self._thread.is_alive()):
+            self._start(now)
+
+    def flush(self) -> None:
+        """Writes what is pending, and waits for it a few seconds."""
+        if self._thread is not None:
+            self._thread.join(END_SECONDS)
+        if self._pending and not (self._thread is not None and self._thread.is_alive()):
+            self._start(time.monotonic())
+            assert self._thread is not None
+            self._thread.join(END_SECONDS)
+
+    def _start(self, now: float) -> None:
+        records, self._pending, self._written = self._pending, [], now
+        self._thread = threading.Thread(
+            target=self._write, args=(records,), name="ringspark-step-file", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, records: list[StepRecord]) -> None:
+        folder = storage.join(self._run_uri, run_layout.STEPS)
+        try:
+            if self._number is None:
+                # A start before this one may have left files.
+                self._number = max(map(_number, storage.list_names(folder)), default=-1) + 1
+            text = json.dumps([asdict(record) for record in records])
+            storage.write_atomic(storage.join(folder, f"{self._number}.json"), text.encode(), durable=False)
+            self._number += 1
+        except OSError as error:
+            _log.warning("losses of steps were not written (%s); the training goes on without them", error)
+
+
+class StepFiles:
+    """Reads the files of a run, each once, while more are written."""
+
+    def __init__(self, run_uri: str) -> None:
+        self._folder = storage.join(run_uri, run_layout.STEPS)
+        self._next = 0
+
+    def new(self) -> Iterator[list[StepRecord]]:
+        """Yields the records of each file that was not read yet, in the order of writing.
+
+        Raises:
+            ValueError: A file is damaged.
+        """
+        numbers = sorted(
+            number for name in storage.list_names(self._folder) if (number := _number(name)) >= 0
+        )
+        for number in numbers:
+            if number >= self._next:
+                records = _read(storage.join(self._folder, f"{number}.json"))
+                self._next = number + 1
+                yield records
+
+
+def read_steps(run_uri: str) -> list[StepRecord]:
+    """Returns the records so far in the order of the steps, each step once.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
+    steps: dict[int, StepRecord] = {}
+    for records in StepFiles(run_uri).new():
+        if records:
+            steps = {step: record for step, record in steps.items() if step < records[0].step}
+            steps |= {record.step: record for record in records}
+    return list(steps.values())
+
+
+def _read(uri: str) -> list[StepRecord]:
+    # A loss that overflowed is stored as NaN.
+    records: list[StepRecord] = fit(list[StepRecord], parse(storage.read_bytes(uri), allow_nan=True), uri)
+    return records
+
+
+def _number(name: str) -> int:
+    """Returns the number in a file's name, -1 for a name that is no such file's."""
+    with suppress(ValueError):
+        return int(name.removesuffix(".json"))
+    return -1
