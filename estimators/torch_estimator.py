@@ -46,7 +46,7 @@ from ringspark.estimators.stages.summary import Finished, TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart, Tracker
-from ringspark.estimators.tracking.registry import make_trackers
+from ringspark.estimators.tracking.registry import make_trackers, surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.data_check import check_columns
@@ -72,7 +72,14 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
+        self._surroundings: dict[str, str] = {}
         set_params(self, params)
+
+    def copy(self: E, extra: Any = None) -> E:
+        """Returns a copy, which remembers e.g. the active run of the calling thread for its trackers."""
+        that = cast(E, super().copy(extra))
+        that._surroundings = surroundings_of(that.getTracking()) or self._surroundings
+        return that
 
     def setParams(self: E, **params: Any) -> E:
         """Sets several Params at once."""
@@ -209,6 +216,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
                 "shards_uri": manifest.uri,
             },
             resumed=run.has_history(),
+            surroundings=surroundings_of(self.getTracking()) or self._surroundings,
         )
         # A training that had finished before is told of no second time.
         with RunWatcher(start, self._trackers() if finished is None else []) as watcher:

@@ -27,6 +27,7 @@ class RunStart:
         settings: The stage's Params by name: numbers, texts and lists of them as they are, all else as text.
         data: Facts of the rows: "rows", "validation_rows", "shards_uri".
         resumed: Whether the folder holds a part of this training already.
+        surroundings: What the trackers' `surroundings` found where `fit` was called.
     """
 
     name: str
@@ -34,6 +35,7 @@ class RunStart:
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     resumed: bool = False
+    surroundings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,14 @@ class Tracker:
 
     def check(self) -> None:
         """Raises ValueError, with the remedy, if this tracker cannot work here. Runs before the training."""
+
+    def surroundings(self) -> dict[str, str]:
+        """Returns what `start` needs to know of the calling thread, such as an active run; else nothing.
+
+        Runs in the thread that calls `fit`, and where a stage is copied: a CrossValidator copies in its
+        caller's thread, and fits in threads of a pool. It must be quick and ask no server.
+        """
+        return {}
 
     def as_setting(self) -> dict[str, Any] | None:
         """Returns name and options that differ from their defaults; None if they are no plain data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -59,6 +60,18 @@ def make_trackers(given: Sequence[Any], shows_progress: bool) -> list[Tracker]:
         if check is not None:
             check()
     return trackers
+
+
+def surroundings_of(given: Sequence[Any]) -> dict[str, str]:
+    """Returns what the trackers of `tracking` need to know of the calling thread; see `Tracker`.
+
+    A tracker that cannot be made has none: `make_trackers` tells the user of it.
+    """
+    found: dict[str, str] = {}
+    for entry in given:
+        with suppress(ValueError, TypeError):
+            found |= getattr(_made(entry), "surroundings", dict)()
+    return found
 
 
 def _made(entry: Any) -> Tracker:

@@ -1,0 +1,201 @@
+"""A fitted stage as a `pyfunc` of MLflow, which predicts pandas DataFrames and needs no Spark session.
+
+The folder holds the saved stage as any `save` writes it, so `load_stage` gives the stage back for
+`transform`. MLflow finds this module by the name in the folder's `MLmodel`: it stays where it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pyspark.sql.types import DoubleType
+
+from ringspark.estimators.columns.inputs import ModelInput
+from ringspark.estimators.inference.frames import predict_frame, spark_alone
+from ringspark.estimators.stages.spark_metadata import read_metadata
+from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
+from ringspark.pipelines import storage
+from ringspark.pipelines.kinds import Array, Kind, Padded, Ragged, Scalar, Tokens, Vocabulary
+
+_CLASSES = {kind.__name__: kind for kind in (TorchModel, TorchClassificationModel, TorchRegressionModel)}
+# Rows of the example.
+_ROWS = 2
+_REQUIREMENTS = ("ringspark", "torch", "pyspark", "pyarrow", "pandas", "numpy")
+
+
+def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: str | None = None) -> None:
+    """Writes the model as a `pyfunc` to a local folder that does not exist yet.
+
+    Args:
+        run_id: Id of the MLflow run that made it.
+        model_id: Id of the logged model whose files these are.
+    """
+    import mlflow.pyfunc
+    from mlflow.models import Model
+
+    with tempfile.TemporaryDirectory(prefix="ringspark-") as beside:
+        stage = Path(beside) / "stage"
+        model.write().save(stage.as_uri())
+        example = _example(model)
+        mlflow.pyfunc.save_model(
+            path=folder,
+            loader_module=__name__,
+            data_path=str(stage),
+            mlflow_model=Model(run_id=run_id, model_id=model_id),
+            signature=_signature(model),
+            input_example=example,
+            pip_requirements=_requirements(),
+        )
+
+
+def load_stage(model_uri: str) -> Any:
+    """Returns the fitted stage of a logged model, for `transform`.
+
+    Args:
+        model_uri: As MLflow takes it, such as "models:/m-1f2e" or "models:/name/1".
+    """
+    from mlflow.artifacts import download_artifacts
+    from mlflow.models import Model
+
+    folder = Path(download_artifacts(artifact_uri=model_uri))
+    flavour = Model.load(str(folder)).flavors["python_function"]
+    return _stage(str(folder / flavour["data"]))
+
+
+def _load_pyfunc(data_path: str) -> ServedModel:
+    """Is called by MLflow with the folder of the stage."""
+    return ServedModel(_stage(data_path))
+
+
+class ServedModel:
+    """What MLflow calls to predict."""
+
+    def __init__(self, stage: TorchModel) -> None:
+        self.stage = stage
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Returns the columns that `transform` adds, such as `prediction`, for the rows of a DataFrame.
+
+        Raises:
+            ValueError: A column is missing or cannot be used; the message says which.
+        """
+        frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
+        names, results = self.stage._outputs()
+        return predict_frame(
+            self.stage._predictor(results=results),
+            self.stage._inputs,
+            self.stage.inputColumns(),
+            names,
+            frame,
+        )
+
+
+def _stage(folder: str) -> TorchModel:
+    uri = Path(folder).resolve().as_uri()
+    name = read_metadata(storage.normalize(uri))["class"].rpartition(".")[2]
+    stage: TorchModel = _CLASSES[name].load(uri)
+    return stage
+
+
+def _signature(model: TorchModel) -> Any:
+    """Returns the columns in and out; None where Spark is needed to make the inputs."""
+    from mlflow.models import ModelSignature
+    from mlflow.types.schema import Array as Repeated
+    from mlflow.types.schema import ColSpec, DataType, Schema
+
+    sources = _sources(model)
+    if sources is None:
+        return None
+
+    def nested(kind: Kind) -> Any:
+        shape = _shape(kind)
+        if shape is None:
+            return DataType.string if isinstance(kind, Vocabulary | Tokens) else DataType.binary
+        # A smaller dtype than those of pandas and JSON would refuse what they bring.
+        found: Any = {"f": DataType.double, "b": DataType.boolean}.get(_wide(kind)[0], DataType.long)
+        for _ in shape:
+            found = Repeated(found)
+        return found
+
+    names, results = model._outputs()
+    types = zip(names, results.types, strict=True)
+    return ModelSignature(
+        inputs=Schema([ColSpec(nested(kind), name) for name, kind in sources]),
+        outputs=Schema(
+            [
+                ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
+                for name, of in types
+                if name
+            ]
+        ),
+    )
+
+
+def _example(model: TorchModel) -> pd.DataFrame | None:
+    """Returns some rows of zeros; None where the inputs are bytes or made by Spark."""
+    sources = _sources(model)
+    if sources is None:
+        return None
+    columns: dict[str, Any] = {}
+    for name, kind in sources:
+        if isinstance(kind, Vocabulary):
+            columns[name] = [*(kind.words or ("",))][:1] * _ROWS
+        elif isinstance(kind, Tokens):
+            columns[name] = ["text"] * _ROWS
+        elif (shape := _shape(kind)) is None:
+            return None
+        else:
+            dtype = "int64" if _wide(kind).startswith("int") else _wide(kind)
+            columns[name] = list(np.zeros((_ROWS, *shape), dtype))
+            if shape:
+                columns[name] = [row.tolist() for row in columns[name]]
+    return pd.DataFrame(columns)
+
+
+def _sources(model: TorchModel) -> list[tuple[str, Kind]] | None:
+    """Returns each column of a DataFrame that the model reads, with its kind; None if Spark is needed."""
+    names, found = model.inputColumns(), dict[str, Kind]()
+    for number, item in enumerate(model._inputs):
+        if spark_alone(item):
+            return None
+        assert item.column is not None
+        found.setdefault(_owner(model._inputs, names, number), item.column.kind)
+    return list(found.items())
+
+
+def _owner(inputs: Sequence[ModelInput], names: Sequence[str], number: int) -> str:
+    """Returns the column from which an input is made, as `columns.inputs.source_columns` finds it."""
+    places = [at if item.place is None else item.place for at, item in enumerate(inputs)]
+    name = names[places[number]]
+    return name if places.count(places[number]) > 1 else name.removesuffix(inputs[number].part)
+
+
+def _wide(kind: Kind) -> str:
+    """Returns the dtype of a kind's numbers in a table: fractions as doubles."""
+    dtype = str(getattr(kind, "dtype", ""))
+    return "float64" if dtype.startswith("float") else dtype
+
+
+def _shape(kind: Kind) -> tuple[int, ...] | None:
+    """Returns the shape of a row of numbers, () for one number; None for texts and bytes."""
+    if isinstance(kind, Scalar):
+        return ()
+    if isinstance(kind, Padded | Ragged):
+        return (getattr(kind, "length", None) or 1,)
+    return (kind.shape or (1,)) if isinstance(kind, Array) else None
+
+
+def _requirements() -> list[str]:
+    found = []
+    for name in _REQUIREMENTS:
+        try:
+            found.append(f"{name}=={version(name)}")
+        except PackageNotFoundError:  # shipped as a zip
+            found.append(name)
+    return found
