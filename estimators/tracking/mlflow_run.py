@@ -293,9 +293,9 @@ class MlflowRun(Listener):
         step = sum(epoch.steps for epoch in self._epochs.values())
         self._client.log_outputs(self._run_id, [LoggedModelOutput(logged.model_id, step)])
         if self._tracker.registered_model_name is not None:
-            self._register(self._tracker.registered_model_name, logged.model_id)
+            self._register(self._tracker.registered_model_name, logged)
 
-    def _register(self, name: str, model_id: str) -> None:
+    def _register(self, name: str, logged: Any) -> None:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -303,8 +303,12 @@ class MlflowRun(Listener):
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_ALREADY_EXISTS", "ALREADY_EXISTS"):
                 raise
+        # A server resolves the model's name itself. A database has it resolved by this process, which would
+        # ask the process's own tracking URI.
+        is_server = urlsplit(self._uri).scheme in ("http", "https") or self._uri.startswith("databricks")
+        source = f"models:/{logged.model_id}" if is_server else logged.artifact_location
         self._client.create_model_version(
-            name, source=f"models:/{model_id}", run_id=self._run_id, model_id=model_id
+            name, source=source, run_id=self._run_id, model_id=logged.model_id, await_creation_for=0
         )
 
     def _file(self) -> str:

@@ -1,15 +1,116 @@
-"""Writes event files for TensorBoard."""
+"""Writes event files for TensorBoard: scalars by step, the settings as text, and hparams.
+
+The files are those of one start of the training. All that earlier starts told is told again at the start, so
+the earlier files are removed first and no value is there twice. A rollback writes its steps again, and
+TensorBoard itself drops what a restarted file says of them anew (`purge_step`).
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
 
-from ringspark.estimators.tracking.base import Tracker
+from ringspark.estimators import run_layout
+from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.step_log import StepRecord
+from ringspark.pipelines import storage
+
+FOLDER = "tensorboard"
 
 
 @dataclass(frozen=True)
 class TensorBoardTracker(Tracker):
-    """Logs one run a training."""
+    """Writes one folder a training.
+
+    Attributes:
+        log_dir: Local folder of the driver, in which each run has a folder of its own, by the last part of
+            its URI; unset: `tracking/tensorboard` in the run directory.
+    """
 
     name: ClassVar[str] = "tensorboard"
+    log_dir: str | None = None
+
+    def check(self) -> None:
+        if find_spec("tensorboard") is None:
+            raise ValueError(
+                "tracking 'tensorboard' needs the package tensorboard, which is not installed; "
+                "pip install 'ringspark[tensorboard]', or take it out of tracking"
+            )
+        if self.log_dir is not None and (not isinstance(self.log_dir, str) or not self.log_dir):
+            raise ValueError(
+                f"tracking: log_dir of 'tensorboard' must be a text that is not empty, got {self.log_dir!r}"
+            )
+
+    def start(self, run: RunStart) -> Listener:
+        if self.log_dir is not None:
+            target = Path(self.log_dir).expanduser().absolute() / run.run_uri.rstrip("/").rpartition("/")[2]
+            return _Events(run, str(target))
+        return _Events(run, storage.join(run.run_uri, run_layout.TRACKING, FOLDER))
+
+
+class _Events(Listener):
+    def __init__(self, run: RunStart, target: str) -> None:
+        # It takes a second to import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run, self._target = run, storage.normalize(target)
+        self._is_local = storage.is_local(self._target)
+        for name in storage.list_names(self._target):
+            if name.startswith("events.out.tfevents"):
+                storage.remove(storage.join(self._target, name))
+        if self._is_local:
+            self._folder = storage.local_path(self._target)
+        else:
+            self._folder = tempfile.mkdtemp(prefix="ringspark-")
+        self._writer = SummaryWriter(self._folder)
+        self._epochs: dict[int, EpochRecord] = {}
+        self._last_step = -1
+        settings = {**run.settings, **{f"data.{key}": value for key, value in run.data.items()}}
+        self._writer.add_text("settings", _table(settings), 0)
+        self._hparams = {name: value for name, value in settings.items() if _is_plain(value)}
+        self._writer.flush()
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        if records and records[0].step <= self._last_step:
+            self._purge(records[0].step)
+        for record in records:
+            self._writer.add_scalar("step/train_loss", record.train_loss, record.step)
+            self._writer.add_scalar("step/learning_rate", record.learning_rate, record.step)
+            self._last_step = record.step
+        # A local reader sees them at once; a store gets whole files at each epoch.
+        self._writer.flush()
+
+    def epoch(self, record: EpochRecord) -> None:
+        step = sum(epoch.steps for number, epoch in self._epochs.items() if number < record.epoch)
+        step += record.steps
+        if record.epoch in self._epochs:
+            self._purge(step)
+        self._epochs[record.epoch] = record
+        for name, value in _values(record).items():
+            self._writer.add_scalar(f"epoch/{name}", value, step)
+        self._writer.flush()
+        self._copy()
+
+    def end(self, end: RunEnd) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        last = self._epochs[max(self._epochs)] if self._epochs else None
+        metrics = {f"hparam/{name}": value for name, value in _values(last).items()} if last else {}
+        self._writer.add_text("end", end.status + (f": {end.error}" if end.error else ""), 0)
+        # Not `add_hparams`, which makes a folder of its own: this training is one run.
+        for summary in hparams(self._hparams, metrics):
+            self._writer.file_writer.add_summary(summary)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, 0)
+        self._writer.close()
+        self._copy()
+        if not self._is_local:
+            shutil.rmtree(self._folder, ignore_errors=True)
