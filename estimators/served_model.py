@@ -41,7 +41,7 @@ def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: st
 
     with tempfile.TemporaryDirectory(prefix="ringspark-") as beside:
         stage = Path(beside) / "stage"
-        model.write().save(stage.as_uri())
+        model.write().save(f"file://{stage}")
         example = _example(model)
         mlflow.pyfunc.save_model(
             path=folder,
@@ -97,7 +97,8 @@ class ServedModel:
 
 
 def _stage(folder: str) -> TorchModel:
-    uri = Path(folder).resolve().as_uri()
+    # With a scheme, since a session may take a bare path for one on its own store.
+    uri = f"file://{Path(folder).resolve()}"
     name = read_metadata(storage.normalize(uri))["class"].rpartition(".")[2]
     stage: TorchModel = _CLASSES[name].load(uri)
     return stage

@@ -56,8 +56,8 @@ def predict_frame(
     for item, field in zip(inputs, fields, strict=True):
         if spark_alone(item):
             raise ValueError(
-                f"column {field.name!r} is prepared by Spark, so this model cannot predict a pandas DataFrame; "
-                "call its stage's transform"
+                f"column {field.name!r} is prepared by Spark, so this model cannot predict a pandas "
+                "DataFrame; call its stage's transform"
             )
         feed, column = _fed(item, field.name, frame[field.name])
         column, problems = feed.read(column)
@@ -68,9 +68,7 @@ def predict_frame(
     predictor = replace(predictor, feeds=tuple(feeds))
     values = predictor.predict(cached_module(predictor), make_inputs(feeds, columns))
     parts = zip(outputs, predictor.results.arrays(values), strict=True)
-    made: dict[str, Any] = {
-        name: part if part.ndim == 1 else list(part) for name, part in parts if name
-    }
+    made: dict[str, Any] = {name: part if part.ndim == 1 else list(part) for name, part in parts if name}
     return pd.DataFrame(made, index=frame.index)
 
 
@@ -98,6 +96,8 @@ def _plain(series: pd.Series[Any]) -> Any:
     if series.dtype != object:
         return series.to_numpy()
     return [
-        value.toArray().tolist() if hasattr(value, "toArray") else getattr(value, "tolist", lambda v=value: v)()
+        value.toArray().tolist()
+        if hasattr(value, "toArray")
+        else getattr(value, "tolist", lambda v=value: v)()
         for value in series
     ]

@@ -146,7 +146,9 @@ class MlflowRun(Listener):
             self._begin()
         while self._waiting:
             piece = self._waiting[:METRICS_A_REQUEST]
-            new = {_known(name, step, value): Metric(name, value, at, step) for name, value, at, step in piece}
+            new = {
+                _known(name, step, value): Metric(name, value, at, step) for name, value, at, step in piece
+            }
             metrics = [metric for key, metric in new.items() if key not in self._sent]
             if metrics:
                 self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
@@ -240,7 +242,9 @@ class MlflowRun(Listener):
         for piece in _pieces([Param(name, text) for name, text in new.items()]):
             self._client.log_batch(run.info.run_id, params=piece, synchronous=True)
         # A run's params are for good; some settings may differ in a resumed training.
-        changed = {name: texts[name] for name in texts.keys() - new.keys() if run.data.params[name] != texts[name]}
+        changed = {
+            name: texts[name] for name in texts.keys() - new.keys() if run.data.params[name] != texts[name]
+        }
         tags = [RunTag(f"ringspark.resumed.{name}", text[:TAG_LENGTH]) for name, text in changed.items()]
         for tag_piece in _pieces(tags):
             self._client.log_batch(run.info.run_id, tags=tag_piece, synchronous=True)

@@ -59,7 +59,9 @@ class MlflowTracker(Tracker):
                 "pip install 'ringspark[mlflow]', or take it out of tracking"
             )
         if self.tags is not None and not isinstance(self.tags, Mapping):
-            raise ValueError(f"tracking: tags of 'mlflow' must be a dict of names and texts, got {self.tags!r}")
+            raise ValueError(
+                f"tracking: tags of 'mlflow' must be a dict of names and texts, got {self.tags!r}"
+            )
         for option in ("tracking_uri", "registry_uri", "experiment", "run_name", "registered_model_name"):
             value = getattr(self, option)
             if value is not None and (not isinstance(value, str) or not value):

@@ -1,8 +1,8 @@
 """Writes event files for TensorBoard: scalars by step, the settings as text, and hparams.
 
 The files are those of one start of the training. All that earlier starts told is told again at the start, so
-the earlier files are removed first and no value is there twice. A rollback writes its steps again, and
-TensorBoard itself drops what a restarted file says of them anew (`purge_step`).
+the earlier files are removed first and no value is there twice. A rollback says its steps again after a mark
+of a restart, at which TensorBoard drops what was said of that step and later ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +66,7 @@ class _Events(Listener):
             if name.startswith("events.out.tfevents"):
                 storage.remove(storage.join(self._target, name))
         if self._is_local:
-            self._folder = storage.local_path(self._target)
+            self._folder = self._target.removeprefix("file://")
         else:
             self._folder = tempfile.mkdtemp(prefix="ringspark-")
         self._writer = SummaryWriter(self._folder)
@@ -91,7 +90,8 @@ class _Events(Listener):
     def epoch(self, record: EpochRecord) -> None:
         step = sum(epoch.steps for number, epoch in self._epochs.items() if number < record.epoch)
         step += record.steps
-        if record.epoch in self._epochs:
+        if record.epoch in self._epochs and step > self._last_step:
+            # Only if no record of a step has said so already.
             self._purge(step)
         self._epochs[record.epoch] = record
         for name, value in _values(record).items():
@@ -114,3 +114,38 @@ class _Events(Listener):
         self._copy()
         if not self._is_local:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _purge(self, step: int) -> None:
+        """Marks a restart: what was said of this step and later ones no longer counts."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        restart = Event(step=step, session_log=SessionLog(status=SessionLog.START))
+        self._writer.file_writer.add_event(restart, step)
+
+    def _copy(self) -> None:
+        """Copies the files to the store of the run; local ones are there already."""
+        if self._is_local:
+            return
+        for file in sorted(Path(self._folder).iterdir()):
+            storage.write_atomic(storage.join(self._target, file.name), file.read_bytes(), durable=False)
+
+
+def _values(record: EpochRecord) -> dict[str, float]:
+    values = {
+        "train_loss": record.train_loss,
+        "validation_loss": record.validation_loss,
+        "learning_rate": record.learning_rate,
+        "seconds": record.seconds,
+        **record.metrics,
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _table(settings: Mapping[str, Any]) -> str:
+    """Returns the settings as a table of Markdown, which TensorBoard shows."""
+    rows = [f"| {name} | {json.dumps(value, default=str)} |" for name, value in sorted(settings.items())]
+    return "\n".join(["| setting | value |", "| --- | --- |", *rows])

@@ -1,0 +1,137 @@
+"""What MLflow and TensorBoard hold of one training, read back by their own programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+import pytest
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchClassifier
+from ringspark.estimators.tracking.base import RunStart
+from ringspark.estimators.tracking.registry import TRACKERS, make_trackers
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.settings.choices import TrackerName
+from ringspark.estimators.training.step_log import StepRecord
+from ringspark.models import ModelSpec
+
+NETWORK = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
+
+
+def _record(step: int, loss: float) -> StepRecord:
+    return StepRecord(
+        step=step, epoch=1, rows=32 * step, seconds=0.1 * step, train_loss=loss, learning_rate=0.1
+    )
+
+
+def _epoch(number: int, loss: float) -> EpochRecord:
+    return EpochRecord(
+        epoch=number, steps=3, rows=96, seconds=0.5, learning_rate=0.1, train_loss=loss, validation_loss=None
+    )
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {
+        tag: [(event.step, round(event.value, 5)) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+def test_each_listed_name_is_a_tracker_that_a_setting_may_name() -> None:
+    assert set(TRACKERS) == set(get_args(TrackerName))
+    for name, load in TRACKERS.items():
+        assert load().name == name
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_mistyped_option_is_one_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match=f"tracking: '{name}' has no option 'lgo_dir'"):
+        make_trackers([{"name": name, "lgo_dir": "x"}], shows_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"name": "mlflow", "experiment": ""}, "experiment of 'mlflow' must be a text"),
+        ({"name": "mlflow", "tags": "a"}, "tags of 'mlflow' must be a dict"),
+        ({"name": "mlflow", "registered_model_name": "m", "log_model": False}, "drop one of the two"),
+        ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be a text"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_trackers([options], shows_progress=False)
+
+
+def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_path: Path) -> None:
+    (tracker,) = make_trackers(["tensorboard"], shows_progress=False)
+    folder = tmp_path / "tracking" / "tensorboard"
+    start = RunStart(name="stage", run_uri=str(tmp_path), settings={"epochs": 2})
+    first = tracker.start(start)
+    first.steps([_record(1, 0.5), _record(2, 0.4)])
+    # A rollback takes step 2 again, to another loss.
+    first.steps([_record(2, 0.3), _record(3, 0.2)])
+    first.epoch(_epoch(1, 0.35))
+    first._writer.flush()  # type: ignore[attr-defined]
+    assert _scalars(folder)["step/train_loss"] == [(1, 0.5), (2, 0.3), (3, 0.2)]
+    first._writer.close()  # type: ignore[attr-defined]
+    again = tracker.start(start)
+    again.steps([_record(1, 0.5), _record(2, 0.3), _record(3, 0.2)])
+    again.epoch(_epoch(1, 0.35))
+    again.epoch(_epoch(2, 0.1))
+    again._writer.close()  # type: ignore[attr-defined]
+    found = _scalars(folder)
+    assert found["step/train_loss"] == [(1, 0.5), (2, 0.3), (3, 0.2)]
+    assert found["epoch/train_loss"] == [(3, 0.35), (6, 0.1)]
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_one_fit_is_told_to_mlflow_and_tensorboard(spark: Any, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    plain = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
+    frame = plain.select(
+        array_to_vector(F.array("a", "b")).alias("features"), F.expr("cast(a + b > 0 as double) as label")
+    )
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    options = {"tracking_uri": uri, "experiment": "e", "registered_model_name": "m", "tags": {"mine": "1"}}
+    run_uri = tmp_path / "run"
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
+    model = TorchClassifier(
+        model=NETWORK,
+        epochs=2,
+        batchSize=32,
+        runUri=str(run_uri),
+        showProgress=False,
+        logEverySteps=1,
+        tracking=[{"name": "mlflow", **options}, "tensorboard"],
+    ).fit(frame)
+
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["epochs"] == "2"
+    assert run.data.params["data.rows"] == "96"
+    assert run.data.tags["mine"] == "1"
+    losses = [record.train_loss for record in model.summary.history]
+    history = client.get_metric_history(run.info.run_id, "train_loss")
+    assert [(metric.step, metric.value) for metric in history] == [(3, losses[0]), (6, losses[1])]
+    steps = client.get_metric_history(run.info.run_id, "step/train_loss")
+    assert [metric.step for metric in steps] == [1, 2, 3, 4, 5, 6]
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.json", "history.json"}
+    shown = _scalars(run_uri / "tracking" / "tensorboard")
+    assert shown["epoch/train_loss"] == [(3, round(losses[0], 5)), (6, round(losses[1], 5))]
+
+    version = client.get_model_version("m", "1")
+    served = mlflow.pyfunc.load_model(version.source)
+    rows = frame.collect()
+    table = pd.DataFrame({"features": [row["features"].toArray() for row in rows]})
+    expected = [row["prediction"] for row in model.transform(frame).collect()]
+    assert served.predict(table)["prediction"].tolist() == expected
