@@ -77,7 +77,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
 
     def copy(self: E, extra: Any = None) -> E:
         """Returns a copy, which remembers e.g. the active run of the calling thread for its trackers."""
-        that = cast(E, super().copy(extra))
+        that = super().copy(extra)
         that._surroundings = surroundings_of(that.getTracking()) or self._surroundings
         return that
 

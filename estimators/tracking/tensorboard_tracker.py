@@ -69,7 +69,7 @@ class _Events(Listener):
             self._folder = self._target.removeprefix("file://")
         else:
             self._folder = tempfile.mkdtemp(prefix="ringspark-")
-        self._writer = SummaryWriter(self._folder)
+        self._writer: Any = SummaryWriter(self._folder)  # type: ignore[no-untyped-call]
         self._epochs: dict[int, EpochRecord] = {}
         self._last_step = -1
         settings = {**run.settings, **{f"data.{key}": value for key, value in run.data.items()}}
@@ -100,14 +100,15 @@ class _Events(Listener):
         self._copy()
 
     def end(self, end: RunEnd) -> None:
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard import summary
 
+        make_hparams: Any = summary.hparams
         last = self._epochs[max(self._epochs)] if self._epochs else None
         metrics = {f"hparam/{name}": value for name, value in _values(last).items()} if last else {}
         self._writer.add_text("end", end.status + (f": {end.error}" if end.error else ""), 0)
         # Not `add_hparams`, which makes a folder of its own: this training is one run.
-        for summary in hparams(self._hparams, metrics):
-            self._writer.file_writer.add_summary(summary)
+        for part in make_hparams(self._hparams, metrics):
+            self._writer.file_writer.add_summary(part)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, 0)
         self._writer.close()

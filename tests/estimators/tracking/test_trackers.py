@@ -94,6 +94,7 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
 
 @pytest.mark.spark
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, about each other's next versions
 def test_one_fit_is_told_to_mlflow_and_tensorboard(spark: Any, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     plain = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
