@@ -11,6 +11,8 @@ run/
   progress.json   the present step
   steps/          <n>.json: mean losses of some steps each: see `training.step_log`
   tracking/       what trackers keep: events of TensorBoard, lines of JSON, the number of MLflow's run
+  timeline/       rank-<k>-<start>.json: where the time of a rank's steps went, one file for each start
+  profile/        rank-0-steps-<first>-<last>-<start>.json.gz: the trace of torch.profiler
   first-weights/  the weights that a large network of the user's own starts from, until the training has ended
   checkpoints/    step-<n>: positions to resume from, until the training has ended
   checkpoint/     the final weights
@@ -30,6 +32,8 @@ HISTORY = "history.json"
 PROGRESS = "progress.json"
 STEPS = "steps"
 TRACKING = "tracking"
+TIMELINE = "timeline"
+PROFILE = "profile"
 FIRST_WEIGHTS = "first-weights"
 CHECKPOINTS = "checkpoints"
 CHECKPOINT = "checkpoint"

@@ -108,6 +108,11 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     minWorkers, getMinWorkers, setMinWorkers = declared(recovery.MIN_WORKERS)
     timeoutSeconds, getTimeoutSeconds, setTimeoutSeconds = declared(recovery.TIMEOUT_SECONDS)
 
+    timelineEverySteps, getTimelineEverySteps, setTimelineEverySteps = declared(
+        observation.TIMELINE_EVERY_STEPS
+    )
+    profileSteps, getProfileSteps, setProfileSteps = declared(observation.PROFILE_STEPS)
+
     def getColumns(self) -> dict[str, Kind]:
         """Gets `columns`: the kinds that were chosen, by name."""
         given = value_of(self, column_settings.COLUMNS) or {}

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.tracking.timeline import write_trace
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import storage
@@ -76,6 +77,17 @@ class TrainingSummary:
     @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds if self.seconds else 0.0
+
+    def timeline(self, path: str) -> str:
+        """Writes where the time of the recorded steps went as a trace for Perfetto; returns `path`.
+
+        Args:
+            path: File of any store, `.json`.
+
+        Raises:
+            ValueError: The training recorded none (`timelineEverySteps`), or its folder is gone.
+        """
+        return write_trace(self.run_uri, path)
 
     @classmethod
     def of(cls, result: TrainResult, restarts: tuple[str, ...] = ()) -> TrainingSummary:

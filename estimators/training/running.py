@@ -17,6 +17,7 @@ from ringspark.estimators.training.non_finite import FirstBadLoss
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
+from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import Rates
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -32,6 +33,7 @@ class Running:
         recipe: How a micro-batch is computed; its scaler changes.
         transform: Changes training rows; None for none.
         prepare: Prepares the inputs of held-out rows; None for none.
+        observation: What the training records about itself; nothing by default.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
         average: Moving average of the weights, empty where none is asked for.
@@ -55,6 +57,7 @@ class Running:
         steps_per_epoch: int,
         device: torch.device,
         objects: UserObjects,
+        observation: Observation | None = None,
     ) -> None:
         """Stands before the first step.
 
@@ -67,10 +70,15 @@ class Running:
         self.transform: BatchTransform | None = None
         if objects.transform_batch is not None:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
+        self.observation = observation or Observation()
         self.prepare = prepared(objects.transform_in_prediction, device, training=False)
         self.scaler = LossScaler(config.precision, device, combine, guards=config.on_non_finite != "stop")
         self.recipe = Recipe(
-            config=config, criterion=Criterion(heads, device), scaler=self.scaler, device=device
+            config=config,
+            criterion=Criterion(heads, device),
+            scaler=self.scaler,
+            device=device,
+            timeline=self.observation.timeline,
         )
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)

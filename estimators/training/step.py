@@ -19,6 +19,7 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.non_finite import poisoned
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -33,6 +34,7 @@ class Recipe:
     criterion: Criterion
     scaler: LossScaler
     device: torch.device
+    timeline: Timeline = NO_TIMELINE
 
 
 def forward_backward(
@@ -45,13 +47,16 @@ def forward_backward(
         divisor: See `global_weights`.
         keeps_outputs: Whether outputs and labels are kept for metrics.
     """
-    losses, seen = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
-    loss = recipe.criterion.total(losses / divisor)
-    if recipe.config.on_non_finite != "stop":
-        loss = poisoned(loss)
-    scaled = recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
+    timeline = recipe.timeline
+    with timeline.span("forward"):
+        losses, seen = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
+        loss = recipe.criterion.total(losses / divisor)
+        if recipe.config.on_non_finite != "stop":
+            loss = poisoned(loss)
+        scaled = recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
+    eager = single_rows_eager(recipe.config.compile, batch.num_rows)
     # Recomputed modules run again in here.
-    with single_rows_eager(recipe.config.compile, batch.num_rows), backward_errors():
+    with timeline.span("backward"), eager, backward_errors():
         scaled.backward()  # type: ignore[no-untyped-call]
     return seen
 
@@ -113,7 +118,8 @@ def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collect
     if not isinstance(weights, torch.Tensor):
         return float(global_rows)
     total = weights.clone()
-    data.start_sum(total, "weights")()
+    with recipe.timeline.span("exchange"):
+        data.start_sum(total, "weights")()
     # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
     return torch.where(total > 0, total, torch.ones_like(total))
 

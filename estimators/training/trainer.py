@@ -48,6 +48,7 @@ class Trainer:
         self._sync, self._state = running.sync, running.state
         self._scaler, self._first_bad = running.scaler, running.first_bad
         self._recovery = recovery
+        self._timeline = running.observation.timeline
         self._status = status
         self._guards = config.on_non_finite != "stop"
 
@@ -61,7 +62,7 @@ class Trainer:
         if goes_on:
             self._recovery.load(self._running)
         elif self._config.on_non_finite == "rollback":
-            self._recovery.save(self._running)  # the first step may have to be taken back
+            self._save()  # the first step may have to be taken back
         is_over = False
         while not is_over:
             try:
@@ -84,7 +85,8 @@ class Trainer:
         if not np.isfinite(values["train_loss"]):
             self._raise_not_finite(epoch, values["train_loss"])
         if validation is not None:
-            values |= self._validate(epoch, validation)
+            with self._timeline.rare_span("validation", self._state):
+                values |= self._validate(epoch, validation)
         # Whoever sees the epoch finds its steps.
         running.steps.flush()
         running.log.epoch(
@@ -105,7 +107,7 @@ class Trainer:
         if self._all_stop() or epoch + 1 == epochs:
             return True  # the final weights are written next
         if self._recovery.due.after_epoch(epoch + 1) or is_due:
-            self._recovery.save(running)
+            self._save()
         return False
 
     def _train_epoch(self, epoch: int, reader: ShardReader) -> bool:
@@ -120,7 +122,8 @@ class Trainer:
         self._sync.module.train()
         # Closed also when the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
-            for step, batch in enumerate(self._on_device(reader, batches), first):
+            read = running.observation.steps(self._on_device(reader, batches), state)
+            for step, batch in enumerate(read, first):
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
                 global_rows = plan.global_rows(step)
@@ -147,7 +150,7 @@ class Trainer:
                     # After the last step, the epoch's record and its callbacks come before the checkpoint.
                     is_due = step + 1 == reader.num_steps
                     if not is_due:
-                        self._recovery.save(running)
+                        self._save()
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
 
@@ -175,16 +178,17 @@ class Trainer:
         # If the step is undone, so are its changes of running statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         seen = self._backward(batch, global_rows)
-        with backward_errors():
+        with self._timeline.span("exchange"), backward_errors():
             self._sync.reduce()
-        if self._config.max_grad_norm is not None:
-            # The check for non-finite gradients comes first: the norm would spread NaN over all of them.
-            self._scaler.unscale(self._sync.optimizer)
-            self._sync.clip_gradients(self._config.max_grad_norm)
-        self._sync.step(self._scaler)
-        self._scaler.update()
-        if not self._scaler.skipped:
-            self._running.average.update()
+        with self._timeline.span("step"):
+            if self._config.max_grad_norm is not None:
+                # The check for non-finite gradients comes first: the norm would spread NaN over all of them.
+                self._scaler.unscale(self._sync.optimizer)
+                self._sync.clip_gradients(self._config.max_grad_norm)
+            self._sync.step(self._scaler)
+            self._scaler.update()
+            if not self._scaler.skipped:
+                self._running.average.update()
         if self._guards and self._scaler.skipped:
             self._on_skipped(step, seen, buffers)
         elif not self._scaler.skipped:
@@ -195,10 +199,12 @@ class Trainer:
         """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
         running = self._running
         if running.transform is not None:
-            batch = running.transform(batch, self._state.step)
+            with self._timeline.span("transform"):
+                batch = running.transform(batch, self._state.step)
         divisor = global_weights(running.recipe, batch, global_rows, self._mesh.data)
         if not batch.num_rows:
-            self._sync.backward_without_rows(batch.inputs)
+            with self._timeline.span("backward"):
+                self._sync.backward_without_rows(batch.inputs)
             return []
         seen = []
         micro_batches = batch.split(self._config.gradient_accumulation)
@@ -291,6 +297,10 @@ class Trainer:
         if shared and len(set(gather_bytes(self._mesh.data, shapes))) == 1:
             with torch.no_grad():
                 self._mesh.data.broadcast(list(shared.values()))
+
+    def _save(self) -> None:
+        with self._timeline.rare_span("checkpoint", self._state):
+            self._recovery.save(self._running)
 
     def _call(self, event: str) -> None:
         if len(self._running.callbacks):

@@ -30,6 +30,7 @@ from ringspark.estimators.training.history import EpochRecord, RunLog
 from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.objective.heads import make_heads
+from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
@@ -145,13 +146,15 @@ def _train(
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
+    status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
         StepLog(config.run_uri, mesh.writes, config.log_every_steps) as steps,
+        Observation.of(config, mesh, device) as observation,
         compiled(sync.network, config.compile, device),
     ):
         running = Running(
-            config, mesh, heads, sync, rates, callbacks, log, steps, train.num_steps, device, objects
+            config, mesh, heads, sync, rates, callbacks, log, steps, train.num_steps, device, objects, observation
         )
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()

@@ -79,6 +79,8 @@ class TrainConfig:
         max_restarts: Number of times that a gang which lost a worker is started again.
         min_workers: Least number of ranks for a restart; None for `num_workers`.
         log_every_steps: Steps between two records of the loss; 0 for none.
+        timeline_every_steps: Distance of the steps whose time is recorded, see `observation.timeline`.
+        profile_steps: First and last step that torch.profiler watches on rank 0; None for none.
     """
 
     shards_uri: str
@@ -133,6 +135,8 @@ class TrainConfig:
     max_restarts: int = recovery.MAX_RESTARTS.default
     min_workers: int | None = recovery.MIN_WORKERS.default
     log_every_steps: int = observation.LOG_EVERY_STEPS.default
+    timeline_every_steps: int | None = observation.TIMELINE_EVERY_STEPS.default
+    profile_steps: tuple[int, int] | None = observation.PROFILE_STEPS.default
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():

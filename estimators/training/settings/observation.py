@@ -1,4 +1,4 @@
-"""Settings of what is shown and kept of a training while it runs."""
+"""Settings of what is shown and kept of a training while it runs, and of what it records about its time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any, get_args
 
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.settings.choices import TrackerName
-from ringspark.estimators.training.settings.declaration import Setting, not_negative
+from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, not_negative
 from ringspark.pipelines.entry_points import names_in
 
 TRACKER_GROUP = "ringspark.trackers"
+# A profile holds every operation of its steps, in memory until the last one has ended.
+MOST_PROFILED = 100
 
 
 def _tracker(value: Any) -> Any:
@@ -48,6 +50,25 @@ def _trackers(value: Any) -> list[Any]:
     return [_tracker(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
 
 
+def _steps(value: Any) -> list[int]:
+    """Returns the first and the last step of "10:13" or [10, 13].
+
+    Raises:
+        TypeError: The value has another form.
+    """
+    given = value.split(":") if isinstance(value, str) else value
+    try:
+        first, last = given
+        if any(isinstance(step, bool | float) for step in (first, last)):
+            raise TypeError
+        return [int(first), int(last)]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"profileSteps must be two steps, as '10:13' or [10, 13], got {value!r}; both are profiled, and "
+            "those between them"
+        ) from None
+
+
 SHOW_PROGRESS = Setting(
     name="showProgress",
     words="whether the driver shows progress while it waits; the same as 'console' in tracking",
@@ -68,5 +89,27 @@ LOG_EVERY_STEPS = Setting(
     "only those of the epochs",
     default=50,
     accepts=not_negative(),
+    may_differ_on_resume=True,
+)
+TIMELINE_EVERY_STEPS = Setting[int | None](
+    name="timelineEverySteps",
+    field="timeline_every_steps",
+    words="every how many optimizer steps each worker records where the time of the step went, see "
+    "`summary.timeline`; unset: no timeline",
+    kind="int",
+    accepts=at_least(1, remedy="leave it unset for no timeline"),
+    may_differ_on_resume=True,
+)
+PROFILE_STEPS = Setting[Any](
+    name="profileSteps",
+    field="profile_steps",
+    words="first and last optimizer step, '10:13' or [10, 13], over which torch.profiler watches worker 0; "
+    "unset: no profile",
+    convert=_steps,
+    accepts=Range(
+        lambda steps: 1 <= steps[0] <= steps[1] < steps[0] + MOST_PROFILED,
+        lambda: f"must be first and last of at most {MOST_PROFILED} steps, counted from 1",
+        "; give a few steps, as in '10:13'",
+    ),
     may_differ_on_resume=True,
 )

@@ -1,0 +1,66 @@
+"""Writes one file anew from time to time, in a thread, and costs the training nothing if that fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ringspark.pipelines import storage
+
+# Seconds to wait at the end for the last write.
+END_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class BackgroundFile:
+    """A file that only informs: no training fails because the store refuses it, or waits for it."""
+
+    def __init__(self, uri: str, what: str) -> None:
+        """Writes nothing yet.
+
+        Args:
+            what: Name of the file in the warning that it was not written.
+        """
+        self._uri = uri
+        self._what = what
+        self._thread: threading.Thread | None = None
+        self._has_failed = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(self, make: Callable[[], bytes]) -> None:
+        """Replaces the file's content by what `make` returns in the thread, unless a write is under way."""
+        if self.is_busy:
+            return
+        # Daemon: a hung store must not keep the process alive.
+        self._thread = threading.Thread(
+            target=self._write, args=(make,), name="ringspark-observation", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, make: Callable[[], bytes] | None = None) -> None:
+        """Writes once more if there is something to write; waits for the store only a little."""
+        self._join()
+        if make is not None:
+            self.write(make)
+            self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(END_SECONDS)
+
+    def _write(self, make: Callable[[], bytes]) -> None:
+        try:
+            # The next write replaces it, so a flush to disk would only disturb the training.
+            storage.write_atomic(self._uri, make(), durable=False)
+        except Exception as error:  # a store's client raises what it likes
+            if not self._has_failed:
+                _log.warning(
+                    "the %s was not written (%s); the training goes on without it", self._what, error
+                )
+            self._has_failed = True

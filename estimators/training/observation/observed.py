@@ -1,0 +1,42 @@
+"""What a training records about itself, if its settings ask for it: the timeline and the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.callbacks import TrainingState
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, profiler_of
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RankTimeline, Timeline
+from ringspark.estimators.training.settings.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What watches the steps of one rank; a context manager, at whose end the files are written."""
+
+    timeline: Timeline = NO_TIMELINE
+    profiler: Profiler = NO_PROFILER
+
+    @classmethod
+    def of(cls, config: TrainConfig, mesh: Mesh, device: torch.device) -> Observation:
+        """Returns what the settings ask for. Runs on every rank."""
+        timeline: Timeline = NO_TIMELINE
+        if config.timeline_every_steps is not None:
+            timeline = RankTimeline(config.timeline_every_steps, mesh.world, config.run_uri, device)
+        return cls(timeline=timeline, profiler=profiler_of(config, mesh, device))
+
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        """Returns the batches of an epoch's steps, watched on their way into the loop."""
+        return self.profiler.steps(self.timeline.steps(batches, state), state)
+
+    def __enter__(self) -> Observation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.profiler.close()
+        self.timeline.close()

@@ -1,0 +1,115 @@
+"""Watches a few steps with torch.profiler: every operation, on the CPU and on the GPU.
+
+On rank 0 alone: all ranks run the same program, what a profile holds takes much memory and time, and the
+others wait for the watched rank in every exchange anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.callbacks import TrainingState
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.background_file import BackgroundFile
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.pipelines import storage
+
+_log = logging.getLogger(__name__)
+
+
+class Profiler(Protocol):
+    """What watches the steps of the training loop."""
+
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        """Yields the batches of an epoch's steps, and watches the steps that it is to watch."""
+
+    def close(self) -> None:
+        """Ends a profile of which the training did not take the last step."""
+
+
+class NoProfiler:
+    """Watches nothing."""
+
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        return batches
+
+    def close(self) -> None:
+        return
+
+
+NO_PROFILER = NoProfiler()
+
+
+def profiler_of(config: TrainConfig, mesh: Mesh, device: torch.device) -> Profiler:
+    """Returns the profiler that the settings ask for on this rank."""
+    if config.profile_steps is None or not mesh.writes:
+        return NO_PROFILER
+    return StepProfiler(config.run_uri, *config.profile_steps, device)
+
+
+class StepProfiler:
+    """Writes the trace of some steps, from the first batch on; one that fails ends no training."""
+
+    def __init__(self, run_uri: str, first: int, last: int, device: torch.device) -> None:
+        self._first = first
+        self._last = last
+        self._device = device
+        # A resumed training may come to the steps again.
+        name = f"rank-0-steps-{first}-{last}-{time.time_ns() // 1_000_000}.json.gz"
+        self._file = BackgroundFile(storage.join(run_uri, run_layout.PROFILE, name), "profile")
+        self._profile: Any = None
+        self._is_done = False
+
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        for batch in batches:
+            if state.step + 1 >= self._first and not self._is_done and self._profile is None:
+                self._begin(state.step + 1)
+            yield batch
+            if self._profile is not None and state.step >= self._last:
+                self._end()
+
+    def close(self) -> None:
+        if self._profile is not None:
+            self._end()
+        self._file.close()
+
+    def _begin(self, step: int) -> None:
+        self._is_done = step > self._last  # of a training that was resumed behind them
+        if self._is_done:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        try:
+            profile = torch.profiler.profile(activities=activities)
+            profile.start()
+        except Exception as error:  # whatever the machine's tracing library raises
+            self._give_up(error)
+            return
+        self._profile = profile
+
+    def _end(self) -> None:
+        profile, self._profile, self._is_done = self._profile, None, True
+        try:
+            profile.stop()
+            with tempfile.TemporaryDirectory(prefix="ringspark-profile-") as folder:
+                path = Path(folder, "trace.json.gz")
+                profile.export_chrome_trace(str(path))
+                data = path.read_bytes()
+        except Exception as error:
+            self._give_up(error)
+            return
+        self._file.write(lambda: data)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_done = True
+        _log.warning("torch.profiler failed (%s); the training goes on without a profile", error)
