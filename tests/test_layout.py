@@ -53,6 +53,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/trained_model",
         "estimators/sequence_windows",
     ),
+    ("estimators/search",),
     ("estimators",),  # the public names, each imported when it is asked for
     ("jobs",),
 )

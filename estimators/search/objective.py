@@ -1,0 +1,93 @@
+"""What a search compares trials by.
+
+Without an evaluator, a trial's value is that of `monitor` in the history of its training, at the epoch whose
+weights its model has. With one, it is the evaluator's metric of the model's predictions for held-out rows.
+The values that a pruner sees after each epoch are those of `monitor` in both cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.training.arguments import with_arguments
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.objective.own_metrics import direction, metric_of
+from ringspark.pipelines import ShardManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The comparison of one search's trials.
+
+    Attributes:
+        monitor: Entry of the history.
+        monitor_is_larger_better: Whether more of it is better.
+        evaluator: The evaluator, or None.
+        held_out: The rows that it sees, or None.
+    """
+
+    monitor: str
+    monitor_is_larger_better: bool
+    evaluator: Any
+    held_out: DataFrame | None
+
+    @classmethod
+    def of(
+        cls,
+        fit: CheckedFit,
+        manifest: ShardManifest,
+        monitor: str | None,
+        evaluator: Any,
+        held_out: DataFrame | None,
+    ) -> Objective:
+        """Resolves `monitor` as a training would, from settings and data of the estimator as it was given.
+
+        Raises:
+            ValueError: The settings cannot be trained with, or the history will have no such entry.
+        """
+        # A pretrained checkpoint changes nothing here, and its folder is for the trials to resolve.
+        config = replace(fit.config, shards_uri=manifest.uri, keep="best", pretrained=None)
+        if monitor is not None:
+            config = replace(config, monitor=monitor)
+        config, _ = check_training(with_arguments(config, manifest), fit.objects, manifest)
+        metric = metric_of(config.monitor.split("_", 1)[1], config.metrics)
+        return cls(
+            monitor=config.monitor,
+            monitor_is_larger_better=metric is not None and bool(direction(metric, config.own_metrics)),
+            evaluator=evaluator,
+            held_out=held_out,
+        )
+
+    @property
+    def is_larger_better(self) -> bool:
+        if self.evaluator is None:
+            return self.monitor_is_larger_better
+        return bool(self.evaluator.isLargerBetter())
+
+    @property
+    def text(self) -> str:
+        """The comparison in words that two equal ones share."""
+        if self.evaluator is None:
+            return self.monitor
+        metric = self.evaluator.getMetricName() if hasattr(self.evaluator, "getMetricName") else "metric"
+        return f"{metric} of {type(self.evaluator).__name__}, pruned by {self.monitor}"
+
+    def of_epoch(self, record: EpochRecord) -> float:
+        """Returns what a pruner sees of an epoch: better in the direction of the search."""
+        value = record.value(self.monitor)
+        return value if self.is_larger_better == self.monitor_is_larger_better else -value
+
+    def of_trial(self, model: Any) -> float:
+        """Returns the value of a finished trial; NaN if there is none."""
+        if self.evaluator is not None:
+            return float(self.evaluator.evaluate(model.transform(self.held_out)))
+        epochs: Sequence[EpochRecord] = model.summary.epochs
+        kept = [record for record in epochs if record.epoch == model.summary.model_epoch]
+        return kept[0].value(self.monitor) if kept else math.nan

@@ -1,0 +1,147 @@
+"""The ranges of a search's space: thin declarations, of which optuna draws a trial's values.
+
+A range of plain data has a JSON form, so that a search is saved without pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+
+class Range(Protocol):
+    """What a space holds for one name."""
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        """Returns the trial's value, which optuna draws at the first call."""
+
+    def ends(self) -> list[Any]:
+        """Returns the values whose acceptance shows that the whole range is accepted."""
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Returns the JSON form; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Real numbers from `low` to `high`, with `log` uniform in their logarithm, with `step` on a grid."""
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("low", self.low), ("high", self.high)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} of Uniform must be a finite number, got {value!r}")
+        _check(self, self.low)
+
+    def suggest(self, trial: Any, name: str) -> float:
+        return float(trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log))
+
+    def ends(self) -> list[Any]:
+        return [float(self.low), float(self.high)]
+
+    def to_json(self) -> dict[str, Any] | None:
+        return {"uniform": asdict(self)}
+
+
+@dataclass(frozen=True)
+class IntRange:
+    """Whole numbers from `low` to `high`, both included, in steps of `step`."""
+
+    low: int
+    high: int
+    log: bool = False
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("low", self.low), ("high", self.high), ("step", self.step)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} of IntRange must be a whole number, got {value!r}")
+        _check(self, self.low)
+
+    def suggest(self, trial: Any, name: str) -> int:
+        return int(trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log))
+
+    def ends(self) -> list[Any]:
+        return [self.low, self.high]
+
+    def to_json(self) -> dict[str, Any] | None:
+        return {"int_range": asdict(self)}
+
+
+def _check(given: Uniform | IntRange, low: float) -> None:
+    kind = type(given).__name__
+    if given.low > given.high:
+        raise ValueError(f"{kind} runs from low to high, got low {given.low} and high {given.high}")
+    if given.step is not None and not given.step > 0:
+        raise ValueError(f"step of {kind} must be above 0, got {given.step}")
+    if given.log and not low > 0:
+        raise ValueError(f"low of {kind} must be above 0 with log=True, got {low}")
+    if given.log and given.step not in (None, 1):
+        raise ValueError(f"{kind} takes log or step, not both; got step {given.step}")
+
+
+@dataclass(frozen=True, init=False)
+class Choice:
+    """One of some values, which may be anything that the Param takes: numbers, texts, lists, ModelSpecs."""
+
+    values: tuple[Any, ...]
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ValueError(f"Choice takes a list with at least one value, got {values!r}")
+        object.__setattr__(self, "values", tuple(values))
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        labels = self._labels()
+        return self.values[labels.index(trial.suggest_categorical(name, labels))]
+
+    def ends(self) -> list[Any]:
+        return list(self.values)
+
+    def to_json(self) -> dict[str, Any] | None:
+        try:
+            is_plain = all(json.loads(json.dumps(value)) == value for value in self.values)
+        except (TypeError, ValueError):
+            return None
+        return {"choice": {"values": list(self.values)}} if is_plain else None
+
+    def _labels(self) -> list[Any]:
+        """Returns what stands for each value in optuna's records: the value itself where they can hold it."""
+        labels: list[Any] = []
+        for number, value in enumerate(self.values):
+            label = value if value is None or type(value) in (bool, int, float, str) else _text(value)
+            # 1, 1.0 and True are one label to a dict.
+            is_new = all(label != known for known in labels)
+            labels.append(label if is_new else f"{number}: {label}")
+        return labels
+
+
+def _text(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return str(getattr(value, "__qualname__", None) or repr(value))
+
+
+def from_json(form: dict[str, Any]) -> Range:
+    """Reads the JSON form of a range.
+
+    Raises:
+        ValueError: It is none.
+    """
+    kinds: dict[str, Any] = {"uniform": Uniform, "int_range": IntRange, "choice": Choice}
+    ((kind, fields),) = form.items()
+    if kind not in kinds:
+        raise ValueError(f"{kind!r} is no range; there are {', '.join(kinds)}")
+    try:
+        found: Range = kinds[kind](**fields)
+    except TypeError as error:
+        raise ValueError(f"the range {form} cannot be read: {error}") from None
+    return found

@@ -1,0 +1,63 @@
+"""Saves stages that hold other stages: each of these lies in a folder of its own inside.
+
+<part>/          estimator/, evaluator/ of a search; best-model/ of its result
+metadata/, ringspark.json, ...   the stage itself, see `persistence`
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from pyspark.ml.param import Params
+from pyspark.ml.util import DefaultParamsReader, MLWritable
+
+from ringspark.estimators.stages.persistence import StageWriter
+from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata
+from ringspark.estimators.stages.storage_root import active_session
+from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import alike
+
+
+class SearchWriter(StageWriter):
+    """Writes a stage and the stages that it holds."""
+
+    def __init__(self, stage: Params, parts: Mapping[str, Any], extra: dict[str, Any] | None = None) -> None:
+        bare = copy.copy(stage)
+        bare._paramMap = {param: value for param, value in stage._paramMap.items() if param.name not in parts}
+        super().__init__(bare, extra=extra)
+        self._parts = {name: part for name, part in parts.items() if part is not None}
+        for name, part in self._parts.items():
+            if not isinstance(part, MLWritable):
+                raise ValueError(
+                    f"{name} {type(part).__name__} cannot be saved, since it is not MLWritable; derive "
+                    "its class from DefaultParamsWritable and DefaultParamsReadable"
+                )
+
+    def _write(self, uri: str) -> None:
+        for name, part in self._parts.items():
+            writer = part.write()
+            if isinstance(writer, StageWriter):
+                writer._write(storage.join(uri, name))
+            else:
+                writer.save(alike(active_session(), storage.join(uri, name)))
+        # Last: its description says that the stage is complete.
+        super()._write(uri)
+
+
+def load_part(uri: str, name: str) -> Any:
+    """Loads a part of a saved stage; None if there is none.
+
+    Raises:
+        ValueError: The part cannot be loaded; the message says why.
+    """
+    folder = storage.join(uri, name)
+    if not storage.exists(storage.join(folder, METADATA)):
+        return None
+    path = alike(active_session(), folder)
+    module, _, kind = str(read_metadata(folder)["class"]).rpartition(".")
+    if module.startswith("org.apache.spark"):
+        return DefaultParamsReader.loadParamsInstance(path, active_session())
+    return getattr(import_module(module), kind).load(path)

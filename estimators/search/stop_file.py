@@ -1,0 +1,61 @@
+"""A trial is stopped by a file in its run folder, which rank 0 looks for.
+
+The gang then ends as it does after an error of user code: every rank returns its failure as its row, Spark's
+job ends by itself, no process is killed and the slots are free. A gang that waits for its turn stops as soon
+as it has started, and one that hangs is the hang detector's.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.pipelines import storage
+
+STOP = "stop"
+# Seconds between two looks: a store may be slow.
+LOOK_SECONDS = 0.25
+
+
+class TrialStoppedError(RuntimeError):
+    """The search stopped this trial."""
+
+
+class StopFile(Callback):
+    """Ends the training when the driver has written the file. Looks on rank 0 alone."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._looked = 0.0
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._look(state)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._look(state)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        self._look(state)
+
+    def _look(self, state: TrainingState) -> None:
+        if state.rank != 0:
+            return
+        self._looked = time.monotonic()
+        # A store that fails for a moment must not end a training.
+        with suppress(OSError):
+            if not storage.exists(self._uri):
+                return
+            raise TrialStoppedError("the search stopped this trial")
+
+
+def ask_to_stop(uri: str) -> None:
+    """Writes the file. Runs on the driver."""
+    storage.write_atomic(uri, b"")
+
+
+def forget_stop(uri: str) -> None:
+    """Removes the file that an earlier driver left. Runs on the driver."""
+    with suppress(FileNotFoundError):
+        storage.remove(uri)

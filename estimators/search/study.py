@@ -1,0 +1,132 @@
+"""optuna's part of a search: samplers and pruners by name, and the study with its journal.
+
+Each trial has a sampler of its own, seeded by the search's seed and the trial's number. So trials that run
+one after the other are the same in every search of one seed, also in one whose driver was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from ringspark.estimators.names import check_name
+from ringspark.pipelines import storage
+
+JOURNAL = "journal.log"
+# Part of Hyperband's choice of a bracket, so it is the same in all searches.
+NAME = "search"
+_ABOUT = "ringspark"
+
+SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
+    # What running trials may give counts as bad, so that trials beside each other differ.
+    "tpe": lambda optuna, seed: optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+    "random": lambda optuna, seed: optuna.samplers.RandomSampler(seed=seed),
+}
+PRUNERS: dict[str, Callable[[Any, int | str], Any]] = {
+    "none": lambda optuna, epochs: optuna.pruners.NopPruner(),
+    "median": lambda optuna, epochs: optuna.pruners.MedianPruner(),
+    "hyperband": lambda optuna, epochs: optuna.pruners.HyperbandPruner(
+        min_resource=1, max_resource=epochs, reduction_factor=3
+    ),
+    "successive_halving": lambda optuna, epochs: optuna.pruners.SuccessiveHalvingPruner(
+        min_resource=1, reduction_factor=3
+    ),
+}
+
+
+def import_optuna() -> Any:
+    """Returns the module.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ValueError(
+            "a search needs optuna, which is not installed; pip install 'ringspark[search]'"
+        ) from None
+    return optuna
+
+
+def check_choices(sampler: Any, pruner: Any) -> None:
+    """Refuses an unknown name, and what is neither a name nor optuna's.
+
+    Raises:
+        ValueError: See above.
+    """
+    optuna = import_optuna()
+    kinds = (
+        ("sampler", sampler, SAMPLERS, optuna.samplers.BaseSampler),
+        ("pruner", pruner, PRUNERS, optuna.pruners.BasePruner),
+    )
+    for what, given, known, kind in kinds:
+        if isinstance(given, str):
+            check_name(what, given, known, f" or an optuna {what}")
+        elif not isinstance(given, kind):
+            raise ValueError(f"{what} must be a name or an optuna {what}, got {given!r:.80}")
+
+
+def sampler_of(sampler: Any, seed: int, number: int) -> Any:
+    """Returns the sampler of one trial; one that the user made is used as it is."""
+    if not isinstance(sampler, str):
+        return sampler
+    with warnings.catch_warnings():
+        # optuna 4 says so of a parameter that its version 5 sets by itself.
+        warnings.filterwarnings("ignore", message=".*constant_liar")
+        return SAMPLERS[sampler](import_optuna(), zlib.crc32(f"{seed} {number}".encode()))
+
+
+def pruner_of(pruner: Any, epochs: int | None) -> Any:
+    """Returns the pruner of a search; `epochs` is None if they differ between the trials."""
+    return PRUNERS[pruner](import_optuna(), epochs or "auto") if isinstance(pruner, str) else pruner
+
+
+def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: dict[str, str]) -> Any:
+    """Returns the study: that of the journal in the search's folder, or a new one.
+
+    Args:
+        run_uri: Folder of the search on a disk; None keeps the study in memory.
+        about: What must be equal where a search goes on, in words.
+
+    Raises:
+        ValueError: The folder holds another search.
+    """
+    optuna = import_optuna()
+    verbosity = optuna.logging.get_verbosity()
+    kept = None
+    if run_uri is not None:
+        journal = optuna.storages.journal
+        file = os.path.join(storage.filesystem(run_uri)[1], JOURNAL)
+        # One driver works on a search at a time, and a lock that a killed one left need not be waited for.
+        for name in storage.list_names(run_uri):
+            if name.startswith(f"{JOURNAL}."):
+                storage.remove(storage.join(run_uri, name))
+        kept = optuna.storages.JournalStorage(journal.JournalFileBackend(file))
+    try:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(
+            study_name=NAME,
+            storage=kept,
+            pruner=pruner,
+            direction="maximize" if is_larger_better else "minimize",
+            load_if_exists=True,
+        )
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+    known = study.user_attrs.get(_ABOUT)
+    if known is None:
+        study.set_user_attr(_ABOUT, about)
+        return study
+    changed = [
+        f"{name}: {known.get(name)} -> {about[name]}" for name in about if known.get(name) != about[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"the search in {run_uri!r} cannot go on, since it was begun with others: {'; '.join(changed)}; "
+            "set them back, or give another runUri"
+        )
+    return study

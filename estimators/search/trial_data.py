@@ -1,0 +1,96 @@
+"""The rows of a search, written once for all trials that read the same.
+
+A search that the user named keeps them in its folder, and one that goes on reads those that it began with:
+in another Spark application the DataFrame is written once more, and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from ringspark.estimators.run.identity import data_differences
+from ringspark.estimators.stages.fit_data import FitData, discard
+from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.manifest import MANIFEST_NAME
+from ringspark.pipelines.reuse.cached_shards import rows_key
+
+_KEYS = "rows.json"
+
+
+class TrialData:
+    """The shards of one search. All methods may be called from any thread."""
+
+    def __init__(self, dataset: DataFrame, run_uri: str | None) -> None:
+        self._dataset = dataset
+        self._run_uri = run_uri
+        self._lock = threading.Lock()
+        self._written: dict[FitData, ShardManifest] = {}
+
+    def manifest(self, data: FitData) -> ShardManifest:
+        """Returns the shards of a fit, after writing them if no trial needed them yet.
+
+        Raises:
+            ValueError: The DataFrame has other rows than the search began with.
+        """
+        with self._lock:
+            if data not in self._written:
+                if self._run_uri is None:
+                    uri = storage.join(data.root, f"shards-{uuid.uuid4().hex[:12]}")
+                    self._written[data] = data.write(self._dataset, uri)
+                else:
+                    self._written[data] = self._kept(data, self._run_uri)
+            return self._written[data]
+
+    def close(self) -> None:
+        """Removes the rows, unless the search was named."""
+        if self._run_uri is None:
+            for manifest in self._written.values():
+                discard(manifest.uri)
+
+    def _kept(self, data: FitData, run_uri: str) -> ShardManifest:
+        settings = asdict(data)
+        for name in ("root", "imports"):
+            settings.pop(name)
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+        uri = storage.join(run_uri, f"shards-{digest}")
+        key = rows_key(self._dataset, **settings)
+        if not storage.exists(storage.join(uri, MANIFEST_NAME)):
+            discard(uri)  # of a driver that was killed while it wrote
+            manifest = data.write(self._dataset, uri)
+            self._note(run_uri, digest, key)
+            return manifest
+        manifest = ShardManifest.load(uri)
+        if key is None or self._keys(run_uri).get(digest) != key:
+            again = f"{uri}-again"
+            discard(again)
+            try:
+                changed = data_differences(manifest, data.write(self._dataset, again))
+            finally:
+                discard(again)
+            if changed:
+                raise ValueError(
+                    f"the search in {run_uri!r} cannot go on, since it was begun with other data: "
+                    f"{'; '.join(changed[:5])}; fit the same rows, or give another runUri"
+                )
+            self._note(run_uri, digest, key)
+        manifest.verify_files()
+        return manifest
+
+    def _keys(self, run_uri: str) -> Mapping[str, Any]:
+        try:
+            found = json.loads(storage.read_bytes(storage.join(run_uri, _KEYS)))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _note(self, run_uri: str, digest: str, key: str | None) -> None:
+        keys = {**self._keys(run_uri), digest: key}
+        storage.write_atomic(storage.join(run_uri, _KEYS), json.dumps(keys).encode())

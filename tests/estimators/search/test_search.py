@@ -1,0 +1,335 @@
+"""`OptunaSearch` in a real session: trials on gangs, one write, pruning, going on, saving, refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+
+from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators.search import Choice, IntRange, OptunaSearch, OptunaSearchModel, Uniform
+from ringspark.estimators.stages import fit_data
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+optuna = pytest.importorskip("optuna")
+
+pytestmark = pytest.mark.spark
+
+MLP = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
+SPACE = {
+    "learningRate": Uniform(1e-3, 1.0, log=True),
+    "batchSize": IntRange(16, 64, step=16),
+    "model.hidden": Choice([[4], [8, 8]]),
+}
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    return small_table(spark)
+
+
+def small_table(spark: Any) -> Any:
+    """240 rows of two numbers and a class, a fifth to be held out: the same bytes in every session."""
+    plain = spark.range(0, 240, 1, 2).selectExpr(
+        "id", "sin(id) as a", "cos(1.7 * id) as b", "id % 5 = 0 as held"
+    )
+    features = array_to_vector(F.array("a", "b")).alias("features")
+    return plain.select("*", features, F.expr("cast(a + b > 0 as double) as label"))
+
+
+def estimator(folder: Path, **params: Any) -> TorchClassifier:
+    return TorchClassifier(
+        **{
+            "model": MLP,
+            "epochs": 3,
+            "batchSize": 32,
+            "metrics": ["auroc"],
+            "validationIndicatorCol": "held",
+            "storageUri": str(folder),
+            "showProgress": False,
+        }
+        | params
+    )
+
+
+@pytest.fixture(scope="module")
+def found(
+    table: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OptunaSearch, OptunaSearchModel, Path]:
+    """A search, its result and the folder that it wrote into."""
+    folder = tmp_path_factory.mktemp("search")
+    writes: list[str] = []
+
+    def write(df: Any, uri: str, **options: Any) -> Any:
+        writes.append(uri)
+        return write_shards(df, uri, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_data, "write_shards", write)
+        search = OptunaSearch(
+            estimator=estimator(folder),
+            space=SPACE,
+            monitor="validation_auroc",
+            numTrials=6,
+            parallelism=3,
+            seed=7,
+        )
+        model = search.fit(table)
+    assert len(writes) == 1, "all trials read one write"
+    return search, model, folder
+
+
+def test_the_best_trial_is_the_model(found: Any, table: Any) -> None:
+    _, model, folder = found
+    trials = model.trials
+    assert list(trials["number"]) == list(range(6))
+    done = trials[trials["state"] == "complete"]
+    best = done.loc[done["value"].idxmax()]
+    assert model.bestParams["learningRate"] == best["learningRate"]
+    assert model.bestModel.getModel().kwargs["hidden"] == model.bestParams["model.hidden"]
+    history = model.bestModel.summary.history
+    assert best["value"] == history["validation_auroc"].iloc[-1]
+    assert best["epochs"] == len(history) == 3
+    assert "prediction" in model.transform(table).columns
+    assert [path.name.split("-")[0] for path in folder.iterdir()] == ["run"], "only the best one is kept"
+
+
+def test_a_search_and_its_result_survive_a_save_without_pickle(
+    found: Any, table: Any, tmp_path: Path
+) -> None:
+    search, model, _ = found
+    search.copy({search.evaluator: BinaryClassificationEvaluator()}).save(str(tmp_path / "search"))
+    model.save(str(tmp_path / "model"))
+    assert not list(tmp_path.rglob("objects.pkl"))
+    again = OptunaSearch.load(str(tmp_path / "search"))
+    assert again.getSpace() == SPACE
+    assert again.getEstimator().getModel() == MLP
+    assert again.getEvaluator().getMetricName() == "areaUnderROC"
+    assert again.getNumTrials() == 6
+    loaded = OptunaSearchModel.load(str(tmp_path / "model"))
+    pd.testing.assert_frame_equal(loaded.trials, model.trials)
+    assert loaded.bestParams == model.bestParams
+    expected = model.transform(table).select("id", "probability").collect()
+    assert loaded.transform(table).select("id", "probability").collect() == expected
+    PipelineModel([model]).write().overwrite().save(str(tmp_path / "pipeline"))
+    (stage,) = PipelineModel.load(str(tmp_path / "pipeline")).stages
+    assert stage.bestParams == model.bestParams
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        (
+            {"space": {"learningrate": Uniform(0, 1)}},
+            "no Param of TorchClassifier; did you mean",
+        ),
+        ({"space": {"learningRate": Uniform(0, 1)}}, "learningRate must be above 0 and finite, got 0.0"),
+        ({"space": {"epochs": Choice([1, "two"])}}, "epochs must be a whole number, got 'two'"),
+        ({"space": {"model.width": Choice([1])}}, "model 'mlp' does not take these arguments: .*'width'"),
+        ({"space": {"runUri": Choice(["a"])}}, "space must not hold 'runUri'"),
+        ({"pruner": "medan"}, "pruner must be one of .* got 'medan'; did you mean 'median'"),
+        ({"sampler": 3}, "sampler must be a name or an optuna sampler, got 3"),
+        ({"monitor": "validation_auc"}, "monitor 'validation_auc' is no entry of this training's history"),
+        ({"runUri": "s3://bucket/search"}, "runUri of a search must lie on a disk"),
+        ({"estimator": BinaryClassificationEvaluator}, "estimator must be an estimator"),
+        ({"space": None}, "OptunaSearch needs a space"),
+        ({"space": {"learningRate": 0.1}}, "space must give 'learningRate' a range"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_starts(
+    table: Any, tmp_path: Path, params: dict[str, Any], sentence: str
+) -> None:
+    given = {"estimator": estimator(tmp_path), "space": {"learningRate": Uniform(0.01, 0.1)}} | params
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        OptunaSearch(**given).fit(table)
+    assert not any(path.name.startswith("run-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Uniform(2, 1), "Uniform runs from low to high, got low 2 and high 1"),
+        (lambda: Uniform(0, 1, log=True), "low of Uniform must be above 0 with log=True"),
+        (lambda: IntRange(1, 8, log=True, step=2), "takes log or step, not both"),
+        (lambda: IntRange(0.5, 2), "low of IntRange must be a whole number, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Choice("adam"), "Choice takes a list"),
+    ],
+)
+def test_a_range_refuses_what_it_cannot_draw(make: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_choices_that_optuna_cannot_record_keep_their_types() -> None:
+    values = [[8], [8, 8], None, 1, True, 1.0, MLP]
+    choice = Choice(values)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    drawn = [choice.suggest(study.ask(), "x") for _ in range(60)]
+    assert {repr(value) for value in drawn} == {repr(value) for value in values}
+
+
+def test_without_optuna_a_sentence_says_what_to_install(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    search = OptunaSearch(estimator=estimator(tmp_path), space=SPACE)
+    with pytest.raises(ValueError, match=re.escape("pip install 'ringspark[search]'")):
+        search.fit(table)
+
+
+class Paced(Callback):
+    """Epochs that last, and a file for each of rank 0."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        time.sleep(0.1)
+        if state.rank == 0:
+            rate = state.optimizer.param_groups[0]["lr"]
+            Path(self._folder, f"{rate:g}-{state.epoch}").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_a_pruned_trial_stops_its_gang_and_leaves_its_slots(
+    table: Any, spark: Any, tmp_path: Path, collective: str
+) -> None:
+    if collective == "horovod":
+        pytest.importorskip("horovod")
+    epochs = tmp_path / "epochs"
+    epochs.mkdir()
+    trainer = estimator(
+        tmp_path / "runs", epochs=40, numWorkers=2, collective=collective, callbacks=[Paced(str(epochs))]
+    )
+    search = OptunaSearch(
+        estimator=trainer,
+        space={"learningRate": Choice([1e-9, 0.1])},
+        monitor="validation_auroc",
+        numTrials=4,
+        sampler=optuna.samplers.GridSampler({"learningRate": [1e-9, 0.1]}, seed=0),
+        pruner=optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5),
+    )
+    trials = search.copy({search.numTrials: 2}).fit(table).trials.set_index("learningRate")
+    assert dict(trials["state"]) == {1e-9: "pruned", 0.1: "complete"}
+    assert dict(trials["epochs"]) == {1e-9: 5, 0.1: 40}
+    assert 5 <= len(list(epochs.glob("1e-09-*"))) < 20
+    assert [path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()] == ["run"]
+    assert spark.range(0, 4, 1, 4).count() == 4
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_path: Path) -> None:
+    trainer = estimator(tmp_path, optimizer="sgd", onNonFinite="stop")
+    search = OptunaSearch(
+        estimator=trainer,
+        space=lambda trial: {trainer.learningRate: [0.1, 1e30, 0.2][trial.number]},
+        numTrials=3,
+        pruner="none",
+    )
+    model = search.fit(table)
+    assert list(model.trials["state"]) == ["complete", "failed", "complete"]
+    assert "is not finite" in model.trials["reason"][1] or "FloatingPointError" in model.trials["reason"][1]
+    assert model.bestParams["learningRate"] in (0.1, 0.2)
+
+
+@pytest.mark.slow
+def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path: Path) -> None:
+    trainer = estimator(tmp_path)
+    trainer.clear(trainer.validationIndicatorCol)
+    search = OptunaSearch(
+        estimator=trainer,
+        space={"learningRate": Uniform(1e-3, 1e-1, log=True)},
+        evaluator=BinaryClassificationEvaluator(metricName="areaUnderROC"),
+        numTrials=2,
+        trainRatio=0.6,
+        seed=3,
+    )
+    pipeline = Pipeline(stages=[search]).fit(table)
+    model = pipeline.stages[0]
+    rows = model.bestModel.summary.epochs[0].rows
+    assert 0.45 * 240 < rows < 0.75 * 240
+    held_out = table.select("*", F.rand(3).alias("draw")).where("draw >= 0.6").drop("draw")
+    assert held_out.count() == 240 - rows
+    value = search.getEvaluator().evaluate(model.transform(held_out))
+    assert value == pytest.approx(model.trials["value"].max(), abs=1e-12)
+
+
+SEARCH = {"space": SPACE, "monitor": "validation_loss", "numTrials": 6, "pruner": "hyperband", "seed": 1}
+
+KILLED_DRIVER = """
+import sys
+from test_search import SEARCH, Paced, estimator, small_table
+from pathlib import Path
+from pyspark.sql import SparkSession
+from ringspark.estimators.search import OptunaSearch
+
+folder = Path(sys.argv[1])
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+trainer = estimator(folder / "store", callbacks=[Paced(str(folder / "epochs"))], epochs=4)
+OptunaSearch(estimator=trainer, runUri=str(folder / "search"), **SEARCH).fit(small_table(spark))
+"""
+
+
+def without_seconds(model: OptunaSearchModel) -> pd.DataFrame:
+    return model.trials.drop(columns="seconds")
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any, tmp_path: Path) -> None:
+    (tmp_path / "epochs").mkdir()
+    trainer = estimator(tmp_path / "store", epochs=4, callbacks=[Paced(str(tmp_path / "epochs"))])
+    expected = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
+    again = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
+    pd.testing.assert_frame_equal(without_seconds(again), without_seconds(expected), check_exact=True)
+
+    for file in (tmp_path / "epochs").iterdir():
+        file.unlink()
+    folder = tmp_path / "search"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    try:
+        while not (folder / "trials" / "2" / "history.json").exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    study = optuna.load_study(
+        study_name=None,
+        storage=optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+        ),
+    )
+    assert [trial.state.name for trial in study.trials][-1] == "RUNNING"
+    search = OptunaSearch(estimator=trainer, runUri=str(folder), **SEARCH)
+    resumed = search.fit(table)
+    pd.testing.assert_frame_equal(without_seconds(resumed), without_seconds(expected), check_exact=True)
+    states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    # A finished search trains nothing, and gives the same model.
+    once_more = search.fit(table)
+    pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
+    more = search.copy({search.numTrials: 7}).fit(table)
+    assert len(more.trials) == 7
+    with pytest.raises(ValueError, match=r"begun with others: seed: 1 -> 2; set them back"):
+        search.copy({search.seed: 2}).fit(table)
+    with pytest.raises(ValueError, match=r"begun with other data: train rows: 192 -> 191"):
+        search.fit(table.where("id > 1"))
