@@ -11,7 +11,7 @@ ARGS ?=
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers demo test test-all test-floor lint bench bench-peers faults package clean
+.PHONY: help python setup setup-floor setup-peers demo test test-all test-floor lint docs bench bench-peers faults package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m mypy $(PACKAGES:%=-p ringspark.%)
 	@$(VENV_PYTHON) -m mypy scripts
 	@$(VENV_PYTHON) -m codespell_lib
+
+docs: setup ## Build the pages of docs/ as HTML into build/docs; a warning is an error
+	@$(VENV_PYTHON) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
+	@echo build/docs/index.html
 
 bench: setup ## Measure, and print the tables; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/run.py $(ARGS)

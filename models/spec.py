@@ -28,7 +28,11 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 
 @dataclass(frozen=True, init=False, repr=False)
 class ModelSpec:
-    """A network by name: `ModelSpec("mlp", {"in_features": 4, "hidden": [32], "out_features": 1})`.
+    """A network by name.
+
+    >>> spec = ModelSpec("mlp", {"in_features": 4, "hidden": [32], "out_features": 1})
+    >>> sum(parameter.numel() for parameter in spec.build().parameters())  # 4 * 32 + 32, then 32 + 1
+    193
 
     Attributes:
         target: A name in `MODELS`, or `"package.module:Class"` for a network of your own.

@@ -15,7 +15,7 @@ from ringspark.models.tabular import TabularNet
 
 
 class TabularEnsemble(nn.Module):
-    """`members` independent `TabularNet`s over the same columns.
+    """`members` independent networks of class `TabularNet` over the same columns.
 
     Args:
         members: Number of networks; time and memory grow with it.

@@ -292,6 +292,21 @@ def plan_epoch(
 ) -> EpochPlan:
     """Plans one epoch over row groups of the given sizes.
 
+    Two files of 4 and 3 row groups have 50 rows: three batches of 16 and a short one, of the same rows for
+    1 shard as for 3. Over several steps the shards have equally many; in one step a shard may have none.
+
+    >>> sizes = [8, 8, 8, 4, 8, 8, 6]
+    >>> plan = plan_epoch(sizes, num_shards=3, batch_size=16, epoch=0, seed=7)
+    >>> plan.num_rows, plan.num_steps
+    (50, 4)
+    >>> [plan.global_rows(step) for step in range(plan.num_steps)]
+    [16, 16, 16, 2]
+    >>> [[plan.shard_rows(step, shard) for shard in range(3)] for step in range(plan.num_steps)]
+    [[7, 6, 3], [6, 3, 7], [3, 7, 6], [1, 1, 0]]
+    >>> alone = plan_epoch(sizes, num_shards=1, batch_size=16, epoch=0, seed=7)
+    >>> alone.group_order.tolist() == plan.group_order.tolist()
+    True
+
     Args:
         row_groups: Rows of every row group; 0 is fine. A read-only int64 array is not copied.
         num_shards: How many workers share the batches; there may be more than row groups or rows.

@@ -75,7 +75,7 @@ class ShardFile:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Number of rows of each group that is read at a time: the row groups, or their windows."""
+        """Number of rows of each group that is read at a time, which is a row group or a window of one."""
         if self.table is None:
             return self.row_groups
         return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))

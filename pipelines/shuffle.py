@@ -26,6 +26,11 @@ def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
     Every index gets a random 64-bit sort key whose low bits are the index
     itself: all keys differ, so any sorting algorithm gives the same order.
 
+    >>> permutation(8, 7, 0).tolist()  # seed 7, epoch 0: on every machine, by every version of NumPy
+    [2, 3, 7, 5, 4, 1, 0, 6]
+    >>> permutation(8, 7, 1).tolist()
+    [1, 0, 3, 4, 5, 2, 6, 7]
+
     Args:
         length: How many indexes to permute, fewer than `MAX_LENGTH`.
         key: Whole numbers, e.g. seed, epoch and row group; negative ones are fine.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from sphinx.util.inventory import InventoryFile
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,3 +36,35 @@ def test_every_benchmark_that_a_page_names_is_there(page: Path) -> None:
     for words, program in COMMANDS.findall(page.read_text()):
         names = re.split(r"\s+-", words)[0].split() or [program]
         assert set(names) <= {*known, "run"}, f"{page.name} names {names}; there are {', '.join(known)}"
+
+
+@pytest.mark.slow
+@pytest.mark.telling
+def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_path: Path) -> None:
+    options = ["--quiet", "--fail-on-warning", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path / "html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    inventory = InventoryFile.loads((tmp_path / "html" / "objects.inv").read_bytes(), uri="").data
+    names = {name for kind, entries in inventory.items() if kind.startswith("py:") for name in entries}
+    assert not [name for name in names if "._" in name]
+    for package in ("pipelines", "models", "estimators"):
+        module = import_module(f"ringspark.{package}")
+        public = {f"{module.__name__}.{name}" for name in module.__all__}
+        # Tables have no docstring of their own.
+        assert public - names <= {"ringspark.pipelines.READERS", "ringspark.models.MODELS"}
+
+
+WITH_EXAMPLES = [
+    path
+    for package in ("pipelines", "models", "estimators")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_of_docstrings_say_what_happens(path: Path) -> None:
+    name = ".".join(("ringspark", *path.relative_to(ROOT).with_suffix("").parts))
+    failed, tried = doctest.testmod(import_module(name))
+    assert (failed, tried > 0) == (0, True)

@@ -45,12 +45,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plans the bytes of one optimizer step on one worker, in steady state, without allocating anything.
 
-        plan = plan_memory(
-            ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 8, "out_features": 1}),
-            (((1024, 32), "float32"), ((1024,), "float32")),  # inputs, labels
-            budget="2g",
-        )
-        print(plan.table())
+    >>> from ringspark.models import ModelSpec
+    >>> spec = ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 8, "out_features": 1})
+    >>> rows = (((1024, 32), "float32"), ((1024,), "float32"))  # inputs, labels
+    >>> plan = plan_memory(spec, rows, budget="1g")
+    >>> print(plan.verdict)
+    training needs 1.8 GiB per worker, the budget is 1.0 GiB; no other setting suits this network
 
     The keywords are the estimators' Params of the same names, with their defaults.
 

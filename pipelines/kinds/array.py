@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Array(Kind):
-    """One array per row, all of the same shape; a batch holds (rows, *shape).
+    """One array per row, all of the same shape; a batch holds `(rows, *shape)`.
 
     Attributes:
         dtype: NumPy dtype name of the elements; if empty, the Spark type decides.

@@ -84,7 +84,7 @@ DECODERS: dict[str, type[Decoder]] = {"raw": RawDecoder, "npy": NpyDecoder, "ima
 
 @dataclass(frozen=True)
 class Binary(Kind):
-    """Bytes that a decoder turns into an array; a batch holds (rows, *shape).
+    """Bytes that a decoder turns into an array; a batch holds `(rows, *shape)`.
 
     Attributes:
         decoder: A key of `DECODERS`.
