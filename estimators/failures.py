@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 
 from ringspark.pipelines.readers import retry
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import added, parse_object, record
 
 # Type of the failure of a rank that could not report it itself.
 LOST = "WorkerLost"
@@ -31,6 +31,7 @@ class Failure:
         from_peer: Whether the rank only noticed that another rank was gone.
         may_pass: Whether the same work may succeed if started again, after a fault of processes, network
             or store.
+        last_lines: The last lines that the rank printed, which the driver adds.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Failure:
     from_peer: bool
     may_pass: bool = False
     seconds: float = field(default_factory=time.time)
+    last_lines: tuple[str, ...] = added(())
 
     @classmethod
     def of(cls, error: BaseException, rank: int, phase: str, from_peer: bool) -> Failure:
@@ -105,7 +107,9 @@ def _may_pass(error: BaseException) -> bool:
 
 
 class WorkerError(RuntimeError):
-    """A rank failed. The message names its rank, host and phase; `failures` has every rank's trace.
+    """A rank failed. The message names its rank, host and phase, and has the last lines that it printed.
+
+    `failures` has every rank's trace.
 
     Attributes:
         first: The failure that caused the others.
@@ -121,10 +125,12 @@ class WorkerError(RuntimeError):
         self.rank = first.rank
         self.first = first
         self.may_pass = all(failure.may_pass for failure in failures)
-        trace = first.trace.rstrip().replace("\n", "\n  | ")
+        told = first.trace.rstrip().splitlines()
+        if first.last_lines:
+            told += ["the last lines that the rank printed:", *first.last_lines]
         message = f"{first.type}: {first.message}" if first.message else first.type
         super().__init__(
             f"rank {first.rank} on host {first.host} failed in phase '{first.phase}': {message}"
             + advice
-            + (f"\n  | {trace}" if trace else "")
+            + "".join(f"\n  | {line}" for line in told)
         )

@@ -6,7 +6,8 @@ run/
   config.json     the settings of the last start
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
-  heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.stderr: what one wrote that has died
+  heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.died: its process ended early
+  logs/           rank-<k>.txt: what each rank has printed, its beginning and its end
   history.json    the epochs so far
   progress.json   the present step
   steps/          <n>.json: mean losses of some steps each: see `training.step_log`
@@ -28,6 +29,7 @@ CONFIG = "config.json"
 SHARD_STATES = "shards.json"
 SHARDS = "shards"
 HEARTBEAT = "heartbeat"
+LOGS = "logs"
 HISTORY = "history.json"
 PROGRESS = "progress.json"
 STEPS = "steps"

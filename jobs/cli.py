@@ -35,24 +35,25 @@ _SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1"
 class JobParser(argparse.ArgumentParser):
     """Options of one job: the help shows defaults, and a wrong option ends in one line and exit code 2."""
 
-    def __init__(self, job: str, description: str) -> None:
-        super().__init__(
-            prog=job,
-            description=description,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            allow_abbrev=False,
-        )
+    def __init__(self, prog: str | None = None, description: str | None = None, **words: Any) -> None:
+        words.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **words)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
     def add_master(self) -> None:
         """Adds `--master`, which every job that starts Spark takes."""
-        self.add_argument(
-            "--master",
-            metavar="URL",
-            help=f"Spark master; without it spark-submit's, the running session's, or {DEFAULT_MASTER}",
-        )
+        add_master(self)
+
+
+def add_master(parser: argparse.ArgumentParser) -> None:
+    """Adds `--master`, which every job that starts Spark takes."""
+    parser.add_argument(
+        "--master",
+        metavar="URL",
+        help=f"Spark master; without it spark-submit's, the running session's, or {DEFAULT_MASTER}",
+    )
 
 
 def main(

@@ -23,7 +23,7 @@ from ringspark.estimators.collectives.rendezvous.server import meeting_ports
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
-from ringspark.estimators.launch.last_words import LastWords
+from ringspark.estimators.launch.rank_output import RankOutput
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines.typed_json import record
@@ -149,7 +149,7 @@ class GangTask:
         context = BarrierTaskContext.get()
         members = assign_ranks([_host_of(info.address) for info in context.getTaskInfos()])
         member = members[context.partitionId()]
-        with LastWords(self.pulse, member.rank):
+        with RankOutput(self.pulse, member.rank, member.host):
             result, failure = self._run(context, member)
         # Not before: until then the frames of the work, and of its error, hold tensors.
         release_gpu()

@@ -21,7 +21,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
 from ringspark.estimators.launch.gang_task import Work, work_and_leave
 from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.last_words import LastWords, with_last_words
+from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
 from ringspark.estimators.training.driver_check import check_training
@@ -96,15 +96,16 @@ def run_spawned(
         rows = _receive(queue, processes, pulse)
         for process in processes:
             process.join()
+        failures = [Failure.from_json(failure) for _, _, failure in rows if failure is not None]
+        if failures:
+            first = WorkerError(failures).first
+            raise WorkerError([with_last_lines(f, pulse) if f is first else f for f in failures])
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
         rendezvous.close()
         folder.cleanup()
-    failures = [failure for _, _, failure in rows if failure is not None]
-    if failures:
-        raise WorkerError([Failure.from_json(text) for text in failures])
     return [result for _, result, _ in sorted(rows)]
 
 
@@ -122,7 +123,7 @@ def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, 
                 if rank not in heard and process.exitcode is not None and queue.empty():
                     message = f"the process ended with exit code {process.exitcode}"
                     failure = Failure.lost(rank, socket.gethostname(), "running", message)
-                    raise WorkerError([with_last_words(failure, pulse)]) from None
+                    raise WorkerError([with_last_lines(failure, pulse)]) from None
     return rows
 
 
@@ -146,7 +147,7 @@ def _spawned(
     torch.set_num_threads(1)
     status = Status("connecting")
     try:
-        with LastWords(pulse, member.rank):
+        with RankOutput(pulse, member.rank, member.host):
             connected = collective_class(collective).connect(member, meeting)
             result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))

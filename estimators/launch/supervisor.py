@@ -25,8 +25,8 @@ from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
-from ringspark.estimators.launch.last_words import with_last_words
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
+from ringspark.estimators.launch.rank_output import with_last_lines
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.stages.session import spark_conf
@@ -142,7 +142,7 @@ class Supervisor:
         return WorkerError([*lost, *_told(monitor.beats)])
 
     def _final(self, error: WorkerError) -> WorkerError:
-        failures = [with_last_words(f, self._pulse) if f is error.first else f for f in error.failures]
+        failures = [with_last_lines(f, self._pulse) if f is error.first else f for f in error.failures]
         if not error.may_pass or not self.restarts:
             return WorkerError(failures)
         times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"

@@ -1,9 +1,11 @@
-"""Passes on what a rank writes to standard error, and stores its end if the rank dies: see `last_words`.
+"""Passes on what a rank prints and keeps its first and last part: see `rank_output`.
 
-    python -m ringspark.estimators.launch.witness <process id> <descriptor to read> <uri> <first line>
+    python -m ringspark.estimators.launch.witness <process id> <descriptors> <run> <rank> <start> <line>
 
-It runs as long as the rank does, so it imports next to nothing before that. A byte on standard input says
-that the rank's work has ended in order.
+The three descriptors are the pipes of standard output and standard error, and the one for answers. It runs as
+long as the rank does, so it imports next to nothing before that. A "?" on standard input asks for what was
+kept, if there is more than at the last answer; a "!" does too, and says that the rank's work has ended in
+order. If the rank's process ends without it, the witness stores what it kept itself.
 """
 
 from __future__ import annotations
@@ -14,46 +16,111 @@ import signal
 import sys
 from contextlib import suppress
 
-# How many of the last bytes are stored.
-_KEPT_BYTES = 1 << 16
-# For the store that the last lines go to.
+# Kept of what a rank prints: so much of its beginning, and so much of its end.
+HEAD_BYTES = 1 << 16
+TAIL_BYTES = 1 << 17
+# An answer is this many bytes, the length of what follows, which may be nothing.
+LENGTH_BYTES = 4
+
+_READ_BYTES = 1 << 16
+# For the store that the output goes to.
 _STORE_SECONDS = 60
+
+
+class KeptEnds:
+    """The first and the last bytes of what was added, whole lines where the middle is left out."""
+
+    def __init__(self, head_bytes: int, tail_bytes: int) -> None:
+        self._head_bytes, self._tail_bytes = head_bytes, tail_bytes
+        self._head, self._tail = b"", bytearray()
+        self._added = 0
+
+    def add(self, data: bytes) -> None:
+        """Takes in more bytes."""
+        self._added += len(data)
+        room = self._head_bytes - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        # Seldom, because it moves the rest.
+        if len(self._tail) > 2 * self._tail_bytes:
+            del self._tail[: -self._tail_bytes]
+
+    def text(self) -> bytes:
+        """Returns what is kept; a line says how many bytes are left out in the middle."""
+        tail = bytes(self._tail[-self._tail_bytes :])
+        if len(self._head) + len(tail) == self._added:
+            return self._head + tail
+        # A last line that is longer than all that is kept stays a part of one.
+        tail = tail.partition(b"\n")[2] or tail
+        left_out = self._added - len(self._head) - len(tail)
+        gap = b"" if self._head.endswith(b"\n") else b"\n"
+        return self._head + gap + b"[... %d bytes left out ...]\n" % left_out + tail
 
 
 def main() -> None:
     """Returns when nobody can write any more, or the rank's process has ended."""
-    rank, source, (uri, launch) = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    rank, out, err, answers = map(int, sys.argv[1:5])
     try:
         end = os.pidfd_open(rank)
     except ProcessLookupError:
         end = os.open(os.devnull, os.O_RDONLY)  # always ready, as the descriptor of a dead process is
-    watched, kept = [source, end, 0], b""
+    # Where each pipe went before: this process has inherited both.
+    targets = {out: 1, err: 2}
+    watched, kept, is_new = [out, err, end, 0], KeptEnds(HEAD_BYTES, TAIL_BYTES), False
     while True:
         ready = select.select(watched, [], [])[0]
-        # What the rank has written comes first: the pipe's own end may be held by a child of the rank.
-        if source in ready:
-            data = os.read(source, _KEPT_BYTES)
-            # Nobody may listen any more.
-            with suppress(OSError):
-                os.write(2, data)
-            kept = (kept + data)[-_KEPT_BYTES:]
-            if not data:
-                watched.remove(source)
-                if end not in watched:
-                    return
+        # What the rank has written comes first: the pipes' own ends may be held by a child of the rank.
+        if sources := [source for source in ready if source in targets]:
+            for source in sources:
+                data = os.read(source, _READ_BYTES)
+                # Nobody may listen any more.
+                with suppress(OSError):
+                    os.write(targets[source], data)
+                kept.add(data)
+                is_new = is_new or bool(data)
+                if not data:
+                    watched.remove(source)
+                    del targets[source]
+            if not targets and end not in watched:
+                return
         elif end in ready:
             break
-        elif os.read(0, 1):
-            watched = [source]
+        elif command := os.read(0, 1):
+            text = kept.text() if is_new else b""
+            with suppress(OSError):
+                _write_all(answers, len(text).to_bytes(LENGTH_BYTES, "big") + text)
+            is_new = False
+            if command == b"!":
+                watched = [source for source in watched if source in targets]
+                if not watched:
+                    return
         else:
             watched.remove(0)  # the rank has died, or is about to
     signal.alarm(_STORE_SECONDS)
-    # Not before, because this import takes more memory than all the rest.
+    _store(kept.text())
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _store(text: bytes) -> None:
+    """Stores what a rank that has died printed, then the file that tells the driver so."""
+    run_uri, rank, start, line = sys.argv[5:]
+    # Not before, because these imports take more memory than all the rest.
+    from ringspark.estimators.launch.rank_output import died_uri
+    from ringspark.estimators.training import rank_log
     from ringspark.pipelines import storage
 
+    uri = died_uri(run_uri, int(rank))
     # A driver that no longer asks has removed the folder of the signs of life.
-    if storage.exists(uri.rpartition("/")[0]):
-        storage.write_atomic(uri, launch.encode() + b"\n" + kept)
+    if not storage.exists(uri.rpartition("/")[0]):
+        return
+    if text:
+        with suppress(Exception):  # the driver learns at once that there is nothing to wait for
+            rank_log.store(run_uri, int(rank), line, text)
+    storage.write_atomic(uri, start.encode())
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def make_way(uri: str, resume: bool | None) -> None:
     if resume is None and folder.result() is None and folder.has_checkpoint():
         raise ValueError(
             f"{uri} holds an unfinished run; give --resume to go on with it, --no-resume to start anew, or "
-            "another --run"
+            "name another folder"
         )
     storage.remove(uri, recursive=True)
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.tracking.timeline import write_trace
+from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import storage
@@ -88,6 +89,16 @@ class TrainingSummary:
             ValueError: The training recorded none (`timelineEverySteps`), or its folder is gone.
         """
         return write_trace(self.run_uri, path)
+
+    def logs(self, rank: int | None = None) -> list[str]:
+        """Returns what the ranks printed, each line as "[rank 1 host-a] ...".
+
+        It is empty if nothing was printed or the run's folder is gone.
+
+        Args:
+            rank: The rank whose lines are asked for; None for all, rank after rank.
+        """
+        return rank_log.read_lines(self.run_uri, rank)
 
     @classmethod
     def of(cls, result: TrainResult, restarts: tuple[str, ...] = ()) -> TrainingSummary:

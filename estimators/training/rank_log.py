@@ -1,0 +1,97 @@
+"""The file of the run's folder that keeps what one rank printed: `logs/rank-<k>.txt`.
+
+It holds a line of its own for each start of the rank, then what that start wrote to standard output and
+standard error, by Python or by a native library. Its size is bounded: of the present start the first and the
+last part are kept (see `launch.witness`), of the earlier ones the end. Nothing is added to what the rank
+printed but its host, process and time, so a secret is in it only if the user's code printed one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+
+from ringspark.estimators import run_layout
+from ringspark.pipelines import storage
+
+# How much of what earlier starts printed is kept.
+EARLIER_BYTES = 1 << 16
+# Lines of a failed rank in the driver's error, and the characters of each.
+_LAST_LINES = 10
+_LINE_CHARACTERS = 1000
+
+_FILE = re.compile(r"rank-(\d+)\.txt")
+_START = re.compile(r"=== rank \d+ on (\S+), process \d+, started [\d: -]+ UTC \((\S+)\) ===")
+
+
+def start_name(token: str, launch: int) -> str:
+    """Returns what tells one start of a run's ranks from the others."""
+    return f"{token[:8]}.{launch}"
+
+
+def start_line(rank: int, host: str, pid: int, start: str) -> str:
+    """Returns the line above what a start of a rank printed."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    return f"=== rank {rank} on {host or 'unknown'}, process {pid}, started {now} UTC ({start}) ==="
+
+
+def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
+    """Replaces what the start of that line has printed so far; keeps the end of the earlier ones.
+
+    Raises:
+        OSError: The store does not take the file.
+    """
+    uri = _uri(run_uri, rank)
+    earlier = b""
+    with suppress(FileNotFoundError):
+        earlier = storage.read_bytes(uri).partition(line.encode() + b"\n")[0]
+    if len(earlier) > EARLIER_BYTES:
+        earlier = earlier[-EARLIER_BYTES:].partition(b"\n")[2]
+    if earlier and not earlier.endswith(b"\n"):
+        earlier += b"\n"
+    # The next write replaces it, so a flush to disk would only disturb the training.
+    storage.write_atomic(uri, earlier + line.encode() + b"\n" + text, durable=False)
+
+
+def read_lines(run_uri: str, rank: int | None = None) -> list[str]:
+    """Returns what the ranks printed, rank after rank, each line as "[rank 1 host-a] ...".
+
+    Args:
+        rank: The rank whose lines are asked for; None for all.
+    """
+    found = [_FILE.fullmatch(name) for name in storage.list_names(storage.join(run_uri, run_layout.LOGS))]
+    ranks = sorted(int(match[1]) for match in found if match is not None)
+    lines: list[str] = []
+    for number in ranks if rank is None else [number for number in ranks if number == rank]:
+        host = "unknown"
+        for line in _lines(run_uri, number):
+            if start := _START.fullmatch(line):
+                host = start[1]
+            else:
+                lines.append(f"[rank {number} {host}] {line}")
+    return lines
+
+
+def last_lines(run_uri: str, rank: int, start: str) -> tuple[str, ...]:
+    """Returns the last lines that a rank printed in one start; none if it printed nothing in that one."""
+    lines: list[str] | None = None
+    for line in _lines(run_uri, rank):
+        if found := _START.fullmatch(line):
+            lines = [] if found[2] == start else None
+        elif lines is not None and line.strip():
+            lines.append(line[:_LINE_CHARACTERS])
+    return tuple(lines[-_LAST_LINES:]) if lines else ()
+
+
+def _lines(run_uri: str, rank: int) -> list[str]:
+    try:
+        text = storage.read_bytes(_uri(run_uri, rank)).decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    # Of a line that was drawn again and again, as progress bars are, a terminal shows the last state.
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
+
+
+def _uri(run_uri: str, rank: int) -> str:
+    return storage.join(run_uri, run_layout.LOGS, f"rank-{rank}.txt")

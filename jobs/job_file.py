@@ -1,0 +1,259 @@
+"""Reads a job file, YAML or JSON, into a dataclass; what is wrong is one sentence with line and key.
+
+YAML is read as its version 1.2 means it, which is how most people take it: only `true` and `false` are
+booleans, `1e-3` is a number, and a date is a text. A key that stands twice is refused. `pyyaml` is only
+needed for YAML; a JSON file has the same content, and its errors name the key without a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from ringspark.estimators.names import nearest
+
+T = TypeVar("T")
+
+Path = tuple[str | int, ...]
+
+# Of one file. Repeated anchors could otherwise make a small text a huge job.
+_MOST_VALUES = 100_000
+_DEEPEST = 50
+_SCALARS = {
+    "bool": (r"true|True|false|False", "tTfF"),
+    "int": (r"[-+]?\d+", "-+0123456789"),
+    "float": (r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)", "-+.0123456789"),
+    "null": (r"~|null|Null|", "~nN\0"),
+}
+_TYPES = {"str": "a text", "int": "a whole number", "bool": "true or false", "float": "a number"}
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """The content of a job file.
+
+    Attributes:
+        name: Name of the file, for messages.
+        tree: What it holds.
+        lines: Line of each key and entry; empty for JSON.
+    """
+
+    name: str
+    tree: Any
+    lines: dict[Path, int] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> JobFile:
+        """Parses the text of a file; as JSON if its name ends so, else as YAML.
+
+        Raises:
+            ValueError: It is not such a text, or pyyaml is missing.
+        """
+        if name.endswith(".json"):
+            try:
+                return cls(name, json.loads(text, object_pairs_hook=_distinct))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{name} cannot be read as JSON: {error}") from None
+        return _parse_yaml(name, text)
+
+    def error(self, path: Path, sentence: str) -> ValueError:
+        """Returns the error for a place of the file: that of the key, or of the nearest one around it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.lines:
+                return ValueError(f"{self.name}, line {self.lines[path[:length]]}: {sentence}")
+        return ValueError(f"{self.name}: {sentence}")
+
+    def at(self, path: Path) -> Any:
+        """Returns the value in a place that is there."""
+        value = self.tree
+        for key in path:
+            value = value[key]
+        return value
+
+    def changed(self, assignment: str) -> JobFile:
+        """Returns the file with one value changed by KEY=VALUE, such as "params.epochs=3".
+
+        Raises:
+            ValueError: It is no assignment, or its key leads through a value that has no keys.
+        """
+        dotted, equals, text = assignment.partition("=")
+        keys = dotted.split(".")
+        if not equals or not all(keys):
+            raise ValueError(f"--set takes KEY=VALUE, such as params.epochs=3, got {assignment!r}")
+        tree = json.loads(json.dumps(self.tree)) if isinstance(self.tree, Mapping) else {}
+        inner = tree
+        for number, key in enumerate(keys[:-1], 1):
+            if inner.get(key) is None:
+                inner[key] = {}
+            inner = inner[key]
+            if not isinstance(inner, dict):
+                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} has no keys, but {inner!r}")
+        inner[keys[-1]] = _value_of(text)
+        path = tuple(keys)
+        kept = {place: line for place, line in self.lines.items() if place[: len(path)] != path}
+        return JobFile(self.name, tree, kept)
+
+
+def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
+    """Returns the dataclass of a part of the file, and of the parts in it.
+
+    Raises:
+        ValueError: A key is unknown or missing, or a value has another type; the message has line and key.
+    """
+    values, title = file.at(path), ".".join(map(str, path))
+    known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise file.error(path, f"{title or 'a job'} must have the keys {_listed(known)}, got {_short(values)}")
+    hints, given = get_type_hints(kind), {}
+    for key, value in values.items():
+        dotted = f"{title}.{key}" if title else str(key)
+        if key not in known:
+            hint = nearest(str(key), known) or f"; its keys are {_listed(known)}"
+            raise file.error((*path, key), f"{dotted} is not known to {title or 'a job'}{hint}")
+        inner = next((part for part in (hints[key], *get_args(hints[key])) if is_dataclass(part)), None)
+        if isinstance(inner, type) and value is not None:
+            given[key] = read_section(file, inner, (*path, key))
+        else:
+            given[key] = _checked(file, (*path, key), hints[key], value, dotted)
+    for name, entry in known.items():
+        if name not in given and entry.default is MISSING and entry.default_factory is MISSING:
+            raise file.error(path, f"{title or 'a job'} must have the key {name!r}; see docs/jobs.md")
+    return kind(**given)
+
+
+def yaml_or_json(value: Any) -> str:
+    """Returns a value as the text of a job file: YAML, or JSON where pyyaml is missing."""
+    try:
+        import yaml
+    except ImportError:
+        return json.dumps(value, indent=2)
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts plain only where this module reads them as texts."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Dumper.yaml_implicit_resolvers = {}
+    _add_resolvers(Dumper)
+    return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=100)).rstrip()
+
+
+def _parse_yaml(name: str, text: str) -> JobFile:
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError(
+            f"{name} is YAML, which needs the package pyyaml; pip install 'ringspark[jobs]', or write the job "
+            "as JSON, in a file whose name ends in .json"
+        ) from None
+
+    class Loader(yaml.SafeLoader):
+        """Knows only the scalars of YAML 1.2's core."""
+
+    Loader.yaml_implicit_resolvers = {}
+    _add_resolvers(Loader)
+    lines: dict[Path, int] = {}
+    try:
+        loader = Loader(text)
+        root = loader.get_single_node()
+        tree = None if root is None else _value(name, loader, root, (), lines)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}, line {mark.line + 1}" if mark is not None else name
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{place}: this is no YAML: {problem}") from None
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply") from None
+    return JobFile(name, tree, lines)
+
+
+def _add_resolvers(kind: Any) -> None:
+    for tag, (pattern, first) in _SCALARS.items():
+        letters = ["" if letter == "\0" else letter for letter in first]
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$"), letters)
+
+
+def _value(name: str, loader: Any, node: Any, path: Path, lines: dict[Path, int]) -> Any:
+    """Returns the value of a node of YAML; notes the lines of all below."""
+    if len(path) > _DEEPEST or len(lines) > _MOST_VALUES:
+        raise ValueError(f"{name} is larger than any job, or refers to itself")
+    if node.id == "sequence":
+        values = []
+        for number, entry in enumerate(node.value):
+            lines[(*path, number)] = entry.start_mark.line + 1
+            values.append(_value(name, loader, entry, (*path, number), lines))
+        return values
+    if node.id != "mapping":
+        return _scalar(name, loader, node)
+    mapping: dict[str, Any] = {}
+    for key_node, entry in node.value:
+        key, line = key_node.value, key_node.start_mark.line + 1
+        if key_node.id != "scalar":
+            raise ValueError(f"{name}, line {line}: a key must be a text")
+        if key in mapping:
+            raise ValueError(f"{name}, line {line}: {key!r} stands here twice; keep one")
+        lines[(*path, key)] = line
+        mapping[key] = _value(name, loader, entry, (*path, key), lines)
+    return mapping
+
+
+def _scalar(name: str, loader: Any, node: Any) -> Any:
+    kind = node.tag.rpartition(":")[2]
+    if kind == "float" and "." not in node.value.lstrip("+-.") and "n" not in node.value.lower():
+        return float(node.value)
+    if kind == "int":
+        return int(node.value)  # 010 is ten, as in YAML 1.2
+    if kind in (*_SCALARS, "str"):
+        return loader.construct_object(node)
+    raise ValueError(f"{name}, line {node.start_mark.line + 1}: {node.tag} has no meaning in a job")
+
+
+def _checked(file: JobFile, path: Path, hint: Any, value: Any, title: str) -> Any:
+    """Returns a value of the type that a field asks for; a mapping or list is only looked at from outside."""
+    options = [getattr(option, "__origin__", option) for option in (get_args(hint) or (hint,))]
+    if isinstance(getattr(hint, "__origin__", None), type):
+        options = [hint.__origin__]
+    for option in options:
+        if option is Any or (isinstance(option, type) and isinstance(value, option)):
+            if isinstance(value, bool) and bool not in options and Any not in options:
+                break
+            return value
+    if float in options and type(value) is int:
+        return float(value)
+    if dict in options:
+        raise file.error(path, f"{title} must have keys and values, got {_short(value)}")
+    words = " or ".join(_TYPES[option.__name__] for option in options if option.__name__ in _TYPES)
+    raise file.error(path, f"{title} must be {words}, got {_short(value)}")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} stands there twice; keep one")
+        found[key] = value
+    return found
+
+
+def _value_of(text: str) -> Any:
+    """Reads the value of an assignment: JSON, or the text itself."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    # Such as "Infinity", which JSON does not have and Python's reader takes.
+    return text if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names)
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

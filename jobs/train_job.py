@@ -1,0 +1,289 @@
+"""Trains by a job file: data, stage and its Params, where the model goes, on what it is evaluated.
+
+    ringspark train job.yaml
+    ringspark train job.yaml --print
+    spark-submit --py-files dist/ringspark.zip jobs/command.py train job.yaml
+
+docs/jobs.md has a whole file. The values of `params` are the estimators' settings by their names; what they
+mean, their defaults and their ranges are declared with the settings alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ringspark.jobs import cli
+from ringspark.jobs.job_file import JobFile, read_section, yaml_or_json
+from ringspark.jobs.row_source import RowSource, first_line
+
+if TYPE_CHECKING:
+    from pyspark.ml import Transformer
+    from pyspark.sql import SparkSession
+
+DESCRIPTION = "Train by a job file and save the model."
+STAGES = ("TorchClassifier", "TorchRegressor", "TorchEstimator")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Where the model goes, as a Spark ML PipelineModel that has the features too."""
+
+    model: str
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Rows that the model is evaluated on, by the Param `metrics`.
+
+    Attributes:
+        output: JSON file for the metrics; unset: they are only printed.
+    """
+
+    data: RowSource
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """The content of a job file.
+
+    Attributes:
+        stage: Name of the estimator.
+        features: Columns to compute, by name, each an expression in SQL; they are a part of the model.
+        params: The estimator's settings by name.
+    """
+
+    stage: str
+    data: RowSource
+    save: Save
+    features: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
+    add_changes(parser)
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help="print the job with everything that it leaves to defaults, and stop",
+    )
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="go on with the run in params.runUri, or start it anew",
+    )
+    cli.add_master(parser)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Adds `--set`, which changes values of the file."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the file, such as params.epochs=3; may be given several times",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Reads the file, trains, saves, evaluates. Runs on the driver.
+
+    Raises:
+        ValueError: The file or what it names cannot be used; the message says where and why.
+    """
+    file, job = read_job(args.file, args.set)
+    estimator = make_estimator(file, job)
+    if args.print:
+        print(yaml_or_json(resolved(job, estimator)))
+        return
+    with cli.spark("ringspark train", args.master) as spark:
+        _train(spark, file, job, estimator, args.resume)
+
+
+def read_job(uri: str, changes: Sequence[str] = ()) -> tuple[JobFile, TrainJob]:
+    """Returns a file's content as it stands there, and as the job that it describes.
+
+    Raises:
+        ValueError: The file is missing, or something in it is wrong.
+    """
+    from ringspark.pipelines import storage
+
+    try:
+        data = storage.read_bytes(storage.normalize(uri))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ValueError(f"there is no job file {uri!r}; docs/jobs.md has one to begin with") from None
+    except OSError as error:
+        raise ValueError(f"the job file {uri!r} cannot be read: {error}") from None
+    name = uri.rstrip("/").rpartition("/")[2]
+    try:
+        file = JobFile.parse(name, data.decode())
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is no text in UTF-8") from None
+    for change in changes:
+        file = file.changed(change)
+    job = read_section(file, TrainJob)
+    _check(file, job)
+    return file, job
+
+
+def make_estimator(file: JobFile, job: TrainJob) -> Any:
+    """Returns the stage of a job with its Params. Needs no Spark session.
+
+    Raises:
+        ValueError: A Param is unknown or refuses its value.
+    """
+    from ringspark import estimators
+
+    estimator = getattr(estimators, job.stage)()
+    for name, value in job.params.items():
+        try:
+            estimator.setParams(**{name: _from_file(name, value)})
+        except (TypeError, ValueError) as error:
+            raise file.error(("params", name), str(error)) from None
+    return estimator
+
+
+def resolved(job: TrainJob, estimator: Any) -> dict[str, Any]:
+    """Returns the job with everything that it leaves to defaults; it can be written as a job file again."""
+    from ringspark.estimators.stages.declared import values_of
+
+    evaluation = job.evaluation
+    return {
+        "stage": job.stage,
+        "data": job.data.to_json(),
+        "features": job.features,
+        "params": {name: _to_file(value) for name, value in values_of(estimator).items()},
+        "save": asdict(job.save),
+        "evaluation": evaluation and {"data": evaluation.data.to_json(), "output": evaluation.output},
+    }
+
+
+def _check(file: JobFile, job: TrainJob) -> None:
+    """Refuses what the types of the keys do not tell."""
+    from ringspark.estimators.names import check_name
+    from ringspark.pipelines import storage
+
+    try:
+        check_name("stage", job.stage, STAGES, otherwise="")
+    except ValueError as error:
+        raise file.error(("stage",), str(error)) from None
+    for path, source in ((("data",), job.data), (("evaluation", "data"), job.evaluation and job.evaluation.data)):
+        problem = source.problem(trains=path == ("data",)) if source is not None else ""
+        if problem:
+            raise file.error(path, f"{'.'.join(path)} {problem}")
+    if job.features and (job.data.shards is not None or job.data.inPlace):
+        told = "shards are" if job.data.shards is not None else "a table inPlace is"
+        raise file.error(("features",), f"features cannot be computed, because {told} read whole; leave them out")
+    for name, expression in job.features.items():
+        if not isinstance(expression, str):
+            sentence = f"features.{name} must be an expression in SQL, got {expression!r}"
+            raise file.error(("features", name), sentence)
+    for path, uri in ((("save", "model"), job.save.model),
+                      (("evaluation", "output"), job.evaluation and job.evaluation.output)):  # fmt: skip
+        try:
+            storage.refuse_secrets(uri or "")
+        except ValueError as error:
+            raise file.error(path, f"{'.'.join(path)}: {error}") from None
+
+
+def _from_file(name: str, value: Any) -> Any:
+    """Returns the value of a Param from that of a file; a network is a ModelSpec's own two keys."""
+    from ringspark.estimators.training.settings.python_objects import MODEL
+    from ringspark.models import ModelSpec
+
+    if name != MODEL.name or not isinstance(value, dict):
+        return value
+    if "target" not in value or not set(value) <= {"target", "kwargs"}:
+        raise ValueError(
+            "model must have the key target, a network's name or 'package.module:Class', and may have kwargs, "
+            f"its arguments; got the keys {', '.join(value)}"
+        )
+    return ModelSpec(value["target"], value.get("kwargs"))
+
+
+def _to_file(value: Any) -> Any:
+    from ringspark.models import ModelSpec
+
+    return {"target": value.target, "kwargs": value.kwargs} if isinstance(value, ModelSpec) else value
+
+
+def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, resume: bool | None) -> None:
+    from pyspark.ml import PipelineModel
+
+    from ringspark.estimators import WorkerError
+    from ringspark.estimators.run.folder import make_way
+    from ringspark.pipelines import storage
+    from ringspark.pipelines.spark_paths import resolve
+
+    output = resolve(spark, job.save.model)
+    if not job.save.overwrite and storage.exists(output):
+        raise file.error(("save", "model"), f"save.model: {output} is there; set save.overwrite or give another")
+    if estimator.getRunUri() is None and resume is not None:
+        raise ValueError("--resume and --no-resume are about the run in params.runUri, which is not set")
+    if estimator.getRunUri() is not None:
+        resume = resume if resume is not None or not estimator.getResume() else True
+        make_way(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
+        estimator.setResume(bool(resume))
+    features = _features(job)
+    try:
+        model = _fit(spark, job, estimator, features)
+    except WorkerError as error:
+        # The message holds the worker's trace; the driver's is left out.
+        raise SystemExit(f"ringspark train: error: {error}") from None
+    writer = PipelineModel([*features, model]).write()
+    (writer.overwrite() if job.save.overwrite else writer).save(output)
+    print(f"train: model saved to {output}")
+    cli.print_rate("train", model.summary.rows, model.summary.seconds)
+    if job.evaluation is not None:
+        _evaluate(spark, job.evaluation, features, model)
+
+
+def _features(job: TrainJob) -> list[Transformer]:
+    from pyspark.ml.feature import SQLTransformer
+
+    if not job.features:
+        return []
+    columns = ", ".join(f"{expression} AS `{name}`" for name, expression in job.features.items())
+    return [SQLTransformer(statement=f"SELECT *, {columns} FROM __THIS__")]
+
+
+def _with_features(spark: SparkSession, source: RowSource, features: list[Transformer]) -> Any:
+    from pyspark.errors import AnalysisException, ParseException
+
+    frame = source.frame(spark)
+    try:
+        for stage in features:
+            frame = stage.transform(frame)
+    except (AnalysisException, ParseException) as error:
+        raise ValueError(f"features cannot be computed: {first_line(error)}") from None
+    return frame
+
+
+def _fit(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> Any:
+    kind, uri = job.data.place
+    if kind == "shards":
+        return estimator.fitOnShards(uri)
+    if job.data.inPlace:
+        return estimator.fitOnParquet(uri) if kind == "parquet" else estimator.fitOnDelta(uri, job.data.version)
+    return estimator.fit(_with_features(spark, job.data, features))
+
+
+def _evaluate(spark: SparkSession, evaluation: Evaluation, features: list[Transformer], model: Any) -> None:
+    from ringspark.pipelines import storage
+    from ringspark.pipelines.spark_paths import resolve
+
+    metrics = model.evaluate(_with_features(spark, evaluation.data, features))
+    for name, value in metrics.items():
+        print(f"train: {name} {value:.4f}")
+    if evaluation.output is not None:
+        text = json.dumps(metrics, indent=2) + "\n"
+        storage.write_atomic(storage.normalize(resolve(spark, evaluation.output)), text.encode())

@@ -1,0 +1,262 @@
+"""What ranks print: where it goes, what the run's folder keeps of it, and the error of a rank that died."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import wait_for
+
+from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.launch.witness import HEAD_BYTES, TAIL_BYTES, KeptEnds
+from ringspark.estimators.training import rank_log
+from ringspark.estimators.training.phase import Status
+from ringspark.models import ModelSpec
+
+LIBRARY = b"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+
+RANK = """
+import os, sys, time
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.rank_output import RankOutput
+
+print("before", file=sys.stderr)
+with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 3, "host-a"):
+    # A child that lives longer holds the rank's standard error open.
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    print(child, flush=True)
+    for number in range(400_000):
+        os.write(2, b"line %d\\n" % number)
+    if sys.argv[2] == "dies":
+        os._exit(9)
+    os.kill(child, 9)
+    os.wait()
+print("after", file=sys.stderr)
+"""
+
+
+def _end_as_a_library_does() -> None:
+    """By std::terminate: a line on the C library's stderr, then abort()."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libc = ctypes.CDLL(None)
+    libc.write(2, LIBRARY, len(LIBRARY))
+    libc.abort()
+
+
+SENTENCE = "a word of its own before the end"
+
+
+def _raises() -> None:
+    raise ValueError("the rank's own error")
+
+
+def _is_killed() -> None:
+    # The witness gets what a pipe holds, also if the rank has no time to say goodbye.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("end", "message", "last"),
+    [
+        (_end_as_a_library_does, "ended with exit code -6", LIBRARY.decode().strip()),
+        (_is_killed, "ended with exit code -9", SENTENCE),
+        (_raises, "ValueError: the rank's own error", SENTENCE),
+    ],
+)
+def test_the_error_of_a_rank_that_ends_has_its_last_lines(
+    end: Callable[[], None], message: str, last: str
+) -> None:
+    def work(collective: Collective, device: str, status: Status) -> str:
+        if collective.rank == 1:
+            print(SENTENCE)  # not flushed: a pipe has no terminal's line buffer
+            end()
+        collective.barrier()
+        return "unreachable"
+
+    with pytest.raises(WorkerError, match=message) as caught:
+        run_spawned(2, "torch", work)
+    *_, above, told = str(caught.value).splitlines()
+    assert told == f"  | {last}"
+    assert SENTENCE in above or above == "  | the last lines that the rank printed:"
+
+
+class _Ends(Callback):
+    """Ends rank 1, or lets it wait for ever, after a word."""
+
+    def __init__(self, end: str) -> None:
+        self._end = end
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        print(f"epoch {state.epoch} of rank {state.rank}")
+        if state.rank == 1 and self._end:
+            print(SENTENCE, file=sys.stderr)
+        if state.rank == 1 and self._end == "aborts":
+            _end_as_a_library_does()
+        if state.rank == 1 and self._end == "hangs":
+            time.sleep(600)
+
+
+def _fit(spark: Any, folder: Path, end: str) -> Any:
+    table = spark.range(64).selectExpr("array(double(id) / 64) as x", "double(id) / 32 as y")
+    return TorchRegressor(
+        model=ModelSpec("linear", {"in_features": 1, "out_features": 1}),
+        inputCols=["x"],
+        labelCol="y",
+        batchSize=16,
+        numWorkers=2,
+        callbacks=[_Ends(end)],
+        maxRestarts=0,
+        timeoutSeconds=5.0 if end == "hangs" else 600.0,
+        storageUri=str(folder),
+        showProgress=False,
+    ).fit(table)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("end", "message", "last"),
+    [
+        ("aborts", "its process died", LIBRARY.decode().strip()),
+        ("hangs", r"the worker .*timeoutSeconds=5", SENTENCE),
+    ],
+)
+def test_the_error_of_a_training_says_what_the_rank_printed_last(
+    end: str, message: str, last: str, spark: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError, match=rf"^rank 1 on host .* {message}") as caught:
+        _fit(spark, tmp_path / "storage", end)
+    assert str(caught.value).endswith(f"  | {last}")
+    assert not list((tmp_path / "storage").rglob("rank-*")), "nothing is left of the run"
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_what_the_ranks_print_is_read_on_the_driver(spark: Any, tmp_path: Path) -> None:
+    summary = _fit(spark, tmp_path, "").summary
+    for rank in (0, 1):
+        (line,) = [line for line in summary.logs() if f"epoch 1 of rank {rank}" in line]
+        assert re.fullmatch(rf"\[rank {rank} \S+\] epoch 1 of rank {rank}", line)
+        assert line in summary.logs(rank)
+        assert line not in summary.logs(1 - rank)
+
+
+@pytest.mark.parametrize("end", ["dies", "leaves"])
+def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path: Path, end: str) -> None:
+    """Also while a child of the rank, which holds its standard error too, lives longer than the rank."""
+    (tmp_path / "heartbeat").mkdir()
+    log, died = tmp_path / "log", tmp_path / "heartbeat" / "rank-3.died"
+    lines = ["before", *(f"line {number}" for number in range(400_000)), "after"]
+    with (tmp_path / "child").open("wb") as child, log.open("ab") as file:
+        code = subprocess.call([sys.executable, "-c", RANK, str(tmp_path), end], stdout=child, stderr=file)
+    if end == "leaves":
+        assert code == 0
+        assert log.read_text().splitlines() == lines
+        assert not died.exists()
+    else:
+        assert code == 9
+        wait_for("the witness", died.exists)
+        assert died.read_text() == "t.0"
+        os.kill(int((tmp_path / "child").read_text().split()[0]), signal.SIGKILL)
+        assert log.read_text().splitlines() == lines[:-1]
+    stored = tmp_path / "logs" / "rank-3.txt"
+    assert os.stat(stored).st_size < HEAD_BYTES + TAIL_BYTES + 200
+    start, child_id, first, *rest = stored.read_text().splitlines()
+    assert start.startswith("=== rank 3 on host-a, process ")
+    assert child_id == (tmp_path / "child").read_text().strip()
+    assert [first, rest[-1]] == [lines[1], lines[-2]]
+    assert sum("bytes left out" in line for line in rest) == 1
+    assert rank_log.last_lines(str(tmp_path), 3, "t.0") == tuple(lines[-11:-1])
+
+
+PRINTS = """
+import ctypes, logging, os, subprocess, sys
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.rank_output import RankOutput
+
+before = [os.fstat(descriptor).st_ino for descriptor in (1, 2)]
+for launch in range(2):
+    with RankOutput(Pulse(run_uri=sys.argv[1], token="t", launch=launch), 0, f"host-{launch}"):
+        ctypes.CDLL(None).printf(b"from C\\n")
+        print("from Python")
+        logging.warning("from logging")
+        subprocess.run(["echo", "from a child"], check=True)
+assert [os.fstat(descriptor).st_ino for descriptor in (1, 2)] == before
+"""
+
+
+def test_what_c_python_logging_and_children_print_is_kept_of_every_start(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    printed = {"from C", "from Python", "WARNING:root:from logging", "from a child"}
+    assert sorted(done.stdout.splitlines()) == sorted([*printed - {"WARNING:root:from logging"}] * 2)
+    assert done.stderr.splitlines() == ["WARNING:root:from logging"] * 2
+    lines = rank_log.read_lines(str(tmp_path))
+    for launch, part in enumerate((lines[:4], lines[4:])):
+        assert set(part) == {f"[rank 0 host-{launch}] {line}" for line in printed}
+    assert rank_log.read_lines(str(tmp_path), 1) == []
+
+
+KILLS_WITNESS = """
+import os, sys, time
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.rank_output import RankOutput
+
+with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
+    before = os.fstat(1).st_ino
+    output._witness.kill()
+    print("into the pipe", flush=True)
+    while os.fstat(1).st_ino == before:
+        time.sleep(0.05)
+    print("after the witness", flush=True)
+"""
+
+
+def test_a_rank_whose_witness_is_killed_prints_on(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS_WITNESS, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "after the witness"
+
+
+@given(st.lists(st.binary(max_size=12), max_size=30))
+def test_the_kept_ends_are_the_ends(parts: list[bytes]) -> None:
+    kept, whole = KeptEnds(8, 16), b"".join(parts)
+    for part in parts:
+        kept.add(part)
+    text = kept.text()
+    if len(whole) <= 24:
+        assert text == whole
+        return
+    head, _, tail = re.split(rb"\n?\[\.\.\. (\d+) bytes left out \.\.\.\]\n", text)
+    assert whole.startswith(head.rstrip(b"\n"))
+    assert whole.endswith(tail)
+    assert len(tail) <= 16
+
+
+def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path: Path) -> None:
+    for launch in range(4):
+        line = rank_log.start_line(0, "host", 1, rank_log.start_name("token", launch))
+        rank_log.store(str(tmp_path), 0, line, b"%d\n" % launch * 20_000)
+    assert (tmp_path / "logs" / "rank-0.txt").stat().st_size < 40_000 + rank_log.EARLIER_BYTES + 200
+    # Only of the start that is asked for, not of one before it.
+    assert rank_log.last_lines(str(tmp_path), 0, "token.3") == ("3",) * 10
+    assert rank_log.last_lines(str(tmp_path), 0, "token.4") == ()
