@@ -8,6 +8,8 @@ run/
   shards/         the rows, if `fit` wrote them into a folder that the user named
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.died: its process ended early
   logs/           rank-<k>.txt: what each rank has printed, its beginning and its end
+  environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
+  data.json       columns, statistics and sizes of the shards, which may be removed before this folder
   history.json    the epochs so far
   progress.json   the present step
   steps/          <n>.json: mean losses of some steps each: see `training.step_log`
@@ -30,6 +32,8 @@ SHARD_STATES = "shards.json"
 SHARDS = "shards"
 HEARTBEAT = "heartbeat"
 LOGS = "logs"
+ENVIRONMENT = "environment.json"
+DATA = "data.json"
 HISTORY = "history.json"
 PROGRESS = "progress.json"
 STEPS = "steps"

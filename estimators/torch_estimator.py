@@ -42,7 +42,7 @@ from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParam
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.storage_root import active_session, storage_root
-from ringspark.estimators.stages.summary import Finished, TrainingSummary
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart, Tracker
@@ -51,6 +51,7 @@ from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.arguments import with_arguments
 from ringspark.estimators.training.data_check import check_columns
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects

@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("estimators/parallel",),
     ("estimators/training",),
     ("estimators/columns", "estimators/tracking", "estimators/memory"),
+    ("estimators/report",),
     ("estimators/stages", "estimators/inference"),
     ("estimators/launch", "estimators/run"),
     (

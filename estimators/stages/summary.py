@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,21 +10,11 @@ import pandas as pd
 from ringspark.estimators import run_layout
 from ringspark.estimators.tracking.timeline import write_trace
 from ringspark.estimators.training import rank_log
+from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import added, parse_object, record
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """The record of a finished run: the result of rank 0, and why its workers were started again."""
-
-    result: TrainResult
-    restarts: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)

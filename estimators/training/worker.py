@@ -35,6 +35,7 @@ from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.probe import probe
+from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
@@ -146,6 +147,7 @@ def _train(
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
+    note_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
@@ -160,6 +162,8 @@ def _train(
     recovery.finish()
     state = running.state
     checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
+    bytes_sent = mesh.world.bytes_sent
+    note_memory(config.run_uri, mesh, device)
     status.phase = "done"
     return TrainResult(
         run_uri=config.run_uri,
@@ -168,7 +172,7 @@ def _train(
         rows=state.epoch * train.manifest.num_rows,
         steps=state.step,
         seconds=recovery.seconds,
-        bytes_sent=mesh.world.bytes_sent,
+        bytes_sent=bytes_sent,
         lost_state=tuple(changed_state(start_state, module)),
         stop_reason=state.stop_reason,
         history=tuple(state.history),

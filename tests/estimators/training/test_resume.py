@@ -159,7 +159,8 @@ def assert_same(result: TrainResult, expected: TrainResult) -> None:
     )
     # Nothing is left but the model, its story, and checkpoints until whoever started the ranks removes them.
     left = {path.name for path in Path(result.run_uri).iterdir()}
-    assert left - {"history.json", "progress.json", "checkpoints"} == {Path(result.checkpoint_uri).name}
+    story = {"history.json", "progress.json", "environment.json", "data.json"}
+    assert left - {*story, "checkpoints"} == {Path(result.checkpoint_uri).name}
 
 
 def test_one_rank_goes_on_from_any_step(make_shards: MakeShards, tmp_path: Path) -> None:

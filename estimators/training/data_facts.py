@@ -1,0 +1,98 @@
+"""What a run keeps of its data: the facts of a manifest without the list of files.
+
+The shards of a fit without `runUri` are removed with its end, and their statistics would be lost with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.manifest import SPLITS
+from ringspark.pipelines.typed_json import parse_object, record
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitFacts:
+    """Sizes of one split.
+
+    Attributes:
+        row_groups: Number of row groups (of a table's file: of windows in them).
+        group_rows: Rows of the smallest, the median and the largest of them; empty without any.
+    """
+
+    rows: int
+    files: int
+    num_bytes: int
+    row_groups: int
+    group_rows: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFacts:
+    """One column: its name, its kind in words and its Spark type."""
+
+    name: str
+    kind: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """Facts of one set of shards.
+
+    Attributes:
+        splits: Those that hold rows, by name.
+        stats: Split -> column name -> statistics.
+        is_table: Whether it is a table of another writer.
+    """
+
+    uri: str
+    columns: tuple[ColumnFacts, ...]
+    splits: dict[str, SplitFacts]
+    stats: dict[str, dict[str, ColumnStats]]
+    skipped_rows: int
+    is_table: bool = False
+
+    @classmethod
+    def of(cls, manifest: ShardManifest) -> DataFacts:
+        """Returns the facts of a manifest."""
+        found = {split: manifest.select(split) for split in SPLITS}
+        return cls(
+            uri=manifest.uri,
+            columns=tuple(
+                ColumnFacts(name=column.name, kind=str(column.kind), source=column.source)
+                for column in manifest.columns
+            ),
+            splits={split: _sizes(view) for split, view in found.items() if view.files},
+            stats={
+                split: {name: stats.without_overflows() for name, stats in columns.items()}
+                for split, columns in manifest.stats.items()
+            },
+            skipped_rows=manifest.skipped_rows,
+            is_table=manifest.table is not None,
+        )
+
+    def to_json(self) -> str:
+        """Returns the facts as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DataFacts:
+        """Reads what `to_json` returned; raises ValueError if it is damaged."""
+        return record(cls, parse_object(text))
+
+
+def _sizes(view: ShardManifest) -> SplitFacts:
+    groups: Sequence[int] = view.row_groups
+    return SplitFacts(
+        rows=view.num_rows,
+        files=len(view.files),
+        num_bytes=sum(file.num_bytes for file in view.files),
+        row_groups=len(groups),
+        group_rows=(min(groups), median(groups), max(groups)) if groups else (),
+    )
