@@ -107,7 +107,9 @@ def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
     values, title = file.at(path), ".".join(map(str, path))
     known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
-        raise file.error(path, f"{title or 'a job'} must have the keys {_listed(known)}, got {_short(values)}")
+        raise file.error(
+            path, f"{title or 'a job'} must have the keys {_listed(known)}, got {_short(values)}"
+        )
     hints, given = get_type_hints(kind), {}
     for key, value in values.items():
         dotted = f"{title}.{key}" if title else str(key)

@@ -176,13 +176,18 @@ def _check(file: JobFile, job: TrainJob) -> None:
         check_name("stage", job.stage, STAGES, otherwise="")
     except ValueError as error:
         raise file.error(("stage",), str(error)) from None
-    for path, source in ((("data",), job.data), (("evaluation", "data"), job.evaluation and job.evaluation.data)):
+    for path, source in (
+        (("data",), job.data),
+        (("evaluation", "data"), job.evaluation and job.evaluation.data),
+    ):
         problem = source.problem(trains=path == ("data",)) if source is not None else ""
         if problem:
             raise file.error(path, f"{'.'.join(path)} {problem}")
     if job.features and (job.data.shards is not None or job.data.inPlace):
         told = "shards are" if job.data.shards is not None else "a table inPlace is"
-        raise file.error(("features",), f"features cannot be computed, because {told} read whole; leave them out")
+        raise file.error(
+            ("features",), f"features cannot be computed, because {told} read whole; leave them out"
+        )
     for name, expression in job.features.items():
         if not isinstance(expression, str):
             sentence = f"features.{name} must be an expression in SQL, got {expression!r}"
@@ -226,7 +231,9 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 
     output = resolve(spark, job.save.model)
     if not job.save.overwrite and storage.exists(output):
-        raise file.error(("save", "model"), f"save.model: {output} is there; set save.overwrite or give another")
+        raise file.error(
+            ("save", "model"), f"save.model: {output} is there; set save.overwrite or give another"
+        )
     if estimator.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume are about the run in params.runUri, which is not set")
     if estimator.getRunUri() is not None:
@@ -273,7 +280,9 @@ def _fit(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Tran
     if kind == "shards":
         return estimator.fitOnShards(uri)
     if job.data.inPlace:
-        return estimator.fitOnParquet(uri) if kind == "parquet" else estimator.fitOnDelta(uri, job.data.version)
+        return (
+            estimator.fitOnParquet(uri) if kind == "parquet" else estimator.fitOnDelta(uri, job.data.version)
+        )
     return estimator.fit(_with_features(spark, job.data, features))
 
 

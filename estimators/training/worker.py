@@ -156,7 +156,18 @@ def _train(
         compiled(sync.network, config.compile, device),
     ):
         running = Running(
-            config, mesh, heads, sync, rates, callbacks, log, steps, train.num_steps, device, objects, observation
+            config,
+            mesh,
+            heads,
+            sync,
+            rates,
+            callbacks,
+            log,
+            steps,
+            train.num_steps,
+            device,
+            objects,
+            observation,
         )
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()
