@@ -22,7 +22,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import IO, Any
 
-from ringspark.estimators import run_layout
 from ringspark.estimators.failures import LOST, Failure
 from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.witness import LENGTH_BYTES
@@ -169,14 +168,9 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
     return failure
 
 
-def died_uri(run_uri: str, rank: int) -> str:
-    """Returns the file in which the witness of a rank that has died says that it has stored everything."""
-    return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.died")
-
-
 def _has_died(pulse: Pulse, rank: int, start: str) -> bool:
     try:
-        return storage.read_bytes(died_uri(pulse.run_uri, rank)) == start.encode()
+        return storage.read_bytes(rank_log.died_uri(pulse.run_uri, rank)) == start.encode()
     except FileNotFoundError:
         return False
 

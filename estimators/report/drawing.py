@@ -62,7 +62,7 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
         "legend.frameon": False,
         "path.simplify": True,
     }
-    with mpl.rc_context(settings), warnings.catch_warnings():
+    with mpl.rc_context(cast(Any, settings)), warnings.catch_warnings():
         # The browser has letters that matplotlib's font has not.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = new_figure(height, width)
@@ -77,7 +77,7 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
 def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: str, **more: Any) -> None:
     """Draws a line through at most `MOST_POINTS` means; values that are no numbers are gaps."""
     xs, ys = thinned(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
-    marker = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
     axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **marker | more)
 
 

@@ -172,7 +172,8 @@ def read_run(run_uri: str) -> RunFacts:
         None,
     )
     config = tried(run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None)
-    history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), ())
+    no_epochs: tuple[EpochRecord, ...] = ()
+    history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_epochs)
     return RunFacts(
         run_uri=uri,
         outcome=None if finished is None else Outcome.of(finished),

@@ -14,7 +14,8 @@ from ringspark.estimators.training.settings.table import SETTINGS
 
 def differing(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     """Returns the settings that differ from their defaults, and the others: name -> (value, default)."""
-    changed, others = {}, {}
+    changed: dict[str, tuple[Any, Any]] = {}
+    others: dict[str, tuple[Any, Any]] = {}
     for name, setting in sorted(SETTINGS.items()):
         if not setting.field or not hasattr(config, setting.field):
             continue
@@ -33,7 +34,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         ["network", shorten(_network(config), 300), ""],
         ["inputs", shorten(", ".join(config.input_columns), 300), ""],
         ["labels", ", ".join(config.label_columns), ""],
-        ["loss", ", ".join(config.losses), ""],
+        ["losses", ", ".join(config.losses), ""],
     ]
     if config.weight_column:
         fixed.append(["weights of the rows", config.weight_column, ""])
