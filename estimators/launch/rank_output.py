@@ -62,7 +62,7 @@ class RankOutput:
         # Without room for a pipe, a process or a thread, the output goes where it went before.
         with suppress(OSError, AttributeError, RuntimeError), ExitStack() as opened:
             os.close(os.pidfd_open(os.getpid()))
-            ends = []
+            ends: list[int] = []
             for _ in ("output", "error", "answers"):
                 ends += os.pipe()
                 for end in ends[-2:]:
@@ -126,9 +126,7 @@ class RankOutput:
         with suppress(AttributeError, ValueError, OSError):
             if value:
                 self._was_line_buffered = sys.stdout.line_buffering  # type: ignore[union-attr]
-            sys.stdout.reconfigure(  # type: ignore[union-attr]
-                line_buffering=value or self._was_line_buffered
-            )
+            sys.stdout.reconfigure(line_buffering=value or self._was_line_buffered)  # type: ignore[union-attr]
 
     def _run(self, witness: subprocess.Popen[bytes], answers: IO[bytes]) -> None:
         is_local = storage.is_local(self._pulse.run_uri)
