@@ -245,7 +245,7 @@ class TrialLoop:
             return None
         best = max if self._objective.is_larger_better else min
         value = best(t.value for t in done)
-        return min(t.number for t in done if t.value == value)
+        return int(min(t.number for t in done if t.value == value))
 
     def _discard_others(self) -> None:
         """Removes folders that a killed driver left."""
