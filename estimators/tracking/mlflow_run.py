@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 PARENT = "mlflow.parent"
 EXPERIMENT = "mlflow.experiment"
 CONTEXT = "mlflow.context"
+
 # In the run's folder for trackers: which run of which server this training is.
 FILE = "mlflow.json"
 # The module of the `pyfunc`. By its name, as MLflow itself finds it: stages stand above trackers.
@@ -57,10 +58,33 @@ CONNECT_SECONDS = 5.0
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
+class Options(Protocol):
+    """What a run needs to know of its tracker; see `MlflowTracker`."""
+
+    @property
+    def tracking_uri(self) -> str | None: ...
+    @property
+    def registry_uri(self) -> str | None: ...
+    @property
+    def experiment(self) -> str | None: ...
+    @property
+    def run_name(self) -> str | None: ...
+    @property
+    def tags(self) -> Mapping[str, str] | None: ...
+    @property
+    def log_model(self) -> bool: ...
+    @property
+    def registered_model_name(self) -> str | None: ...
+    @property
+    def nested(self) -> bool: ...
+    @property
+    def parent_run_id(self) -> str | None: ...
+
+
 class MlflowRun(Listener):
     """Sends to one run, which is made or found at the first call that finds the server."""
 
-    def __init__(self, tracker: Any, run: RunStart) -> None:
+    def __init__(self, tracker: Options, run: RunStart) -> None:
         import mlflow
 
         self._tracker, self._run = tracker, run
