@@ -25,6 +25,7 @@ from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -46,7 +47,11 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     config, _ = check_training(config, objects, manifest)
     collective = LocalCollective()
     config = check_on_rank(config, objects, manifest, collective)
+    # As a fit does: whoever looks at the folder sees the settings, and that the run has finished.
+    storage.write_atomic(storage.join(config.run_uri, run_layout.CONFIG), config.to_json().encode())
     result = train_worker(config, collective, objects, device)
+    finished = Finished(result=result).to_json()
+    storage.write_atomic(storage.join(config.run_uri, run_layout.RESULT), finished.encode())
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result

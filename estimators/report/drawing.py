@@ -49,7 +49,7 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
     """Returns the SVG of what `draw` draws."""
     import matplotlib as mpl
 
-    settings: dict[str, Any] = {
+    settings: Any = {
         "svg.fonttype": "none",
         # Names in the SVG are the same for the same drawing.
         "svg.hashsalt": "ringspark",
@@ -77,8 +77,8 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
 def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: str, **more: Any) -> None:
     """Draws a line through at most `MOST_POINTS` means; values that are no numbers are gaps."""
     xs, ys = thinned(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
-    marker = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
-    axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **marker | more)
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
+    axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **(marker | more))
 
 
 def thinned(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
