@@ -126,7 +126,7 @@ class RunFacts:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows per second of the training so far, as `TrainingSummary.rows_per_second`; NaN before it began."""
+        """As `TrainingSummary.rows_per_second`, of the training so far; NaN before it began."""
         rows, _, seconds = self._so_far
         return rows / seconds if seconds else math.nan
 
