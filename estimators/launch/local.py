@@ -5,6 +5,7 @@ The spawned ranks use the same collectives as a barrier stage. Tests and machine
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import secrets
@@ -31,6 +32,8 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
 
+_log = logging.getLogger(__name__)
+
 # Modules that the server imports before it forks a rank; those not installed are left out.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
 
@@ -47,14 +50,20 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     config, _ = check_training(config, objects, manifest)
     collective = LocalCollective()
     config = check_on_rank(config, objects, manifest, collective)
-    # As a fit does: whoever looks at the folder sees the settings, and that the run has finished.
-    storage.write_atomic(storage.join(config.run_uri, run_layout.CONFIG), config.to_json().encode())
+    _note(config, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
-    finished = Finished(result=result).to_json()
-    storage.write_atomic(storage.join(config.run_uri, run_layout.RESULT), finished.encode())
+    _note(config, run_layout.RESULT, Finished(result=result).to_json())
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result
+
+
+def _note(config: TrainConfig, name: str, text: str) -> None:
+    """Writes a file of the run that only informs: its settings, or that it has finished, as of a fit's run."""
+    try:
+        storage.write_atomic(storage.join(config.run_uri, name), text.encode())
+    except OSError as error:
+        _log.warning("%s was not written (%s); the training goes on without it", name, error)
 
 
 def run_spawned(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from ringspark.estimators import run_layout
@@ -206,6 +206,15 @@ def read_run(run_uri: str) -> RunFacts:
         problems=tuple(problems),
         missing={name: told for name, told in _EXPECTED.items() if name not in names},
     )
+
+
+def run_of_summary(summary: Any) -> RunFacts:
+    """Returns the run of a `TrainingSummary`: its history and counts, and what its folder still holds."""
+    try:
+        found = read_run(summary.run_uri)
+    except (ValueError, OSError) as error:
+        found = RunFacts(run_uri=summary.run_uri, problems=(f"the run's folder tells nothing more: {error}",))
+    return replace(found, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs))
 
 
 def _data(uri: str, config: TrainConfig | None) -> DataFacts | None:
