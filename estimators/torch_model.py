@@ -71,7 +71,7 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         check_own(own, self._task)
         check_metrics([name for name in metrics if name not in own], self._task)
         label, numbers = self._label(dataset.schema, exact)
-        evaluation = self._evaluation(label, metrics).with_own(own)
+        evaluation = self._evaluation(label, list(metrics)).with_own(own)
         outputs = Values(shapes=self._output_shapes)
         labelled = dataset.withColumn(_LABEL, numbers)
         return evaluation.over(self._applied(labelled, bound, [_OUTPUT], outputs).select(_OUTPUT, _LABEL))

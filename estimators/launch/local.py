@@ -59,7 +59,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
 
 
 def _note(config: TrainConfig, name: str, text: str) -> None:
-    """Writes a file of the run that only informs: its settings, or that it has finished, as of a fit's run."""
+    """Writes a file of the run that only informs: its settings, or that it has finished."""
     try:
         storage.write_atomic(storage.join(config.run_uri, name), text.encode())
     except OSError as error:

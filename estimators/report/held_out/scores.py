@@ -18,6 +18,8 @@ from ringspark.estimators.report.held_out.findings import (
 LEAST_PROBABILITY = 1e-15
 RESIDUAL_BINS = 41
 PREDICTION_BINS = 20
+# A mean of few rows would say more about them than about the model.
+BIN_ROWS = 20
 # Points of the scatter plot; each is an element of the page.
 MOST_POINTS = 1000
 
@@ -87,7 +89,10 @@ def number_findings(
     kept = np.random.default_rng(seed).permutation(len(labels))[:MOST_POINTS]
     counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS)
     # Bins of equally many predictions; of equal ones some bins are empty.
-    ends = np.unique(np.quantile(predicted, np.linspace(0, 1, PREDICTION_BINS + 1))) if len(labels) else []
+    num_bins = min(PREDICTION_BINS, max(1, len(labels) // BIN_ROWS))
+    ends: Numbers = np.zeros(0)
+    if len(labels):
+        ends = np.unique(np.quantile(predicted, np.linspace(0, 1, num_bins + 1)))
     places = np.searchsorted(ends[1:-1], predicted, side="right") if len(labels) else np.zeros(0, np.int64)
     bins = [places == number for number in range(max(1, len(ends) - 1))] if len(labels) else []
     return NumberFindings(

@@ -114,7 +114,8 @@ def _draw_matrix(figure: Figure, names: Sequence[str], matrix: Matrix) -> None:
     shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)
     axes.pcolormesh(shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
     places = np.arange(len(names)) + 0.5
-    axes.set_xticks(places, [plain(name, 14) for name in names], rotation=90 if len(names) > 6 else 0)
+    is_crowded = len(names) > 6 and max(map(len, names)) > 4
+    axes.set_xticks(places, [plain(name, 14) for name in names], rotation=90 if is_crowded else 0)
     axes.set_yticks(places, [plain(name, 24) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False)

@@ -407,7 +407,7 @@ class BlocksTheFolder(Stops):
     def on_train_start(self, state: TrainingState) -> None:
         super().on_train_start(state)
         if not state.step:
-            self.file.parent.mkdir(parents=True)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_bytes(b"")
 
     def on_step_end(self, state: TrainingState) -> None:
