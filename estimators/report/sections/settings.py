@@ -12,6 +12,9 @@ from ringspark.estimators.report.facts import Facts
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
 
+# Rows that stand beside each other in the table of defaults.
+BESIDE = 3
+
 # Told elsewhere on the page: the folder of the run.
 _ELSEWHERE = frozenset({"run_uri"})
 
@@ -21,13 +24,16 @@ def differing(config: TrainConfig) -> tuple[dict[str, tuple[Any, Any]], dict[str
 
     Each setting is in one of the two, once; None stands for a default that there is not.
     """
-    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(config)}
+    defaults = {f.name: f.default for f in fields(config)}
     changed: dict[str, tuple[Any, Any]] = {}
     others: dict[str, tuple[Any, Any]] = {}
     for name, setting in SETTINGS.items():
         if setting.field not in defaults or setting.field in _ELSEWHERE:
             continue
         value, default = getattr(config, setting.field), defaults[setting.field]
+        if default is MISSING:
+            # Of what every training has: its columns.
+            default = setting.default if setting.default is None else (setting.default,)
         (others if value == default else changed)[name] = (value, default)
     return changed, others
 
@@ -45,11 +51,21 @@ def _make(facts: Facts) -> Sequence[Block]:
             ["setting", "value", "default"],
             rows,
             words=words,
-            title="Chosen",
-            note="What ranks need not know, such as names of output columns, is not in the run's folder.",
+            title="Other than their defaults",
+            note="As the ranks got them: what a default leaves open is decided here. What ranks need not "
+            "know, such as names of output columns, is not in the run's folder.",
         ),
-        Table(["setting", "value"], rest, words=words, title="At their defaults"),
+        Table(
+            ["setting", "value"] * BESIDE, _beside(rest), words=frozenset(range(2 * BESIDE)), title="Defaults"
+        ),
     ]
+
+
+def _beside(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns the rows of a long narrow table in fewer and wider ones, to be read column by column."""
+    height = -(-len(rows) // BESIDE)
+    padded = [*rows, *([["", ""]] * (height * BESIDE - len(rows)))]
+    return [[cell for row in padded[place::height] for cell in row] for place in range(height)]
 
 
 def _text(value: Any) -> str:

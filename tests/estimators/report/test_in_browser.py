@@ -47,7 +47,7 @@ def _flights(spark: Any, path: Path) -> None:
         batchSize=256,
         numWorkers=2,
         validationFraction=0.15,
-        metrics=["accuracy", "roc_auc"],
+        metrics=["accuracy", "auroc"],
         keep="best",
         logEverySteps=5,
         timelineEverySteps=10,
