@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyspark.ml.linalg import DenseVector
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, IntegralType, StringType, StructField, StructType
 
@@ -13,10 +16,20 @@ from ringspark.estimators.columns.expressions import class_name
 from ringspark.estimators.columns.inputs import (
     class_number,
     label_expression,
+    source_columns,
 )
 from ringspark.estimators.columns.schema import field_named
 from ringspark.estimators.inference.evaluate import Evaluation
+from ringspark.estimators.inference.held_out import (
+    ROWS,
+    Attributions,
+    Question,
+    check_choices,
+    held_out_findings,
+)
 from ringspark.estimators.inference.results import Classes, Results, Values
+from ringspark.estimators.report import summary_facts, write_report
+from ringspark.estimators.report.page import check_packages
 from ringspark.estimators.stages.model_params import (
     _ClassifierParams,
     _EvaluatedParams,
@@ -57,23 +70,93 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
         own = {name: metric for name, metric in metrics.items() if not isinstance(metric, str)}
         check_own(own, self._task)
         check_metrics([name for name in metrics if name not in own], self._task)
-        label = field_named(self.getLabelCol(), "labelCol", dataset.schema, exact)
-        numbers = (
-            class_number(label, self._labels) if self._labels else label_expression(label, self._label_fields)
-        )
+        label, numbers = self._label(dataset.schema, exact)
+        evaluation = self._evaluation(label, list(metrics)).with_own(own)
         outputs = Values(shapes=self._output_shapes)
-        (width,) = outputs.widths
-        evaluation = Evaluation(
-            names=tuple(metrics),
+        labelled = dataset.withColumn(_LABEL, numbers)
+        return evaluation.over(self._applied(labelled, bound, [_OUTPUT], outputs).select(_OUTPUT, _LABEL))
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        data: DataFrame | None = None,
+        *,
+        attributions: Attributions = "permutation",
+        rows: int = ROWS,
+        seed: int = 0,
+    ) -> None:
+        """Writes one HTML page about the training to the file `path` on any store.
+
+        With `data` it tells what the model says of these rows: the confusion matrix, the ROC curve and the
+        calibration, or predictions against labels; and which features decide. Runs one Spark job, which
+        brings a sample to the driver. Each row weighs 1.
+
+        Args:
+            path: File to write; without a scheme, one on this machine's disk.
+            data: Rows that the model was not trained on, with its label.
+            attributions: "permutation", how much worse the model gets when a feature is shuffled; "captum",
+                integrated gradients, which needs `pip install 'ringspark[attribution]'`; or "none".
+            rows: Most rows of the sample; fewer are taken of rows as large as images.
+            seed: Seed of the sample and of the shuffles.
+
+        Raises:
+            ImportError: A package is not installed.
+            RuntimeError: The model has no summary.
+            ValueError: A choice is unknown, the data have no rows, or the labels do not fit the predictions.
+        """
+        if data is None:
+            super().report(path)
+            return
+        check_packages()
+        check_choices(attributions, rows, seed)
+        summary = self.summary
+        check_frame(data, "report")
+        exact = is_case_sensitive(data.sparkSession)
+        bound = self._bind(data.schema, exact)
+        label, numbers = self._label(data.schema, exact)
+        columns = self._needed(bound)
+        predictor = self._predictor([item.feed for item in bound])
+        found = held_out_findings(
+            data,
+            columns,
+            numbers,
+            Question(
+                predictor=replace(predictor, keeps_rows=len(columns) > len(bound), use_gpu=False),
+                inputs=self._inputs,
+                fields=source_columns(self._inputs, self.inputColumns(), data.schema, exact),
+                evaluation=self._evaluation(label),
+                classes=self._classes_or_none(),
+                names=self._labels,
+            ),
+            attributions=attributions,
+            rows=rows,
+            seed=seed,
+        )
+        write_report(summary_facts(summary, found), path)
+
+    def _label(self, schema: StructType, exact: bool) -> tuple[StructField, Column]:
+        """Returns the label's column, and its numbers."""
+        label = field_named(self.getLabelCol(), "labelCol", schema, exact)
+        if self._labels:
+            return label, class_number(label, self._labels)
+        return label, label_expression(label, self._label_fields)
+
+    def _evaluation(self, label: StructField, names: Sequence[str] = ()) -> Evaluation:
+        """Returns what compares outputs with labels by these metrics."""
+        (width,) = Values(shapes=self._output_shapes).widths
+        return Evaluation(
+            names=tuple(names),
             width=width,
             label=label.name,
             num_classes=max(2, width) if self._task == "classification" else None,
             ignored=self._ignored_label,
             output_shape=self._output_shapes[0],
             whole_labels=is_whole(label.dataType) or bool(self._labels),
-        ).with_own(own)
-        labelled = dataset.withColumn(_LABEL, numbers)
-        return evaluation.over(self._applied(labelled, bound, [_OUTPUT], outputs).select(_OUTPUT, _LABEL))
+        )
+
+    def _classes_or_none(self) -> Classes | None:
+        """Returns the form of a classifier's predictions; None for a regression."""
+        return None
 
 
 class TorchRegressionModel(_EvaluatedModel):
@@ -140,6 +223,9 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
             return []
         check_free(schema, [name, *(given for given in self._outputs()[0] if given)], exact)
         return [StructField(name, StringType())]
+
+    def _classes_or_none(self) -> Classes | None:
+        return self._classes()
 
     def _classes(self) -> Classes:
         if len(self._output_shapes) != 1:

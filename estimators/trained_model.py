@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -149,6 +150,15 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         module = self.module() if prepare is None else Prepared(prepare, self.module())
         export_module(module, self._inputs, self.inputColumns(), path, format)
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes one HTML page about the training to the file `path` on any store: `summary.report`.
+
+        Raises:
+            ImportError: A package of the report is not installed.
+            RuntimeError: The model has no summary.
+        """
+        self.summary.report(path)
+
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""
         return StageWriter(
@@ -210,14 +220,12 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self, dataset: DataFrame, bound: Sequence[BoundInput], names: Sequence[str], results: Results
     ) -> DataFrame:
         """Returns the DataFrame with the results in columns of these names, "" for one left out."""
-        handling = self.getHandleInvalid()
-        valid = reduce(operator.and_, [item.valid for item in bound])
-        columns = [item.values for item in bound]
+        valid = _valid(bound)
         judged = any(item.feed.judges for item in bound)
-        if handling == "skip":
+        skips = self.getHandleInvalid() == "skip"
+        if skips:
             dataset = dataset.where(valid)
-        if handling == "keep" or (handling == "skip" and judged):
-            columns = [*(_where_valid(item, valid) for item in bound), valid]
+        columns = self._needed(bound, only_judged=skips)
         # A step that works row by row. Straight from Parquet, Spark 4.3 would hand over columns, but by a
         # converter that knows no vectors, not even those that only pass by (UNSUPPORTED_DATATYPE).
         dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
@@ -233,10 +241,22 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
         )
         parts = results.columns(_RESULT, with_vectors=with_vectors)
-        if handling == "skip" and judged:
+        if skips and judged:
             result = result.where(parts[-1].isNotNull())
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
         return result.select("*", *named).drop(_RESULT)
+
+    def _needed(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
+        """Returns what Python needs of each row: its inputs, and whether it has them, if rows may lack them.
+
+        Args:
+            only_judged: Whether rows are left only that Python alone may refuse.
+        """
+        judged = any(item.feed.judges for item in bound)
+        if self.getHandleInvalid() == "error" or (only_judged and not judged):
+            return [item.values for item in bound]
+        valid = _valid(bound)
+        return [*(_where_valid(item, valid) for item in bound), valid]
 
     def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
         """Returns the model's inputs, matched with the columns of a schema."""
@@ -334,6 +354,11 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         predictor = self._predictor()
         row = one_row(self._inputs, self.inputColumns(), features)
         return predictor.predict(cached_module(predictor), [row])
+
+
+def _valid(bound: Sequence[BoundInput]) -> Column:
+    """Returns whether a row has all its inputs."""
+    return reduce(operator.and_, [item.valid for item in bound])
 
 
 def _where_valid(item: BoundInput, valid: Column) -> Column:

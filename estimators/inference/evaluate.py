@@ -102,13 +102,23 @@ class Evaluation:
 
     def _add(self, metrics: MetricSet, outputs: Any, labels: Any) -> str | None:
         """Adds rows; returns a sentence if that cannot be done."""
+        given, problem = self.judge(labels)
+        if problem is not None:
+            return problem
+        output, label = (v.reshape(len(labels), -1) for v in (_numbers(outputs)[0], given))
+        pair = torch.from_numpy(output), torch.from_numpy(label)
+        metrics.update(*(self._own_arguments(*pair) if self.own else pair))
+        return None
+
+    def judge(self, labels: Any) -> tuple[np.ndarray[Any, Any], str | None]:
+        """Returns the numbers of an Arrow column of labels, and a sentence if they cannot be used."""
         given, counts = _numbers(labels)
         if np.isnan(given).any():
-            return f"labelCol {self.label!r} has a null or NaN; fill or drop such rows before evaluate"
+            return given, f"labelCol {self.label!r} has a null or NaN; fill or drop such rows before evaluate"
         expected = self.width if self.num_classes is None else 1
         if (counts != expected).any():
             # Row by row: together, rows of 2 and 4 numbers would pass for two rows of 3.
-            return (
+            return given, (
                 f"labelCol {self.label!r} needs {expected} numbers a row, got "
                 f"{counts[counts != expected][0]}; give the label that the model was trained on"
             )
@@ -116,14 +126,11 @@ class Evaluation:
             counted = given if self.ignored is None else given[given != self.ignored]
             wrong = counted[(counted % 1 != 0) | (counted < 0) | (counted >= self.num_classes)]
             if len(wrong):
-                return (
+                return given, (
                     f"labelCol {self.label!r} must hold whole class numbers in 0..{self.num_classes - 1}, "
                     f"got {wrong[0]}"
                 )
-        output, label = (v.reshape(len(labels), -1) for v in (_numbers(outputs)[0], given))
-        pair = torch.from_numpy(output), torch.from_numpy(label)
-        metrics.update(*(self._own_arguments(*pair) if self.own else pair))
-        return None
+        return given, None
 
     def _own_arguments(self, output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns outputs and labels in the shapes and dtypes of a training."""

@@ -178,11 +178,13 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
         release_gpu()
 
 
-def _run_piece(
-    predictor: Predictor, module: nn.Module, piece: list[pa.Array], device: str
-) -> tuple[pa.Array, int]:
-    """Returns the results of some rows, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
-    valid = None
+def inputs_of(predictor: Predictor, piece: list[pa.Array]) -> tuple[list[Array], Array | None]:
+    """Returns the network's inputs for some rows, and which rows have any, (rows,); None if all have.
+
+    Raises:
+        ValueError: A value cannot be read, and the predictor has no rows to leave out.
+    """
+    valid: Array | None = None
     if predictor.keeps_rows:
         valid = np.array(piece.pop().to_numpy(zero_copy_only=False))
     for index, feed in enumerate(predictor.feeds):
@@ -196,7 +198,14 @@ def _run_piece(
         valid = None
     if valid is not None:
         piece = [column.filter(pa.array(valid)) for column in piece]
-    columns = make_inputs(predictor.feeds, piece)
+    return make_inputs(predictor.feeds, piece), valid
+
+
+def _run_piece(
+    predictor: Predictor, module: nn.Module, piece: list[pa.Array], device: str
+) -> tuple[pa.Array, int]:
+    """Returns the results of some rows, and the bytes of a row's inputs and outputs; 0 if no row is valid."""
+    columns, valid = inputs_of(predictor, piece)
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
     results = predictor.results.to_arrow(outputs, with_vectors=predictor.gives_vectors)

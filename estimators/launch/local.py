@@ -5,6 +5,7 @@ The spawned ranks use the same collectives as a barrier stage. Tests and machine
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import secrets
@@ -25,10 +26,13 @@ from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
+
+_log = logging.getLogger(__name__)
 
 # Modules that the server imports before it forks a rank; those not installed are left out.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
@@ -46,10 +50,20 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     config, _ = check_training(config, objects, manifest)
     collective = LocalCollective()
     config = check_on_rank(config, objects, manifest, collective)
+    _note(config, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
+    _note(config, run_layout.RESULT, Finished(result=result).to_json())
     # The training is over, so nobody will resume from the checkpoints.
     storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result
+
+
+def _note(config: TrainConfig, name: str, text: str) -> None:
+    """Writes a file of the run that only informs: its settings, or that it has finished."""
+    try:
+        storage.write_atomic(storage.join(config.run_uri, name), text.encode())
+    except OSError as error:
+        _log.warning("%s was not written (%s); the training goes on without it", name, error)
 
 
 def run_spawned(

@@ -9,6 +9,11 @@ A run that trains, failed or finished is reported alike. `model.summary.report` 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringspark.estimators.report.facts import Facts
+    from ringspark.estimators.report.held_out.findings import HeldOut
 
 
 def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -22,7 +27,30 @@ def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
     """
     # Imported here, so that this room costs nothing before a page is asked for.
     from ringspark.estimators.report.facts import Facts, read_run
+
+    write_report(Facts(run=read_run(os.fspath(run_uri))), path)
+
+
+def summary_facts(summary: Any, held_out: HeldOut | None = None) -> Facts:
+    """Returns the content of the page about a finished training.
+
+    The summary tells what the folder told when the training ended, also where the folder is gone.
+
+    Args:
+        summary: The `TrainingSummary`.
+    """
+    from ringspark.estimators.report.facts import Facts, run_of_summary
+
+    return Facts(run=run_of_summary(summary), held_out=held_out)
+
+
+def write_report(facts: Facts, path: str | os.PathLike[str]) -> None:
+    """Writes the page to a file on any store.
+
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+    """
     from ringspark.estimators.report.page import check_packages, write_page
 
     check_packages()
-    write_page(Facts(run=read_run(os.fspath(run_uri))), os.fspath(path))
+    write_page(facts, os.fspath(path))

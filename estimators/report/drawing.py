@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
     """Returns the SVG of what `draw` draws."""
     import matplotlib as mpl
 
-    settings: dict[str, Any] = {
+    settings: Any = {
         "svg.fonttype": "none",
         # Names in the SVG are the same for the same drawing.
         "svg.hashsalt": "ringspark",
@@ -62,7 +62,7 @@ def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -
         "legend.frameon": False,
         "path.simplify": True,
     }
-    with mpl.rc_context(cast(Any, settings)), warnings.catch_warnings():
+    with mpl.rc_context(settings), warnings.catch_warnings():
         # The browser has letters that matplotlib's font has not.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = new_figure(height, width)
@@ -78,7 +78,7 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: 
     """Draws a line through at most `MOST_POINTS` means; values that are no numbers are gaps."""
     xs, ys = thinned(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
-    axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **marker | more)
+    axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **(marker | more))
 
 
 def thinned(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:

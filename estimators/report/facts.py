@@ -5,14 +5,16 @@ Invariant: what is missing or damaged leaves its part empty and is named in `pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.report.held_out.findings import HeldOut
+from ringspark.estimators.tracking.timeline import time_shares
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.history import EpochRecord, Progress, read_history, read_progress
@@ -23,6 +25,13 @@ from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.typed_json import parse_object, record
 
 T = TypeVar("T")
+
+# File -> what is told of it.
+_EXPECTED = {
+    run_layout.CONFIG: "settings",
+    run_layout.ENVIRONMENT: "hosts, versions and memory",
+    run_layout.DATA: "statistics of the data",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,7 @@ class RunFacts:
         outcome: None if the run has not finished.
         time_shares: Rank -> kind of work -> share of its time, from 0 to 1.
         problems: One sentence per file that could not be read.
+        missing: File that a run of this version has -> what the page cannot tell without it.
     """
 
     run_uri: str
@@ -97,6 +107,7 @@ class RunFacts:
     signs: tuple[LastSign, ...] = ()
     time_shares: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -114,21 +125,24 @@ class RunFacts:
         return self._so_far[2]
 
     @property
+    def rows_per_second(self) -> float:
+        """As `TrainingSummary.rows_per_second`, of the training so far; NaN before it began."""
+        rows, _, seconds = self._so_far
+        return rows / seconds if seconds else math.nan
+
+    @property
     def _so_far(self) -> tuple[int, int, float]:
+        """Rows, steps and seconds of the same moment, the last that any file tells of."""
         if self.outcome is not None:
             return self.outcome.rows, self.outcome.steps, self.outcome.seconds
+        steps, seconds = sum(r.steps for r in self.history), sum(r.seconds for r in self.history)
         told = [
-            (sum(r.rows for r in self.history), sum(r.steps for r in self.history)),
-            *((r.rows, r.step) for r in self.steps[-1:]),
-            *((p.rows, p.step) for p in [self.progress] if p is not None),
+            (steps, sum(r.rows for r in self.history), seconds),
+            *((r.step, r.rows, r.seconds) for r in self.steps[-1:]),
+            *((p.step, p.rows, p.seconds) for p in [self.progress] if p is not None),
         ]
-        seconds = [
-            sum(r.seconds for r in self.history),
-            *(r.seconds for r in self.steps[-1:]),
-            *(p.seconds for p in [self.progress] if p is not None),
-        ]
-        rows, steps = max(told)
-        return rows, steps, max(seconds)
+        steps, rows, seconds = max(told)
+        return rows, steps, seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +186,8 @@ def read_run(run_uri: str) -> RunFacts:
         None,
     )
     config = tried(run_layout.CONFIG, lambda: TrainConfig.from_json(text(run_layout.CONFIG).decode()), None)
-    no_epochs: tuple[EpochRecord, ...] = ()
-    history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_epochs)
+    no_history: tuple[EpochRecord, ...] = ()
+    history = tried(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)
     return RunFacts(
         run_uri=uri,
         outcome=None if finished is None else Outcome.of(finished),
@@ -188,9 +202,19 @@ def read_run(run_uri: str) -> RunFacts:
         ),
         data=tried(run_layout.DATA, lambda: _data(uri, config), None),
         signs=tried(run_layout.HEARTBEAT, lambda: _signs(uri), ()),
-        time_shares=tried("timeline", lambda: _time_shares(uri), {}),
+        time_shares=tried(run_layout.TIMELINE, lambda: _time_shares(uri), {}),
         problems=tuple(problems),
+        missing={name: told for name, told in _EXPECTED.items() if name not in names},
     )
+
+
+def run_of_summary(summary: Any) -> RunFacts:
+    """Returns the run of a `TrainingSummary`: its history and counts, and what its folder still holds."""
+    try:
+        found = read_run(summary.run_uri)
+    except (ValueError, OSError) as error:
+        found = RunFacts(run_uri=summary.run_uri, problems=(f"the run's folder tells nothing more: {error}",))
+    return replace(found, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs))
 
 
 def _data(uri: str, config: TrainConfig | None) -> DataFacts | None:
@@ -226,4 +250,6 @@ def _signs(uri: str) -> tuple[LastSign, ...]:
 
 def _time_shares(uri: str) -> dict[int, dict[str, float]]:
     """Returns rank -> kind of work -> share of the rank's time; empty where no timeline was kept."""
-    return {}
+    if not storage.list_names(storage.join(uri, run_layout.TIMELINE)):
+        return {}
+    return time_shares(uri)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.report import summary_facts, write_report
 from ringspark.estimators.tracking.timeline import write_trace
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.finished import Finished
@@ -78,6 +80,19 @@ class TrainingSummary:
             ValueError: The training recorded none (`timelineEverySteps`), or its folder is gone.
         """
         return write_trace(self.run_uri, path)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes one HTML page about the training, complete in itself, to a file of any store.
+
+        A model's own `report` adds what it says of held-out rows. It needs `pip install 'ringspark[report]'`.
+
+        Args:
+            path: File to write; without a scheme, one on this machine's disk.
+
+        Raises:
+            ImportError: A package of the report is not installed.
+        """
+        write_report(summary_facts(self), path)
 
     def logs(self, rank: int | None = None) -> list[str]:
         """Returns what the ranks printed, each line as "[rank 1 host-a] ...".

@@ -86,38 +86,62 @@ class Environment:
         return record(cls, parse_object(text))
 
 
-def note_start(config: TrainConfig, mesh: Mesh, manifest: ShardManifest, device: torch.device) -> None:
-    """Notes a start of the ranks and their data. Runs on every rank."""
-    ranks = _gathered(mesh, _here(device))
+def note_start(
+    config: TrainConfig, mesh: Mesh, manifest: ShardManifest, device: torch.device
+) -> StartNote | None:
+    """Notes a start of the ranks and their data. Runs on every rank.
+
+    Returns:
+        The note, for `note_memory`; None on ranks that do not write, and if it could not be made.
+    """
+    texts = _gathered(mesh, _told(device))
     if not mesh.writes:
-        return
-    start = StartNote(
-        began=time.time(),
-        system=platform.platform(),
-        versions={"python": platform.python_version()} | _versions(),
-        ranks=tuple(ranks),
-    )
+        return None
     try:
+        start = StartNote(
+            began=time.time(),
+            system=platform.platform(),
+            versions={"python": platform.python_version()} | _versions(),
+            ranks=_ranks(texts),
+        )
         starts = _read(config.run_uri)
         kept = [*starts[: MOST_STARTS // 2], *starts[MOST_STARTS // 2 :][-(MOST_STARTS // 2 - 1) :], start]
         _write(config.run_uri, kept)
         _put(config.run_uri, run_layout.DATA, DataFacts.of(manifest).to_json())
     except (OSError, ValueError) as error:
         _log.warning("the run's environment was not noted (%s); the training goes on without it", error)
+        return None
+    return start
 
 
-def note_memory(run_uri: str, mesh: Mesh, device: torch.device) -> None:
+def note_memory(run_uri: str, mesh: Mesh, device: torch.device, start: StartNote | None) -> None:
     """Adds the ranks' memory to the note of their start. Runs on every rank, at the end."""
-    on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    ranks = _gathered(mesh, replace(_here(device), peak_memory=_peak(), peak_device_memory=on_gpu))
-    if not mesh.writes:
+    texts = _gathered(mesh, _told(device, at_end=True))
+    # Without a note of this start, the last one in the file is that of ranks which are gone.
+    if start is None:
         return
     try:
         starts = _read(run_uri)
-        if starts and len(starts[-1].ranks) == len(ranks):
-            _write(run_uri, [*starts[:-1], replace(starts[-1], ranks=tuple(ranks))])
+        if starts and starts[-1] == start:
+            _write(run_uri, [*starts[:-1], replace(start, ranks=_ranks(texts))])
     except (OSError, ValueError) as error:
         _log.warning("the ranks' memory was not noted (%s); the training goes on without it", error)
+
+
+def _told(device: torch.device, *, at_end: bool = False) -> bytes:
+    """Returns the note of this rank as JSON; empty if the machine does not tell.
+
+    It must not raise: the other ranks are in the call that gathers the notes, and would wait.
+    """
+    try:
+        note = _here(device)
+        if at_end:
+            on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+            note = replace(note, peak_memory=_peak(), peak_device_memory=on_gpu)
+        return json.dumps(asdict(note)).encode()
+    except (OSError, RuntimeError, ValueError, psutil.Error) as error:
+        _log.warning("this rank's host was not noted (%s); the training goes on without it", error)
+        return b""
 
 
 def _here(device: torch.device) -> RankNote:
@@ -145,9 +169,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _gathered(mesh: Mesh, note: RankNote) -> list[RankNote]:
-    texts = gather_bytes(mesh.world, json.dumps(asdict(note)).encode())
-    return [record(RankNote, parse_object(text)) for text in texts]
+def _gathered(mesh: Mesh, note: bytes) -> list[bytes]:
+    """Returns the notes of all ranks, in rank order; on other ranks than rank 0 it means nothing."""
+    return gather_bytes(mesh.world, note, to_all=False)
+
+
+def _ranks(texts: Sequence[bytes]) -> tuple[RankNote, ...]:
+    """Reads the ranks' notes; a rank that could not tell is there all the same, with nothing known."""
+    unknown = RankNote(host="unknown", device="unknown", cores=0, host_memory=0)
+    return tuple(record(RankNote, parse_object(text)) if text else unknown for text in texts)
 
 
 def _read(run_uri: str) -> Sequence[StartNote]:

@@ -147,7 +147,7 @@ def _train(
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
     rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
-    note_start(config, mesh, manifest, device)
+    start = note_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
@@ -174,7 +174,7 @@ def _train(
     state = running.state
     checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
     bytes_sent = mesh.world.bytes_sent
-    note_memory(config.run_uri, mesh, device)
+    note_memory(config.run_uri, mesh, device, start)
     status.phase = "done"
     return TrainResult(
         run_uri=config.run_uri,

@@ -1,7 +1,4 @@
-"""What a model says of rows that it was not trained on, as numbers: what the sections draw.
-
-All of it is sums and bounded samples; no class here knows Spark or torch.
-"""
+"""What a model says of rows that it was not trained on, as numbers: what the sections draw."""
 
 from __future__ import annotations
 
@@ -17,21 +14,19 @@ Counts = npt.NDArray[np.int64]
 
 # Bins of equal width of the confidence, for calibration.
 CONFIDENCE_BINS = 15
-# Bins of the log odds of class 1, from -`MOST_ODDS` to `MOST_ODDS`, for curves over all thresholds.
-ODDS_BINS = 8192
-MOST_ODDS = 24.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFindings:
-    """Sums over the rows of a classification.
+    """A classification of the sample.
 
     Attributes:
         confusion: (true class, predicted class) -> rows.
         names: Names of the classes; empty if they are numbers.
         confidence: (bins, 3): rows, sum of the confidence, rows that were right. For two classes the
             probability of class 1 stands for the confidence, and rows of class 1 for those that were right.
-        odds: (2, bins): rows of class 0 and 1 by their log odds of class 1; None of more than two classes.
+        roc: Rates of false and of true positives, from the highest threshold to the lowest; None of more than
+            two classes, and where the rows hold one class only.
         log_loss: Mean of the negative logarithm of the true class's probability.
         skipped: Rows that got no prediction, or whose label does not count.
         has_thresholds: Whether the predicted class was decided by the model's thresholds.
@@ -40,7 +35,7 @@ class ClassFindings:
     num_classes: int
     confusion: dict[tuple[int, int], int]
     confidence: Numbers
-    odds: Counts | None
+    roc: tuple[Numbers, Numbers] | None
     log_loss: float
     skipped: int = 0
     names: Sequence[str] = ()
@@ -66,42 +61,31 @@ class ClassFindings:
         """Returns the name of a class."""
         return self.names[number] if number < len(self.names) else str(number)
 
-    def roc(self) -> tuple[Numbers, Numbers]:
-        """Returns rates of false and true positives, from the highest threshold to the lowest."""
-        assert self.odds is not None
-        negatives, positives = np.cumsum(self.odds[:, ::-1], axis=1).astype(np.float64)
-        false = np.concatenate([[0.0], negatives]) / max(1.0, negatives[-1])
-        true = np.concatenate([[0.0], positives]) / max(1.0, positives[-1])
-        return false, true
-
-    def roc_auc(self) -> tuple[float, float]:
-        """Returns the area under the curve and the most by which the bins may have changed it."""
-        assert self.odds is not None
-        negatives, positives = self.odds.sum(axis=1)
-        if not negatives or not positives:
-            return math.nan, math.nan
-        false, true = self.roc()
-        # Pairs within one bin count half; they could count 0 or 1.
-        error = float((self.odds[0] * (self.odds[1] / positives)).sum() / negatives) / 2
-        return float(((true[1:] + true[:-1]) / 2 * np.diff(false)).sum()), error
+    @property
+    def roc_auc(self) -> float:
+        """Area under the curve, where equal scores count half; NaN without a curve."""
+        if self.roc is None:
+            return math.nan
+        false, true = self.roc
+        return float(((true[1:] + true[:-1]) / 2 * np.diff(false)).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFindings:
-    """Sums over the numbers of a regression; of labels with several numbers a row, over all of them.
+    """A regression of the sample; of labels with several numbers a row, over all of them.
 
     Attributes:
         numbers: Numbers predicted.
+        total_squares: Sum of the squared distances of the labels from their mean.
         residual_edges: Edges of the residuals' bins (prediction minus label).
         residual_counts: Numbers in each.
         bin_predicted: Mean prediction in each bin of the prediction; NaN in an empty one.
         bin_true: Mean label in the same bins.
-        sample: (numbers, 2): prediction and label of a random sample.
+        sample: (numbers, 2): prediction and label of some of them, drawn at random.
         skipped: Rows without a prediction.
     """
 
     numbers: int
-    mean_true: float
     total_squares: float
     sum_squared: float
     sum_absolute: float
@@ -110,7 +94,6 @@ class NumberFindings:
     residual_counts: Counts
     bin_predicted: Numbers
     bin_true: Numbers
-    bin_counts: Counts
     sample: Numbers
     skipped: int = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.estimators.report.content import Block, Cards, Chart, Section, Table, Text, show
-from ringspark.estimators.report.drawing import BLUE, GRAY, ORANGE, drawn, plain
+from ringspark.estimators.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, drawn, plain
 from ringspark.estimators.report.facts import Facts
 from ringspark.estimators.report.held_out.findings import ClassFindings
 
@@ -38,12 +37,10 @@ def _make(facts: Facts) -> Sequence[Block]:
         ("expected calibration error", f"{found.expected_calibration_error:.4f}"),
     ]
     note = ""
-    if found.odds is not None:
-        area, error = found.roc_auc()
-        cards.insert(2, ("ROC AUC", "" if math.isnan(area) else f"{area:.4f}"))
-        note = f" The curve comes from bins of the log odds, which change its area by {error:.1e} at most."
-        if math.isnan(area):
-            note = " The rows hold one class only, so there is no ROC AUC."
+    if found.num_classes == 2:
+        cards.insert(2, ("ROC AUC", "" if found.roc is None else f"{found.roc_auc:.4f}"))
+        if found.roc is None:
+            note = " The rows hold one class only, so there is no ROC curve."
     if found.skipped:
         note += f" {found.skipped:,} rows without a prediction, or whose label does not count, are left out."
     if found.has_thresholds:
@@ -80,15 +77,17 @@ def shown_matrix(found: ClassFindings) -> tuple[list[str], Matrix]:
 
 def _caption(found: ClassFindings) -> str:
     whose = "its probability" if found.num_classes == 2 else "the predicted class's probability"
-    first = f"Left: ROC curve of class {found.name(1)}. Right: of" if found.num_classes == 2 else "Of"
+    first = f"Left: ROC curve of class {found.name(1)}. Right: of" if found.roc is not None else "Of"
     return f"{first} the rows in each of 15 bins of {whose}, the share of this class; below, the bins' rows."
 
 
 def _draw(figure: Figure, found: ClassFindings) -> None:
-    grid = figure.add_gridspec(2, 1 if found.odds is None else 2, height_ratios=[3, 1])
-    if found.odds is not None:
+    grid = figure.add_gridspec(2, 1 if found.roc is None else 2, height_ratios=[3, 1])
+    if found.roc is not None:
         axes = figure.add_subplot(grid[:, 0])
-        axes.plot(*found.roc(), color=BLUE)
+        false, true = found.roc
+        places = np.unique(np.linspace(0, len(false) - 1, MOST_POINTS).astype(np.int64))
+        axes.plot(false[places], true[places], color=BLUE)
         axes.plot([0, 1], [0, 1], ":", color=GRAY)
         axes.set(title="ROC", xlabel="false positive rate", ylabel="true positive rate", aspect="equal")
         axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
@@ -115,7 +114,8 @@ def _draw_matrix(figure: Figure, names: Sequence[str], matrix: Matrix) -> None:
     shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)
     axes.pcolormesh(shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
     places = np.arange(len(names)) + 0.5
-    axes.set_xticks(places, [plain(name, 14) for name in names], rotation=90 if len(names) > 6 else 0)
+    is_crowded = len(names) > 6 and max(map(len, names)) > 4
+    axes.set_xticks(places, [plain(name, 14) for name in names], rotation=90 if is_crowded else 0)
     axes.set_yticks(places, [plain(name, 24) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False)

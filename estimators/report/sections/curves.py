@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_METRICS = 12
-MOST_EPOCHS = 30
+MOST_EPOCHS = 15
 
 
 def _make(facts: Facts) -> Sequence[Block]:

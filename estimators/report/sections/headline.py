@@ -24,12 +24,12 @@ def entries_of(run: RunFacts) -> list[str]:
 
 def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
     """Returns whether a larger value of an entry of the history is better; None if nobody said."""
+    name = entry.partition("_")[2]
     if config is not None:
-        metric = metric_of(entry, config.metrics)
+        metric = metric_of(name, config.metrics)
         if metric is not None:
             return direction(metric, config.own_metrics)
         return False
-    name = entry.partition("_")[2]
     if name in METRICS:
         return METRICS[name].higher_is_better
     return False if name.startswith("loss") else None
@@ -38,7 +38,7 @@ def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
 def _make(facts: Facts) -> Sequence[Block]:
     run = facts.run
     planned = run.config.epochs if run.config is not None else None
-    rate = run.rows / run.seconds if run.seconds else math.nan
+    rate = run.rows_per_second
     cards = [
         ("state", _state(run)),
         ("epochs", f"{len(run.history):,}" + (f" of {planned:,}" if planned else "")),
@@ -60,6 +60,9 @@ def _make(facts: Facts) -> Sequence[Block]:
     if facts.held_out is not None and facts.held_out.notes:
         blocks.extend(Text(note) for note in facts.held_out.notes)
     blocks.extend(Text(problem, warns=True) for problem in run.problems)
+    if run.missing:
+        told = ", ".join(f"{name} ({content})" for name, content in run.missing.items())
+        blocks.append(Text(f"The run's folder does not hold: {told}."))
     if run.history:
         blocks.append(_results(run))
     else:

@@ -31,10 +31,16 @@ def _make(facts: Facts) -> Sequence[Block]:
     ]
     note = f" {found.skipped:,} rows without a prediction are left out." if found.skipped else ""
     caption = (
-        f"Left: {len(found.sample):,} of {found.numbers:,} numbers, drawn at random, and the mean label in "
+        f"Left: {_of_all(found)}, and the mean label in "
         f"bins of the prediction over all of them. Right: all residuals, prediction minus label.{note}"
     )
     return [Cards(cards), Chart(drawn(lambda figure: _draw(figure, found), 3.8), caption)]
+
+
+def _of_all(found: NumberFindings) -> str:
+    if len(found.sample) == found.numbers:
+        return f"all {found.numbers:,} numbers"
+    return f"{len(found.sample):,} of {found.numbers:,} numbers, drawn at random"
 
 
 def _draw(figure: Figure, found: NumberFindings) -> None:

@@ -159,7 +159,7 @@ def assert_same(result: TrainResult, expected: TrainResult) -> None:
     )
     # Nothing is left but the model, its story, and checkpoints until whoever started the ranks removes them.
     left = {path.name for path in Path(result.run_uri).iterdir()}
-    story = {"history.json", "progress.json", "environment.json", "data.json"}
+    story = {"history.json", "progress.json", "environment.json", "data.json", "config.json", "result.json"}
     assert left - {*story, "checkpoints"} == {Path(result.checkpoint_uri).name}
 
 

@@ -1,0 +1,85 @@
+"""Opens a page of this machine's disk in headless Chromium: what its console says, its size, its picture."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+# Elements of an SVG, and those that scroll on their own, do not widen the page.
+MEASURE = """<script>
+const found = {width: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
+  window: window.innerWidth, wide: []};
+for (const e of document.querySelectorAll("body *:not(svg *)")) {
+  const right = e.getBoundingClientRect().right;
+  if (right > window.innerWidth + 1 && !e.closest(".wide")) found.wide.push(e.tagName + " " + e.className);
+}
+const told = document.createElement("pre");
+told.id = "measured";
+told.textContent = JSON.stringify(found);
+document.body.appendChild(told);
+</script>"""
+
+
+def chromium() -> str | None:
+    """Returns the program's path; None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@dataclass(frozen=True)
+class Browser:
+    """A browser that is started for each question.
+
+    Attributes:
+        program: Path of Chromium.
+        width: Width of its window.
+    """
+
+    program: str
+    width: int = 1200
+
+    def console(self, page: Path) -> list[str]:
+        """Returns what the page's console says, e.g. of a thing that may not be loaded."""
+        told = self._run(page, "--enable-logging=stderr", "--log-level=0", "--dump-dom").stderr
+        return [line for line in told.splitlines() if "CONSOLE" in line]
+
+    def measured(self, page: Path) -> dict[str, Any]:
+        """Returns width and height of the page, and the elements that stand out of the window.
+
+        A copy of the page is asked, as the page itself lets no script run.
+        """
+        html = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text("utf-8"))
+        copy = page.with_suffix(".measured.html")
+        copy.write_text(html.replace("</body>", f"{MEASURE}</body>"), "utf-8")
+        dom = self._run(copy, "--dump-dom").stdout
+        found = re.search(r'<pre id="measured">(.*?)</pre>', dom, re.DOTALL)
+        assert found is not None, "the page could not be measured"
+        values: dict[str, Any] = json.loads(unescape(found[1]))
+        return values
+
+    def picture(self, page: Path, png: Path, height: int) -> None:
+        """Writes the picture of the page's upper part."""
+        self._run(page, f"--screenshot={png}", "--hide-scrollbars", height=height)
+
+    def _run(self, page: Path, *options: str, height: int = 900) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+            command = [
+                self.program,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                f"--user-data-dir={profile}",
+                f"--window-size={self.width},{height}",
+                *options,
+                page.resolve().as_uri(),
+            ]
+            return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
