@@ -273,7 +273,7 @@ SEARCH = {"space": SPACE, "monitor": "validation_loss", "numTrials": 6, "pruner"
 
 KILLED_DRIVER = """
 import sys
-from test_search import SEARCH, Paced, estimator, small_table
+from tests.estimators.search.test_search import SEARCH, Paced, estimator, small_table
 from pathlib import Path
 from pyspark.sql import SparkSession
 from ringspark.estimators.search import OptunaSearch
@@ -302,7 +302,7 @@ def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any,
     folder = tmp_path / "search"
     driver = subprocess.Popen(
         [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])},
     )
     try:
         while not (folder / "trials" / "2" / "history.json").exists():
