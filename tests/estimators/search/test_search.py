@@ -20,6 +20,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.search import Choice, IntRange, OptunaSearch, OptunaSearchModel, Uniform
 from ringspark.estimators.stages import fit_data
 from ringspark.models import ModelSpec
@@ -249,7 +250,8 @@ def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_pa
 
 @pytest.mark.slow
 def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path: Path) -> None:
-    trainer = estimator(tmp_path)
+    # Its own fraction has the search's seed, and is drawn from the rest all the same.
+    trainer = estimator(tmp_path, seed=3, validationFraction=0.25)
     trainer.clear(trainer.validationIndicatorCol)
     search = OptunaSearch(
         estimator=trainer,
@@ -259,12 +261,18 @@ def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path:
         trainRatio=0.6,
         seed=3,
     )
-    pipeline = Pipeline(stages=[search]).fit(table)
-    model = pipeline.stages[0]
+    model = Pipeline(stages=[search]).fit(table).stages[0]
+    with search._split(table, CheckedFit.of(trainer, table)) as parts:
+        kept = [{row.id for row in part.collect()} for part in parts]
+        # Also where Spark has the rows in another order.
+        with search._split(table.repartition(5, "a"), CheckedFit.of(trainer, table)) as again:
+            assert [{row.id for row in part.collect()} for part in again] == kept
+    assert not kept[0] & kept[1]
+    assert kept[0] | kept[1] == set(range(240))
+    assert 0.25 * 240 < len(kept[1]) < 0.55 * 240
     rows = model.bestModel.summary.epochs[0].rows
-    assert 0.45 * 240 < rows < 0.75 * 240
-    held_out = table.select("*", F.rand(3).alias("draw")).where("draw >= 0.6").drop("draw")
-    assert held_out.count() == 240 - rows
+    assert 0.55 * len(kept[0]) < rows < 0.95 * len(kept[0])
+    held_out = parts[1]
     value = search.getEvaluator().evaluate(model.transform(held_out))
     assert value == pytest.approx(model.trials["value"].max(), abs=1e-12)
 
