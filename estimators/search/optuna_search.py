@@ -22,7 +22,7 @@ from ringspark.estimators.run_layout import OWNER
 from ringspark.estimators.search.objective import Objective
 from ringspark.estimators.search.saved_search import SearchWriter, load_part
 from ringspark.estimators.search.search_model import OptunaSearchModel
-from ringspark.estimators.search.search_params import _SearchParams
+from ringspark.estimators.search.search_params import _SearchParams, named_pruner
 from ringspark.estimators.search.space import Space
 from ringspark.estimators.search.study import JOURNAL, check_choices, open_study, pruner_of, sampler_of
 from ringspark.estimators.search.trial_data import TrialData
@@ -58,11 +58,11 @@ class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearc
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
-        set_params(self, params)
+        set_params(self, named_pruner(params))
 
     def setParams(self, **params: Any) -> OptunaSearch:
         """Sets several Params at once."""
-        set_params(self, params)
+        set_params(self, named_pruner(params))
         return self
 
     def copy(self, extra: Any = None) -> OptunaSearch:
@@ -142,7 +142,9 @@ class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearc
         for name in ("runUri", "resume"):
             if estimator.isSet(name):
                 raise ValueError(f"the estimator of a search must not set {name}; give the search a runUri")
-        return estimator
+        # A copy remembers for its trackers what only this thread knows, such as the active run of MLflow,
+        # which the trials, fitted in other threads, then have as their parent.
+        return estimator.copy()
 
     def _held_space(self) -> Any:
         if not self.isDefined(self.space):

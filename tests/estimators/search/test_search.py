@@ -160,6 +160,11 @@ def test_a_mistake_is_refused_before_anything_starts(
     assert not any(path.name.startswith("run-") for path in tmp_path.iterdir())
 
 
+def test_no_pruner_is_no_pruning_and_not_the_default() -> None:
+    assert OptunaSearch().getPruner() == "median"
+    assert OptunaSearch(pruner=None).getPruner() == OptunaSearch().setPruner(None).getPruner() == "none"
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -233,6 +238,45 @@ def test_a_pruned_trial_stops_its_gang_and_leaves_its_slots(
     assert spark.range(0, 4, 1, 4).count() == 4
 
 
+class WaitsForTheNextTrial(Paced):
+    """The trial of rate 0.1 does not end before the one of rate 0.2 has begun."""
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        super().on_epoch_end(state)
+        rate = state.optimizer.param_groups[0]["lr"]
+        if state.rank != 0 or rate != 0.1 or state.epoch < 20:
+            return
+        ends = time.monotonic() + 120
+        while not list(Path(self._folder).glob("0.2-*")):
+            if time.monotonic() > ends:
+                raise RuntimeError("the slots of the pruned trial did not become free")
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_next_trial_starts_on_a_pruned_one_s_slots_while_its_neighbour_trains(
+    table: Any, tmp_path: Path
+) -> None:
+    epochs = tmp_path / "epochs"
+    epochs.mkdir()
+    trainer = estimator(
+        tmp_path / "runs",
+        epochs=24,
+        numWorkers=2,  # two gangs take the session's four slots
+        collective="torch",
+        callbacks=[WaitsForTheNextTrial(str(epochs))],
+    )
+    search = OptunaSearch(
+        estimator=trainer,
+        space=lambda trial: {trainer.learningRate: [0.1, 1e-9, 0.2][trial.number]},
+        monitor="validation_auroc",
+        numTrials=3,
+        parallelism=2,
+        pruner=optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5),
+    )
+    assert list(search.fit(table).trials["state"]) == ["complete", "pruned", "complete"]
+
+
 @pytest.mark.slow
 def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_path: Path) -> None:
     trainer = estimator(tmp_path, optimizer="sgd", onNonFinite="stop")
@@ -246,6 +290,9 @@ def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_pa
     assert list(model.trials["state"]) == ["complete", "failed", "complete"]
     assert "is not finite" in model.trials["reason"][1] or "FloatingPointError" in model.trials["reason"][1]
     assert model.bestParams["learningRate"] in (0.1, 0.2)
+    hopeless = search.copy({search.space: lambda trial: {trainer.learningRate: 1e30}, search.numTrials: 2})
+    with pytest.raises(RuntimeError, match="none of the search's trials has finished; the last one failed: "):
+        hopeless.fit(table)
 
 
 @pytest.mark.slow
