@@ -27,6 +27,10 @@ from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 _logger = logging.getLogger(__name__)
 
 
+class RunRefusedError(ValueError):
+    """The run in a folder cannot be resumed by this fit."""
+
+
 def check_run_uri(run_uri: str | None, resume: bool) -> None:
     """Refuses a folder that a fit may not use.
 
@@ -127,7 +131,7 @@ class RunFolder:
         """Returns the content of `run.json`; None if no run was begun.
 
         Raises:
-            ValueError: `run.json` cannot be read as such.
+            RunRefusedError: `run.json` cannot be read as such.
         """
         uri = storage.join(self.uri, run_layout.IDENTITY)
         try:
@@ -135,11 +139,11 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OtherFormatError as error:
-            raise ValueError(
+            raise RunRefusedError(
                 f"the run in {self.uri!r} cannot be resumed: {error}, or give another folder"
             ) from None
         except ValueError as error:
-            raise ValueError(
+            raise RunRefusedError(
                 f"the run in {self.uri!r} cannot be resumed: {run_layout.IDENTITY} is damaged ({error}); "
                 "give another folder"
             ) from None
@@ -148,7 +152,7 @@ class RunFolder:
         """Writes the identity of the run, or checks that it is unchanged. The run is then this driver's.
 
         Raises:
-            ValueError: The run was begun with other settings, data or model; the message lists them.
+            RunRefusedError: The run was begun with other settings, data or model; the message lists them.
         """
         known = self.identity()
         if known is not None:
@@ -164,9 +168,9 @@ class RunFolder:
             data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
 
-    def refusal(self, changed: list[str]) -> ValueError:
+    def refusal(self, changed: list[str]) -> RunRefusedError:
         """Returns the error for a run whose identity changed."""
-        return ValueError(
+        return RunRefusedError(
             f"the run in {self.uri!r} cannot be resumed, since it was begun with others: "
             f"{'; '.join(changed)}; set them back, or give another folder"
         )

@@ -6,6 +6,7 @@ rows once, and checks them with the network; only then does a trial start.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from ringspark.estimators.run_layout import OWNER
 from ringspark.estimators.search.objective import Objective
 from ringspark.estimators.search.saved_search import SearchWriter, load_part
 from ringspark.estimators.search.search_model import OptunaSearchModel
-from ringspark.estimators.search.search_params import _SearchParams
+from ringspark.estimators.search.search_params import _SearchParams, named_pruner
 from ringspark.estimators.search.space import Space
 from ringspark.estimators.search.study import JOURNAL, check_choices, open_study, pruner_of, sampler_of
 from ringspark.estimators.search.trial_data import TrialData
@@ -33,9 +34,9 @@ from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import check_frame
 from ringspark.pipelines.spark_paths import resolve
+from ringspark.pipelines.writing.split import split_expression
 
 _PARTS = ("estimator", "evaluator")
-_DRAW = "__ringspark_held_out"
 
 
 class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearch"]):  # type: ignore[type-arg]
@@ -57,11 +58,11 @@ class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearc
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
-        set_params(self, params)
+        set_params(self, named_pruner(params))
 
     def setParams(self, **params: Any) -> OptunaSearch:
         """Sets several Params at once."""
-        set_params(self, params)
+        set_params(self, named_pruner(params))
         return self
 
     def copy(self, extra: Any = None) -> OptunaSearch:
@@ -141,7 +142,9 @@ class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearc
         for name in ("runUri", "resume"):
             if estimator.isSet(name):
                 raise ValueError(f"the estimator of a search must not set {name}; give the search a runUri")
-        return estimator
+        # A copy remembers for its trackers what only this thread knows, such as the active run of MLflow,
+        # which the trials, fitted in other threads, then have as their parent.
+        return estimator.copy()
 
     def _held_space(self) -> Any:
         if not self.isDefined(self.space):
@@ -181,16 +184,16 @@ class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearc
         if indicator is not None:
             yield dataset, dataset.where(F.col(indicator))
             return
-        drawn = dataset.select("*", F.rand(self.getSeed()).alias(_DRAW))
-        parts = [
-            drawn.where(condition).drop(_DRAW).persist()
-            for condition in (F.col(_DRAW) < self.getTrainRatio(), F.col(_DRAW) >= self.getTrainRatio())
-        ]
+        # By a hash, as the estimator's validationFraction: a row stays on its side if Spark computes it anew.
+        # Of another seed, so that a fraction of the one part is not drawn by what made it that part.
+        seed = zlib.crc32(f"held out {self.getSeed()}".encode())
+        is_held_out = split_expression(dataset, None, None, 1 - self.getTrainRatio(), seed)
+        assert is_held_out is not None
+        held_out = dataset.where(is_held_out).persist()
         try:
-            yield parts[0], parts[1]
+            yield dataset.where(~is_held_out), held_out
         finally:
-            for part in parts:
-                part.unpersist()
+            held_out.unpersist()
 
 
 def _name(given: Any) -> str:

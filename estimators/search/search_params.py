@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.evaluation import Evaluator
@@ -12,6 +12,8 @@ from ringspark.estimators.search.space import as_param
 from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
 from ringspark.estimators.training.settings.declaration import Range, Setting, at_least
 from ringspark.estimators.training.settings.places import without_secrets
+
+S = TypeVar("S", bound="_SearchParams")
 
 
 def _of_class(name: str, kind: type, rule: str) -> Any:
@@ -58,12 +60,17 @@ _TRAIN_RATIO = _setting(
 _SAMPLER = _setting("sampler", "'tpe', 'random', or a sampler of optuna", default="tpe", convert=_any)
 _PRUNER = _setting(
     "pruner",
-    "what ends a trial after an epoch: 'median', 'hyperband', 'successive_halving', 'none', or a pruner of "
+    "what ends a trial after an epoch: 'median', 'halving', 'hyperband', 'none' or None, or a pruner of "
     "optuna",
     default="median",
     convert=_any,
 )
 _SEED = _setting("seed", "seed of the trials that are drawn, and of the rows held out", default=0)
+
+
+def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns Params by name with "none" for a pruner that is None, which else would be the default."""
+    return values | ({"pruner": "none"} if "pruner" in values and values["pruner"] is None else {})
 
 
 class _SearchParams(DeclaredParams):
@@ -111,6 +118,10 @@ class _SearchParams(DeclaredParams):
         super().__init__()
         defaults = (_NUM_TRIALS, _PARALLELISM, _TRAIN_RATIO, _SAMPLER, _PRUNER, _SEED)
         self._setDefault(**{setting.name: setting.default for setting in defaults})
+
+    def _set(self: S, **values: Any) -> S:
+        """Sets Params by name. None clears one, but as a pruner it means what it says: no pruning."""
+        return super()._set(**named_pruner(values))
 
     def getSpace(self) -> Any:
         """Gets `space`: ranges by name, or the callable."""

@@ -31,7 +31,7 @@ PRUNERS: dict[str, Callable[[Any, int | str], Any]] = {
     "hyperband": lambda optuna, epochs: optuna.pruners.HyperbandPruner(
         min_resource=1, max_resource=epochs, reduction_factor=3
     ),
-    "successive_halving": lambda optuna, epochs: optuna.pruners.SuccessiveHalvingPruner(
+    "halving": lambda optuna, epochs: optuna.pruners.SuccessiveHalvingPruner(
         min_resource=1, reduction_factor=3
     ),
 }

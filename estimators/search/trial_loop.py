@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.run.owner import read_owner, write_owner
 from ringspark.estimators.search.objective import Objective
 from ringspark.estimators.search.running_trial import RunningTrial
@@ -61,6 +61,9 @@ class TrialLoop:
         self._lock = threading.Lock()
         self._running: dict[int, RunningTrial] = {}
         self._is_over = False
+        # A sampler that has drawn all that it wants to, such as optuna's GridSampler, says so by this call.
+        self._has_all = False
+        study.stop = self._draw_no_more
         self._errors: list[BaseException] = []
         self._best: tuple[int, Any, str] | None = None
         # Begun by a driver that did not end them.
@@ -149,7 +152,7 @@ class TrialLoop:
             frozen = self._unfinished.pop(0)
             self._study.sampler = self._make_sampler(frozen.number)
             trial = self._as_trial(frozen)
-        elif number < num_trials:
+        elif number < num_trials and not self._has_all:
             self._check_owner()
             self._study.sampler = self._make_sampler(number)
             trial = self._study.ask()
@@ -157,6 +160,9 @@ class TrialLoop:
             return None
         # Drawn here, by the sampler of this trial.
         return trial, self._space.values(trial)
+
+    def _draw_no_more(self) -> None:
+        self._has_all = True
 
     def _as_trial(self, frozen: Any) -> Any:
         return import_optuna().trial.Trial(self._study, frozen._trial_id)
@@ -171,6 +177,8 @@ class TrialLoop:
             if not running[0].is_pruned:
                 value = self._objective.of_trial(model)
                 reason = "" if math.isfinite(value) else f"its value is {value}"
+        except RunRefusedError:
+            raise  # not the trial's fault: every trial that an earlier driver began would be refused
         except (WorkerError, ValueError) as error:
             if self._is_over:
                 return  # unfinished: a later fit takes it up again

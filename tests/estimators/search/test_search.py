@@ -20,6 +20,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.search import Choice, IntRange, OptunaSearch, OptunaSearchModel, Uniform
 from ringspark.estimators.stages import fit_data
 from ringspark.models import ModelSpec
@@ -159,6 +160,11 @@ def test_a_mistake_is_refused_before_anything_starts(
     assert not any(path.name.startswith("run-") for path in tmp_path.iterdir())
 
 
+def test_no_pruner_is_no_pruning_and_not_the_default() -> None:
+    assert OptunaSearch().getPruner() == "median"
+    assert OptunaSearch(pruner=None).getPruner() == OptunaSearch().setPruner(None).getPruner() == "none"
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -232,6 +238,45 @@ def test_a_pruned_trial_stops_its_gang_and_leaves_its_slots(
     assert spark.range(0, 4, 1, 4).count() == 4
 
 
+class WaitsForTheNextTrial(Paced):
+    """The trial of rate 0.1 does not end before the one of rate 0.2 has begun."""
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        super().on_epoch_end(state)
+        rate = state.optimizer.param_groups[0]["lr"]
+        if state.rank != 0 or rate != 0.1 or state.epoch < 20:
+            return
+        ends = time.monotonic() + 120
+        while not list(Path(self._folder).glob("0.2-*")):
+            if time.monotonic() > ends:
+                raise RuntimeError("the slots of the pruned trial did not become free")
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_next_trial_starts_on_a_pruned_one_s_slots_while_its_neighbour_trains(
+    table: Any, tmp_path: Path
+) -> None:
+    epochs = tmp_path / "epochs"
+    epochs.mkdir()
+    trainer = estimator(
+        tmp_path / "runs",
+        epochs=24,
+        numWorkers=2,  # two gangs take the session's four slots
+        collective="torch",
+        callbacks=[WaitsForTheNextTrial(str(epochs))],
+    )
+    search = OptunaSearch(
+        estimator=trainer,
+        space=lambda trial: {trainer.learningRate: [0.1, 1e-9, 0.2][trial.number]},
+        monitor="validation_auroc",
+        numTrials=3,
+        parallelism=2,
+        pruner=optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5),
+    )
+    assert list(search.fit(table).trials["state"]) == ["complete", "pruned", "complete"]
+
+
 @pytest.mark.slow
 def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_path: Path) -> None:
     trainer = estimator(tmp_path, optimizer="sgd", onNonFinite="stop")
@@ -245,11 +290,15 @@ def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_pa
     assert list(model.trials["state"]) == ["complete", "failed", "complete"]
     assert "is not finite" in model.trials["reason"][1] or "FloatingPointError" in model.trials["reason"][1]
     assert model.bestParams["learningRate"] in (0.1, 0.2)
+    hopeless = search.copy({search.space: lambda trial: {trainer.learningRate: 1e30}, search.numTrials: 2})
+    with pytest.raises(RuntimeError, match="none of the search's trials has finished; the last one failed: "):
+        hopeless.fit(table)
 
 
 @pytest.mark.slow
 def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path: Path) -> None:
-    trainer = estimator(tmp_path)
+    # Its own fraction has the search's seed, and is drawn from the rest all the same.
+    trainer = estimator(tmp_path, seed=3, validationFraction=0.25)
     trainer.clear(trainer.validationIndicatorCol)
     search = OptunaSearch(
         estimator=trainer,
@@ -259,12 +308,18 @@ def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path:
         trainRatio=0.6,
         seed=3,
     )
-    pipeline = Pipeline(stages=[search]).fit(table)
-    model = pipeline.stages[0]
+    model = Pipeline(stages=[search]).fit(table).stages[0]
+    with search._split(table, CheckedFit.of(trainer, table)) as parts:
+        kept = [{row.id for row in part.collect()} for part in parts]
+        # Also where Spark has the rows in another order.
+        with search._split(table.repartition(5, "a"), CheckedFit.of(trainer, table)) as again:
+            assert [{row.id for row in part.collect()} for part in again] == kept
+    assert not kept[0] & kept[1]
+    assert kept[0] | kept[1] == set(range(240))
+    assert 0.25 * 240 < len(kept[1]) < 0.55 * 240
     rows = model.bestModel.summary.epochs[0].rows
-    assert 0.45 * 240 < rows < 0.75 * 240
-    held_out = table.select("*", F.rand(3).alias("draw")).where("draw >= 0.6").drop("draw")
-    assert held_out.count() == 240 - rows
+    assert 0.55 * len(kept[0]) < rows < 0.95 * len(kept[0])
+    held_out = parts[1]
     value = search.getEvaluator().evaluate(model.transform(held_out))
     assert value == pytest.approx(model.trials["value"].max(), abs=1e-12)
 
@@ -273,7 +328,7 @@ SEARCH = {"space": SPACE, "monitor": "validation_loss", "numTrials": 6, "pruner"
 
 KILLED_DRIVER = """
 import sys
-from test_search import SEARCH, Paced, estimator, small_table
+from tests.estimators.search.test_search import SEARCH, Paced, estimator, small_table
 from pathlib import Path
 from pyspark.sql import SparkSession
 from ringspark.estimators.search import OptunaSearch
@@ -302,7 +357,7 @@ def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any,
     folder = tmp_path / "search"
     driver = subprocess.Popen(
         [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])},
     )
     try:
         while not (folder / "trials" / "2" / "history.json").exists():
