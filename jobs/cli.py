@@ -24,19 +24,30 @@ if TYPE_CHECKING:
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
 # Names of the options' values in the help.
+_INTERRUPTED = 130
 _SHOWN = {"int": "N", "float": "X"}
 # The code that Spark makes for a row of 60 columns is longer than Java compiles without being asked.
 _JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
 _SUBMIT_OPTIONS = "SPARK_SUBMIT_OPTS"
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 # In a minute on a few cores, a thorough compiler takes more time than its code saves.
 _SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1"
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
 
 
 class JobParser(argparse.ArgumentParser):
     """Options of one job: the help shows defaults, and a wrong option ends in one line and exit code 2."""
 
     def __init__(self, prog: str | None = None, description: str | None = None, **words: Any) -> None:
-        words.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        words.setdefault("formatter_class", _HelpFormatter)
         super().__init__(prog=prog, description=description, allow_abbrev=False, **words)
 
     def error(self, message: str) -> NoReturn:
@@ -60,20 +71,34 @@ def main(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], None],
     argv: Sequence[str] | None = None,
+    *,
+    refused: int = 1,
 ) -> int:
-    """Parses the options and runs the job.
+    """Parses the options and runs the job, or the command that `set_defaults(run=..., prog=...)` names.
 
     Returns:
-        The exit code: 0, or 1 where the job refused its input (a ValueError, printed as one line).
-        Any other exception is a defect and keeps its traceback.
+        The exit code: 0, or `refused` where the job could not use its input (a ValueError, an OSError or an
+        ImportError, printed as one line). Any other exception is a defect and keeps its traceback.
     """
     args = parser.parse_args(argv)
+    prog = getattr(args, "prog", parser.prog)
     try:
-        run(args)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        getattr(args, "run", run)(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # As in `ringspark runs list URI | head`. What is left cannot be written at the end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _INTERRUPTED
+    except KeyboardInterrupt:
+        return _told(prog, "interrupted", _INTERRUPTED)
+    except (ValueError, OSError, ImportError) as error:
+        return _told(prog, str(error), refused)
     return 0
+
+
+def _told(prog: str, sentence: str, code: int) -> int:
+    print(f"{prog}: error: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
 
 
 def option(setting: Setting[Any]) -> str:
@@ -198,6 +223,15 @@ def spark_session(app_name: str, master: str | None = None, *, is_short: bool = 
 def print_rate(job: str, rows: int, seconds: float) -> None:
     """Prints a job's throughput in the one format that all jobs share."""
     print(f"{job}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s", flush=True)
+
+
+def size(num_bytes: float) -> str:
+    """Returns a number of bytes as people read it, such as "1.5 MiB"."""
+    for unit in _UNITS[:-1]:
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_UNITS[-1]}"
 
 
 def _running_session() -> SparkSession | None:

@@ -14,34 +14,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
-from ringspark.estimators.run.stored_runs import StoredRun, list_runs, remove_runs
 from ringspark.jobs import cli
-from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.reuse.cache_entries import KEY_DIGITS, list_cached, remove_cached
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+if TYPE_CHECKING:
+    from ringspark.estimators.run.stored_runs import StoredRun
+
+DESCRIPTION = "Look at shards, and at caches of them."
 
 
 def build_parser() -> cli.JobParser:
     """Returns the parser of the job's options."""
-    parser = cli.JobParser("shards", "Look at shards, and at caches of them.")
+    parser = cli.JobParser("shards", DESCRIPTION)
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands and their options."""
     # The parsers of the commands take none of the job's own arguments, hence the plain class.
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+        dest="what", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
     for command, argument, what in (
-        ("list", "root", "the entries of a cache"),
-        ("describe", "uri", "splits, columns and ranges of shards"),
-        ("verify", "uri", "whether every file is there, with the rows that the manifest says"),
+        ("list", "root", "show the entries of a cache"),
+        ("describe", "uri", "show splits, columns and ranges of shards"),
+        ("verify", "uri", "check that every file is there, with the rows that the manifest says"),
         (
             "runs",
             "root",
-            "what fits left in the folder of their runs: hours since the last change, size, state",
+            "show what fits left in the folder of their runs: hours since the last change, state, size",
         ),
-        ("remove", "root", "an entry of a cache, or all"),
+        ("remove", "root", "remove an entry of a cache, or all"),
     ):
-        added = commands.add_parser(command, help=what, description=what, allow_abbrev=False)
+        added = commands.add_parser(
+            command, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
+        )
         # A wrong option ends in one line, like the job's own refusals.
         added.error = parser.error  # type: ignore[method-assign]
         added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
@@ -58,7 +67,6 @@ def build_parser() -> cli.JobParser:
     chosen = added.add_mutually_exclusive_group(required=True)
     chosen.add_argument("key", nargs="?", metavar="KEY", help="key of the entry, or its first digits")
     chosen.add_argument("--all", action="store_true", help="remove all entries; other files stay")
-    return parser
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,9 +75,14 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: The folder holds no shards, they are damaged, or no entry has the key.
     """
-    if args.command == "list":
+    # Late, because `--help` does without a store's client.
+    from ringspark.estimators.run.stored_runs import list_runs, remove_runs
+    from ringspark.pipelines import ShardManifest
+    from ringspark.pipelines.reuse.cache_entries import remove_cached
+
+    if args.what == "list":
         _list(args.root)
-    elif args.command == "runs":
+    elif args.what == "runs":
         if args.remove_older_than is None and args.finished:
             raise ValueError("--finished goes with --remove-older-than HOURS")
         if args.remove_older_than is None:
@@ -77,12 +90,12 @@ def run(args: argparse.Namespace) -> None:
         else:
             removed = remove_runs(args.root, args.remove_older_than, finished=args.finished)
             _print_runs(args.root, removed, "removed")
-    elif args.command == "remove":
+    elif args.what == "remove":
         freed = remove_cached(args.root, None if args.all else args.key)
-        print(f"shards: {_size(freed)} freed in {args.root}")
+        print(f"shards: {cli.size(freed)} freed in {args.root}")
     else:
         manifest = ShardManifest.load(args.uri)
-        if args.command == "describe":
+        if args.what == "describe":
             print(manifest.describe())
         else:
             manifest.verify()
@@ -90,29 +103,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list(root: str) -> None:
+    from ringspark.pipelines.reuse.cache_entries import KEY_DIGITS, list_cached
+
     entries = list_cached(root)
     for entry in entries:
         print(f"{entry.key[:KEY_DIGITS]}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
-        print(f"{_size(entry.num_bytes)}  {', '.join(entry.columns)}")
+        print(f"{cli.size(entry.num_bytes)}  {', '.join(entry.columns)}")
         print(f"  {entry.uri}\n  {entry.plan}")
     total = sum(entry.num_bytes for entry in entries)
-    print(f"shards: {len(entries)} entries, {_size(total)} in {root}")
+    print(f"shards: {len(entries)} entries, {cli.size(total)} in {root}")
 
 
 def _print_runs(root: str, runs: list[StoredRun], what: str) -> None:
     for run in runs:
-        print(f"{run.idle_seconds / 3600:8.1f} h  {run.state:10}  {_size(run.num_bytes)}  {run.uri}")
-    print(
-        f"shards: {len(runs)} runs and shards, {_size(sum(run.num_bytes for run in runs))} {what} in {root}"
-    )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in _UNITS[:-1]:
-        if num_bytes < 1024:
-            return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} {_UNITS[-1]}"
+        print(f"{run.idle_seconds / 3600:8.1f} h  {run.state:10}  {cli.size(run.num_bytes)}  {run.uri}")
+    total = cli.size(sum(run.num_bytes for run in runs))
+    print(f"shards: {len(runs)} runs and shards, {total} {what} in {root}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
     python jobs/train.py --data artifacts/flights
     spark-submit --py-files dist/ringspark.zip jobs/train.py --data s3a://bucket/flights
+    python jobs/train.py job.yaml
+
+With a job file it trains what that says, see `train_job`; all below is about the flights.
 
 The job reads `shards` and `features` below `--data`, as jobs/etl.py wrote them. It writes `model`, a Spark
 ML PipelineModel (features + network), and `history.json`, one entry per epoch.
@@ -16,12 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ringspark.estimators.training.settings import memory, optimization, places, recovery, workers
 from ringspark.estimators.training.settings.declaration import Setting
-from ringspark.jobs import cli, recipes
+from ringspark.jobs import cli, recipes, train_job
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.spark_paths import resolve
 
@@ -55,7 +59,10 @@ RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
 
 def build_parser() -> cli.JobParser:
     """Returns the parser of the job's options."""
-    parser = cli.JobParser("train", "Train the entity-embedding network on the shards of jobs/etl.py.")
+    parser = cli.JobParser(
+        "train",
+        "Train the entity-embedding network on the shards of jobs/etl.py; `train FILE`: by a job file.",
+    )
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")
     parser.add_argument(
@@ -124,5 +131,14 @@ def run(args: argparse.Namespace) -> None:
     cli.print_rate("train", summary.rows, summary.seconds)
 
 
+def main(argv: Sequence[str]) -> int:
+    """Trains by a job file if the first argument names one, else on the flights; returns the exit code."""
+    if not argv or argv[0].startswith("-"):
+        return cli.main(build_parser(), run, argv)
+    parser = cli.JobParser("train", train_job.DESCRIPTION)
+    train_job.add_arguments(parser)
+    return cli.main(parser, train_job.run, argv, refused=2)
+
+
 if __name__ == "__main__":
-    sys.exit(cli.main(build_parser(), run))
+    sys.exit(main(sys.argv[1:]))

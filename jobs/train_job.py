@@ -23,7 +23,7 @@ from ringspark.jobs.row_source import RowSource, first_line
 
 if TYPE_CHECKING:
     from pyspark.ml import Transformer
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
@@ -304,6 +304,15 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
         _evaluate(spark, job.evaluation, features, model)
 
 
+def rows_of(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """Returns the rows that a job trains on, with its features, unless they are shards.
+
+    Raises:
+        ValueError: Spark cannot read them, or cannot compute the features.
+    """
+    return _with_features(spark, job.data, _features(job))
+
+
 def _features(job: TrainJob) -> list[Transformer]:
     from pyspark.ml.feature import SQLTransformer
 
@@ -313,7 +322,7 @@ def _features(job: TrainJob) -> list[Transformer]:
     return [SQLTransformer(statement=f"SELECT *, {columns} FROM __THIS__")]
 
 
-def _with_features(spark: SparkSession, source: RowSource, features: list[Transformer]) -> Any:
+def _with_features(spark: SparkSession, source: RowSource, features: list[Transformer]) -> DataFrame:
     from pyspark.errors import AnalysisException, ParseException
 
     frame = source.frame(spark)

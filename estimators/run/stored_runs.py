@@ -59,7 +59,7 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
     ]
     sizes, changes = {}, {}
     for name in names:
-        sizes[name], changed = _look(storage.join(root, name))
+        sizes[name], changed = size_and_change(storage.join(root, name))
         changes[name] = now if changed is None else changed
     for name in names:
         shards = _shards_of(storage.join(root, name))
@@ -99,7 +99,7 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
         return []
     old = [
         run
-        for run in list_runs(root, _clock_of(root))
+        for run in list_runs(root, store_clock(root))
         if (finished or run.state != "finished") and run.idle_seconds > older_than_hours * 3600
     ]
     for run in old:
@@ -114,7 +114,7 @@ def _state(root: str, name: str) -> Literal["finished", "unfinished", "shards"]:
     return "finished" if done else "unfinished"
 
 
-def _look(uri: str) -> tuple[int, float | None]:
+def size_and_change(uri: str) -> tuple[int, float | None]:
     """Returns the bytes of a folder, and the time of its last change; None if the store tells none."""
     fs, path = storage.filesystem(uri)
     fs.invalidate_cache()
@@ -138,7 +138,8 @@ def _shards_of(run_uri: str) -> str | None:
     return None
 
 
-def _clock_of(root: str) -> float:
+def store_clock(root: str) -> float:
+    """Returns the seconds since 1970 by the clock of the store, from a file that is written for it."""
     probe = storage.join(root, f".ringspark-probe-{uuid.uuid4().hex}")
     storage.write_atomic(probe, b"")
     try:

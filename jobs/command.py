@@ -1,0 +1,112 @@
+"""The command `ringspark`: trains by a job file, scores rows, looks at shards and runs.
+
+    ringspark train job.yaml
+    ringspark runs list /data/runs
+    spark-submit --py-files dist/ringspark.zip jobs/command.py train job.yaml
+
+Invariant: help and completion import neither Spark nor torch. So each command is a module whose top imports
+nothing heavy, with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ringspark.jobs import cli
+
+# Name -> module in this package.
+COMMANDS = {
+    "train": "train_job",
+    "score": "score_rows",
+    "plan": "plan_job",
+    "runs": "runs",
+    "report": "run_report",
+    "shards": "shards",
+}
+SHELLS = ("bash", "zsh", "tcsh")
+# What the user did or gave cannot be used, as argparse has it for options; 1 is a training that failed.
+REFUSED = 2
+_EPILOG = "ringspark COMMAND --help has the options of a command; docs/jobs.md has examples."
+
+
+def build_parser() -> cli.JobParser:
+    """Returns the parser of all commands."""
+    parser = cli.JobParser("ringspark", "Train PyTorch networks on Spark's rows.", epilog=_EPILOG)
+    parser.add_argument("--version", action=_Version, help="print the version and stop")
+    parser.add_argument(
+        "--print-completion",
+        action=_Completion,
+        metavar="SHELL",
+        help=f"print a script that completes commands in {', '.join(SHELLS)}, and stop",
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", parser_class=cli.JobParser
+    )
+    for name, module in COMMANDS.items():
+        command = import_module(f"ringspark.jobs.{module}")
+        first_word, rest = command.DESCRIPTION.rstrip(".").split(" ", 1)
+        added = commands.add_parser(
+            name, help=f"{first_word.lower()} {rest}", description=command.DESCRIPTION
+        )
+        command.add_arguments(added)
+        added.set_defaults(run=command.run, prog=added.prog)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0, 1 where a training failed, or `REFUSED` where it refused its input."""
+    return cli.main(build_parser(), _nothing, argv, refused=REFUSED)
+
+
+def _nothing(args: argparse.Namespace) -> None:
+    raise AssertionError("every command has its own function")
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **words: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **words)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        try:
+            found = version("ringspark")
+        except PackageNotFoundError:  # shipped by --py-files
+            found = "of an unknown version"
+        print(f"ringspark {found}")
+        parser.exit()
+
+
+class _Completion(argparse.Action):
+    """Prints the script of a shell; shtab writes it from the parser."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **words: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **words)
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, *__: Any) -> None:
+        if shell not in SHELLS:
+            parser.error(f"argument --print-completion: must be one of {', '.join(SHELLS)}, got {shell!r}")
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion needs the package shtab; pip install 'ringspark[completion]'")
+        _complete_files(parser, shtab.FILE)
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
+    """Lets the shell complete files where a path may stand."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                _complete_files(inner, how)
+        elif action.metavar in ("FILE", "URI", "ROOT"):
+            action.complete = how  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Shows the memory of one training step of a job file's network, without training.
+
+    ringspark plan job.yaml --budget 2g
+
+Of shards the manifest tells what the columns are, and no Spark starts. Other rows are looked at as the
+training would write them, but only some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ringspark.jobs import cli, train_job
+
+if TYPE_CHECKING:
+    from ringspark.estimators.memory import MemoryPlan
+    from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+    from ringspark.jobs.job_file import JobFile
+    from ringspark.pipelines import ShardManifest
+
+DESCRIPTION = "Show the memory that a training step of a job file needs on a worker."
+# So many rows tell the columns' shapes; of lengths that vary, their mean counts.
+_SAMPLED_ROWS = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
+    train_job.add_changes(parser)
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="bytes that a worker may take, such as 4g; says what would fit. Without it params.memoryBudget",
+    )
+    cli.add_master(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the plan.
+
+    Raises:
+        ValueError: The file, or what it names, cannot be used.
+    """
+    from ringspark.estimators.training.settings.byte_sizes import parse_bytes
+
+    file, job = train_job.read_job(args.file, args.set)
+    estimator = train_job.make_estimator(file, job)
+    budget = parse_bytes(args.budget) if args.budget else estimator.getMemoryBudget()
+    with _described(file, job, estimator, args.master) as (config, objects, manifest):
+        plan = _plan(config, objects, manifest, budget)
+    print(f"plan: {plan.rows:,} rows per step on each of {config.num_workers} workers")
+    print(plan.table())
+
+
+def _plan(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, budget: int | None
+) -> MemoryPlan:
+    from ringspark.estimators.memory.columns import column_of
+    from ringspark.estimators.memory.planner import Planner
+    from ringspark.estimators.training.arguments import with_arguments
+    from ringspark.estimators.training.data_check import check_columns
+    from ringspark.estimators.training.driver_check import check_training
+
+    config = with_arguments(replace(config, shards_uri=manifest.uri), manifest)
+    check_columns(config, manifest)
+    config, _ = check_training(config, objects, manifest)
+    rows = math.ceil(config.batch_size / config.num_workers)
+    inputs, labels = (
+        [column_of(manifest, name, rows) for name in names]
+        for names in (config.input_columns, config.label_columns)
+    )
+    return Planner(config, objects, inputs, labels).plan(budget, "--budget")
+
+
+@contextmanager
+def _described(
+    file: JobFile, job: train_job.TrainJob, estimator: Any, master: str | None
+) -> Iterator[tuple[TrainConfig, UserObjects, ShardManifest]]:
+    """Gives a `with` block the training's config and a manifest that describes its columns."""
+    from ringspark.pipelines import ShardManifest, storage
+
+    if job.data.shards is not None:
+        config, objects = train_job.config_of(estimator)
+        yield config, objects, ShardManifest.load(storage.normalize(job.data.shards))
+        return
+    from ringspark.estimators.checked_fit import CheckedFit
+    from ringspark.estimators.stages.fit_data import SharedShards
+
+    with cli.spark("ringspark plan", master) as spark:
+        rows = train_job.rows_of(spark, job).limit(_SAMPLED_ROWS)
+        # A plan leaves the folder of the run alone.
+        fit = CheckedFit.of(estimator.copy().setRunUri(None), rows)
+        with SharedShards(rows, [fit.data]).shards(fit.data) as manifest:
+            yield fit.config, fit.objects, manifest

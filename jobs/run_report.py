@@ -1,0 +1,29 @@
+"""Writes the report of a training, one HTML page, from its run folder.
+
+ringspark report /data/runs/one page.html
+"""
+
+from __future__ import annotations
+
+import argparse
+
+DESCRIPTION = "Write the report of a training as one HTML page."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("run_uri", metavar="URI", help="run folder; the run may be under way, failed or done")
+    parser.add_argument("path", metavar="FILE", help="the page, on any store")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the page.
+
+    Raises:
+        ValueError: The folder holds no run.
+        ImportError: A package of the report is missing.
+    """
+    from ringspark.estimators.report import report
+
+    report(args.run_uri, args.path)
+    print(f"report: {args.path}")

@@ -1,0 +1,176 @@
+"""Lists, shows and removes the folders of trainings.
+
+    ringspark runs list /data/runs
+    ringspark runs show /data/runs/one
+    ringspark runs remove /data/runs/one
+
+No Spark starts: a path without a scheme is this machine's disk. What fits without `runUri` left behind is
+removed all at once by `ringspark shards runs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from ringspark.jobs import cli
+
+if TYPE_CHECKING:
+    from ringspark.estimators.report.facts import RunFacts
+    from ringspark.estimators.run.listing import ListedRun
+
+DESCRIPTION = "List, show and remove the folders of trainings."
+_HOUR = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the commands and their options."""
+    commands = parser.add_subparsers(
+        dest="what", required=True, metavar="COMMAND", title="commands", parser_class=cli.JobParser
+    )
+    for name, what, title in (
+        ("list", "list the runs in a folder, the newest last", "folder with run folders in it"),
+        ("show", "show settings, epochs and faults of a run", "run folder"),
+        ("remove", "remove a run, its checkpoints and weights", "run folder"),
+    ):
+        sentence = f"{what[0].upper()}{what[1:]}."
+        added = commands.add_parser(name, help=what, description=sentence)
+        added.add_argument("uri", metavar="URI", help=title)
+        if name == "show":
+            added.add_argument("--all", action="store_true", help="show all settings, not only those changed")
+            added.add_argument("--logs", action="store_true", help="show what the workers printed, too")
+        if name == "remove":
+            added.add_argument("--yes", action="store_true", help="remove without asking")
+            added.add_argument(
+                "--stopped",
+                action="store_true",
+                help="the driver of this unfinished run is known to have ended, however new its files are",
+            )
+        added.set_defaults(prog=added.prog)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs one command.
+
+    Raises:
+        ValueError: The folder holds no run, or the run may be under way.
+    """
+    if args.what == "list":
+        _list(args.uri)
+    elif args.what == "show":
+        _show(args.uri, everything=args.all, logs=args.logs)
+    else:
+        _remove(args.uri, yes=args.yes, stopped=args.stopped)
+
+
+def _list(uri: str) -> None:
+    from ringspark.estimators.run.listing import runs_in
+
+    found = runs_in(uri)
+    width = max((len(run.name) for run in found), default=0)
+    for run in found:
+        epochs = f"{run.epochs} epochs" if run.epochs != 1 else "1 epoch"
+        print(f"{run.name:{width}}  {run.state:10}  {epochs:>10}  {_ago(run):>12}  {cli.size(run.num_bytes)}")
+    print(f"runs: {len(found)} in {uri}")
+
+
+def _ago(run: ListedRun) -> str:
+    hours = run.idle_seconds / _HOUR
+    if hours < 1:
+        return f"{run.idle_seconds / 60:.0f} min ago"
+    return f"{hours:.0f} h ago" if hours < 48 else f"{hours / 24:.0f} days ago"
+
+
+def _show(uri: str, *, everything: bool, logs: bool) -> None:
+    from ringspark.estimators.report.facts import read_run
+    from ringspark.estimators.run.listing import look
+
+    listed, facts = look(uri), read_run(uri)
+    print(f"run      {listed.uri}")
+    print(f"state    {listed.state}, last change {_ago(listed)}, {cli.size(listed.num_bytes)}")
+    if facts.outcome is not None:
+        done = facts.outcome
+        print(f"trained  {done.rows:,} rows in {done.steps:,} steps and {done.seconds:.1f} s")
+        print(f"model    of epoch {done.model_epoch}")
+        if done.stop_reason is not None:
+            print(f"stopped  {done.stop_reason}")
+    elif facts.progress is not None:
+        now = facts.progress
+        print(f"at       step {now.step:,} of {now.num_steps:,}, epoch {now.epoch} of {now.epochs}")
+    _show_settings(facts, everything)
+    _show_epochs(facts)
+    _show_faults(facts)
+    if logs:
+        _show_logs(listed.uri)
+
+
+def _show_settings(facts: RunFacts, everything: bool) -> None:
+    from ringspark.estimators.training.settings.table import SETTINGS
+
+    if facts.config is None:
+        return
+    print("settings" if everything else "settings that are not the defaults")
+    for name, setting in sorted(SETTINGS.items()):
+        if setting.field and hasattr(facts.config, setting.field):
+            value = getattr(facts.config, setting.field)
+            default = tuple(setting.default) if isinstance(setting.default, list) else setting.default
+            if everything or value != default:
+                print(f"  {name} = {_cell(value)}")
+
+
+def _show_epochs(facts: RunFacts) -> None:
+    if not facts.history:
+        return
+    rows = [record.row() for record in facts.history]
+    names = [name for name in rows[0] if any(row.get(name) not in (None, 0) for row in rows)]
+    table = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(names))]
+    print("epochs")
+    for line in table:
+        print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+
+
+def _show_faults(facts: RunFacts) -> None:
+    told = [*facts.problems]
+    told += [f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.signs if sign.failure]
+    if facts.outcome is not None:
+        told += [f"started again: {reason}" for reason in facts.outcome.restart_reasons]
+        told += [f"resumed from step {step}" for step in facts.outcome.resumed_steps]
+        told += [*facts.outcome.checkpoint_errors, *facts.outcome.non_finite]
+    elif len(facts.environment.starts) > 1:
+        told.append(f"started {len(facts.environment.starts)} times")
+    print("faults" if told else "faults: none")
+    for line in told:
+        print(f"  {line}")
+
+
+def _show_logs(uri: str) -> None:
+    from ringspark.estimators.training import rank_log
+
+    lines = rank_log.read_lines(uri)
+    print("logs" if lines else "logs: none")
+    for line in lines:
+        print(f"  {line}")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _remove(uri: str, *, yes: bool, stopped: bool) -> None:
+    from ringspark.estimators.run.listing import look, remove_run
+
+    run = look(uri)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ValueError(f"{run.uri} is not removed unasked; give --yes")
+        loss = "its weights are only in saved models" if run.state == "finished" else "nothing can be resumed"
+        answer = input(f"Remove {run.uri}, {run.state}, {cli.size(run.num_bytes)}? Then {loss}. [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            print("runs: nothing removed")
+            return
+    run = remove_run(uri, stopped=stopped)
+    print(f"runs: {cli.size(run.num_bytes)} freed, {run.uri} removed")

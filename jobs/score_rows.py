@@ -1,0 +1,114 @@
+"""Predicts rows with a saved model, or with a saved pipeline that ends in one.
+
+ringspark score /data/model --parquet /data/new --output /data/predictions
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from ringspark.jobs import cli
+from ringspark.jobs.row_source import FORMATS, RowSource, first_line
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+DESCRIPTION = "Predict rows with a saved model."
+_MODELS = ("TorchClassificationModel", "TorchRegressionModel", "TorchModel")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("model", metavar="URI", help="saved pipeline, such as save.model of a job file")
+    rows = parser.add_argument_group("rows, by one of these").add_mutually_exclusive_group(required=True)
+    for kind in FORMATS:
+        rows.add_argument(f"--{kind}", metavar="URI", help=f"files of the format {kind}")
+    rows.add_argument("--table", metavar="NAME", help="table of Spark's catalog")
+    parser.add_argument("--where", metavar="SQL", help="condition on the rows")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of Spark's reader, such as header=true of CSV; may be given several times",
+    )
+    parser.add_argument("--output", metavar="URI", required=True, help="Parquet folder for the predictions")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is there")
+    parser.add_argument(
+        "--columns", metavar="A,B", help="columns to write, predictions included; without it all"
+    )
+    cli.add_master(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Predicts and writes. Runs on the driver.
+
+    Raises:
+        ValueError: Model, rows or output cannot be used.
+    """
+    source = _source(args)
+    with cli.spark("ringspark score", args.master) as spark:
+        _score(spark, args, source)
+
+
+def _source(args: argparse.Namespace) -> RowSource:
+    options: dict[str, Any] = {}
+    for text in args.option:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--option takes KEY=VALUE, such as header=true, got {text!r}")
+        options[key] = value
+    (kind,) = [name for name in (*FORMATS, "table") if getattr(args, name) is not None]
+    source = RowSource(where=args.where, options=options, **{kind: getattr(args, kind)})
+    source.problem()  # refuses a password in a URI
+    return source
+
+
+def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
+    from ringspark.pipelines import storage
+    from ringspark.pipelines.spark_paths import resolve
+
+    storage.refuse_secrets(args.output)
+    output = resolve(spark, args.output)
+    if not args.overwrite and storage.exists(output):
+        raise ValueError(f"--output {output} is there; give --overwrite or another folder")
+    model = _loaded(resolve(spark, args.model))
+    scored = model.transform(source.frame(spark))
+    scored = _chosen(scored, args.columns)
+    started = time.perf_counter()
+    scored.write.mode("overwrite" if args.overwrite else "error").parquet(output)
+    seconds = time.perf_counter() - started
+    rows = spark.read.parquet(output).count()
+    print(f"score: predictions in {output}")
+    cli.print_rate("score", rows, seconds)
+
+
+def _loaded(uri: str) -> Any:
+    """Returns the saved pipeline, or the saved model alone."""
+    from pyspark.ml import PipelineModel
+
+    from ringspark import estimators
+    from ringspark.estimators.stages.spark_metadata import read_metadata
+    from ringspark.pipelines import storage
+
+    if not storage.exists(storage.join(storage.normalize(uri), "metadata")):
+        raise ValueError(f"{uri} holds no saved model; give the folder that save() wrote")
+    kind = str(read_metadata(storage.normalize(uri))["class"]).rpartition(".")[2]
+    if kind == "PipelineModel":
+        return PipelineModel.load(uri)
+    if kind not in _MODELS:
+        raise ValueError(f"{uri} holds a {kind}; give a PipelineModel or one of {', '.join(_MODELS)}")
+    return getattr(estimators, kind).load(uri)
+
+
+def _chosen(scored: DataFrame, columns: str | None) -> DataFrame:
+    if columns is None:
+        return scored
+    from pyspark.errors import AnalysisException
+
+    try:
+        return scored.select(*columns.split(","))
+    except AnalysisException as error:
+        raise ValueError(f"--columns: {first_line(error)}") from None
