@@ -1,30 +1,35 @@
 """What the timeline costs: a training without one, with every 50th step recorded, and with every step.
 
-They train in one process, on one rank each, and take turns of `--stretch` steps, so that what the machine
-does meanwhile happens to all; a ratio is of two stretches of one round. The network is small, so that its
-step takes a few milliseconds: what is recorded costs the same in a longer step. The clocks are compared
-before the first step, and the file is written by a thread, mostly in the turn of the one whose it is.
-The comparison of "off" with itself, two trainings alike, says how much a ratio can be trusted. Because that
-is more than the timeline costs, the second table has the recording alone, around steps that do nothing.
+It is one training on one rank, whose epochs take turns: each round has an epoch of `--stretch` steps of every
+case, in an order drawn anew, so that what the machine does meanwhile happens to all; a ratio is of two epochs
+of one round. Beside the time by the clock stands the processor's time of all threads of the process: on a
+machine that others use too it varies less, and it also has the thread that writes the file. The network is
+small, so that its step takes a few milliseconds: what is recorded costs the same in a longer step. "off" is
+there twice: how far these two are from each other says how much a ratio can be trusted.
+
+The second table has the recording alone, around steps that do nothing, the third the writing of the file.
 
 With `--chart` it also draws some steps of a training on 3 ranks in processes of their own, with every step
-recorded, and checks the trace that Perfetto opens.
+recorded, and counts the events of the trace that Perfetto opens.
 
     python tests/benchmarks/timeline_cost.py --chart docs/timeline.png
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
-import threading
 import time
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import harness
 import numpy as np
@@ -33,6 +38,7 @@ from checkpoint_overhead import interval
 from read_rate import write
 
 from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
@@ -41,7 +47,16 @@ from ringspark.estimators.tracking.trace_picture import trace_picture
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.observation.timeline import RankTimeline, StepKind
+from ringspark.estimators.training.observation import observed
+from ringspark.estimators.training.observation.timeline import (
+    MOST_SPANS,
+    NO_TIMELINE,
+    WRITE_SHARE,
+    RankTimeline,
+    RareKind,
+    StepKind,
+    Timeline,
+)
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -50,49 +65,63 @@ DIM, HIDDEN, BATCH, RANKS = 64, 256, 256, 3
 SPEC = ModelSpec("mlp", {"in_features": DIM, "hidden": [HIDDEN] * 3, "out_features": 1})
 PARTS: tuple[StepKind, ...] = ("forward", "backward", "exchange", "step")
 TRIALS = 9
+# A timeline that is full records every second step only, so a new one takes its place before.
+EPOCHS_A_TIMELINE = 30
 CASES: dict[str, int | None] = {"off": None, "off again": None, "every 50th": 50, "every": 1}
 
 
-class Turns:
-    """Lets one of several trainings run at a time, round and round."""
+class SwitchedTimeline:
+    """Records the epochs of one training by turns in one way and in another: see `CASES`."""
 
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._next = 0
-        self._changed = threading.Condition()
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+    def __init__(self, every: int, world: Collective, run_uri: str, device: torch.device) -> None:
+        """Made by the training in place of a `RankTimeline`; `every` is the number of its rounds."""
+        self._make = partial(RankTimeline, world=world, run_uri=run_uri, device=device)
+        self._order = order_of(every)
+        self._used: dict[int, list[RankTimeline]] = {}
+        self._now: Timeline = NO_TIMELINE
 
-    def wait_for(self, name: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._names[self._next] == name)
+    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
+        every = CASES[self._order[state.epoch - 1]]
+        if every is None:
+            self._now = NO_TIMELINE
+        else:
+            used = self._used.setdefault(every, [])
+            number = sum(CASES[case] == every for case in self._order[: state.epoch - 1])
+            if number % EPOCHS_A_TIMELINE == 0:
+                used.append(self._make(every))
+            self._now = used[-1]
+        return self._now.steps(batches, state)
 
-    def end(self) -> None:
-        with self._changed:
-            self._next = (self._next + 1) % len(self._names)
-            self._changed.notify_all()
+    def span(self, kind: StepKind) -> AbstractContextManager[None]:
+        return self._now.span(kind)
+
+    def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
+        return self._now.rare_span(kind, state)
+
+    def close(self) -> None:
+        for used in self._used.values():
+            for timeline in used:
+                timeline.close()
 
 
-class TakesTurns(Callback):
-    """Holds a training up until its turn, and notes the seconds of each turn."""
+def order_of(rounds: int) -> list[str]:
+    """The case of each epoch: every round has each case once, in an order of its own."""
+    dice = random.Random(0)
+    return [case for _ in range(rounds) for case in dice.sample(list(CASES), len(CASES))]
 
-    def __init__(self, turns: Turns, name: str, stretch: int) -> None:
-        self._turns = turns
-        self._name = name
-        self._stretch = stretch
-        self._begin = 0.0
 
-    def on_train_start(self, state: TrainingState) -> None:
-        self._turns.wait_for(self._name)
-        self._begin = time.perf_counter()
+class EpochSeconds(Callback):
+    """Wall time, and processor time of all threads of this process, of each epoch but the first."""
 
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step % self._stretch:
-            return
-        self._turns.seconds[self._name].append(time.perf_counter() - self._begin)
-        self._turns.end()
-        if state.step < state.num_steps:
-            self._turns.wait_for(self._name)
-            self._begin = time.perf_counter()
+    def __init__(self) -> None:
+        self.taken: dict[int, tuple[float, float]] = {}
+        self._last: tuple[float, float] | None = None
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        now = time.perf_counter(), time.process_time()
+        if self._last is not None:
+            self.taken[state.epoch] = now[0] - self._last[0], now[1] - self._last[1]
+        self._last = now
 
 
 def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainConfig:
@@ -113,21 +142,36 @@ def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainCon
     return replace(config, **changes)
 
 
-def seconds_by_case(
-    manifest: ShardManifest, folder: Path, stretch: int, epochs: int
-) -> dict[str, list[float]]:
-    """Seconds of each turn of each case."""
-    turns = Turns(list(CASES))
-    threads = []
-    for number, (name, every) in enumerate(CASES.items()):
-        config = config_of(manifest, folder / f"run-{number}", timeline_every_steps=every, epochs=epochs)
-        objects = UserObjects(callbacks=(TakesTurns(turns, name, stretch),))
-        threads.append(threading.Thread(target=train_here, args=(config, objects)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return turns.seconds
+def seconds_by_case(manifest: ShardManifest, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
+    """Seconds of each case's epochs by clock and by processor, of all rounds but the first."""
+    seconds, order = EpochSeconds(), order_of(rounds)
+    config = config_of(manifest, folder / "run", timeline_every_steps=rounds, epochs=len(order))
+    with mock.patch.object(observed, "RankTimeline", SwitchedTimeline):
+        train_here(config, UserObjects(callbacks=(seconds,)))
+    found: dict[str, list[list[float]]] = {case: [[], []] for case in CASES}
+    for epoch in range(len(CASES) + 1, len(order) + 1):
+        for values, value in zip(found[order[epoch - 1]], seconds.taken[epoch], strict=True):
+            values.append(value)
+    return found
+
+
+def file_seconds(folder: Path) -> tuple[int, float]:
+    """Bytes of a rank's largest file, and the processor's seconds that one write of it takes."""
+    state = SimpleNamespace(epoch=1, step=0)
+    full = RankTimeline(1, LocalCollective(), str(folder / "full"), torch.device("cpu"))
+    batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
+    for _ in full.steps(repeat(batch, MOST_SPANS // (len(PARTS) + 1)), cast("Any", state)):
+        for kind in PARTS:
+            with full.span(kind):
+                pass
+        state.step += 1
+    taken = []
+    for _ in range(TRIALS):
+        begin = time.process_time()
+        full.close()
+        taken.append(time.process_time() - begin)
+    (file,) = (folder / "full").rglob("*.json")
+    return file.stat().st_size, median(taken)
 
 
 def recording_alone(folder: Path, every: int, num_steps: int) -> list[float]:
@@ -165,37 +209,35 @@ def train_ranks(manifest: ShardManifest, folder: Path) -> str:
 
 def main() -> None:
     """Prints the ratios, and draws if it is asked to."""
-    args = harness.parse(__doc__, stretch=(50, 2), rounds=(120, 3))
-    # Whole turns; every epoch ends with one.
-    steps = args.stretch * args.rounds
-    per_epoch = args.stretch * max(1, args.rounds // 10)
-    rows = per_epoch * BATCH
+    args = harness.parse(__doc__, stretch=(100, 2), rounds=(120, 2))
+    torch.set_num_threads(1)
+    rows = args.stretch * BATCH
     features = np.random.default_rng(0).normal(size=(rows, DIM)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = write({"features": features, "label": features[:, 0].copy()}, folder / "shards", BATCH)
-        # The first two rounds warm up.
-        taken = seconds_by_case(manifest, folder, args.stretch, -(-steps // per_epoch))
-        seconds = {case: values[min(2, len(values) - 1) :] for case, values in taken.items()}
+        seconds = seconds_by_case(manifest, folder, args.rounds)
         table = []
-        for case, values in seconds.items():
-            ratios = [value / base for value, base in zip(values, seconds["off"], strict=True)]
-            low, high = interval(ratios)
-            table.append(
-                [
-                    case,
-                    f"{1e3 * median(values) / args.stretch:.3f}",
-                    f"{median(ratios):.4f}",
-                    f"{low:.4f} to {high:.4f}",
-                ]
-            )
+        for case, of_case in seconds.items():
+            line = [case, f"{1e3 * median(of_case[1]) / args.stretch:.3f}"]
+            for values, bases in zip(of_case, seconds["off"], strict=True):
+                ratios = [value / base for value, base in zip(values, bases, strict=True)]
+                line += [f"{median(ratios):.4f}", "{:.4f} to {:.4f}".format(*interval(ratios))]
+            table.append(line)
         harness.print_table(
-            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(seconds['off'])} rounds of "
-            f"{args.stretch} steps of each",
-            ["recorded steps", "ms a step", "to off", "95 % interval"],
+            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(seconds['off'][0])} rounds of "
+            f"an epoch of {args.stretch} steps of each",
+            [
+                "recorded steps",
+                "CPU ms a step",
+                "clock to off",
+                "95 % interval",
+                "CPU to off",
+                "95 % interval",
+            ],
             table,
         )
-        step_seconds = median(seconds["off"]) / args.stretch
+        step_seconds = median(seconds["off"][1]) / args.stretch
         alone = {every: recording_alone(folder, every, args.rounds * args.stretch) for every in (50, 1)}
         harness.print_table(
             f"timeline_cost: the recording alone, median of {len(alone[1])} times "
@@ -210,6 +252,12 @@ def main() -> None:
                 ]
                 for every, values in alone.items()
             ],
+        )
+        size, written = file_seconds(folder)
+        harness.print_table(
+            f"timeline_cost: a full file of a rank, median of {TRIALS} writes",
+            ["MB", "CPU ms a write", "share of the time at most"],
+            [[f"{size / 1e6:.2f}", f"{1e3 * written:.1f}", f"{WRITE_SHARE:.2%}"]],
         )
         if args.chart:
             run_uri = train_ranks(manifest, folder)
