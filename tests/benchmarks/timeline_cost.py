@@ -1,13 +1,15 @@
-"""What the timeline costs: a training without one, with every 50th step recorded, and with every step.
+"""What the timeline costs: the steps that are recorded against those of the same training that are not.
 
-It is one training on one rank, whose epochs take turns: each round has an epoch of `--stretch` steps of every
-case, in an order drawn anew, so that what the machine does meanwhile happens to all; a ratio is of two epochs
-of one round. Beside the time by the clock stands the processor's time of all threads of the process: on a
-machine that others use too it varies less, and it also has the thread that writes the file. The network is
-small, so that its step takes a few milliseconds: what is recorded costs the same in a longer step. "off" is
-there twice: how far these two are from each other says how much a ratio can be trusted.
+One training on one rank records every 4th step. What a recorded step costs lies between the end of the step
+before and the end of the step after it, so these two steps are compared with the next two, which nothing
+records: thousands of pairs of neighbours, so that what else happens on the machine happens to both. Beside
+the time by the clock stands the time of the training's thread on the processor, which varies less on a
+machine that others use too. The network is small, so that its step takes a few milliseconds: what is
+recorded costs the same in a longer step.
 
-The second table has the recording alone, around steps that do nothing, the third the writing of the file.
+The second table has the recording alone, around steps that do nothing, also for steps of which nothing is
+recorded, and for a training without a timeline. The third adds both up. The fourth is about the file, which
+a thread of its own writes.
 
 With `--chart` it also draws some steps of a training on 3 ranks in processes of their own, with every step
 recorded, and counts the events of the trace that Perfetto opens.
@@ -17,19 +19,14 @@ recorded, and counts the events of the trace that Perfetto opens.
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import harness
 import numpy as np
@@ -38,7 +35,6 @@ from checkpoint_overhead import interval
 from read_rate import write
 
 from ringspark.estimators import user_code
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
@@ -47,13 +43,12 @@ from ringspark.estimators.tracking.trace_picture import trace_picture
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.observation import observed
+from ringspark.estimators.training.observation.span_file import read_spans
 from ringspark.estimators.training.observation.timeline import (
     MOST_SPANS,
     NO_TIMELINE,
     WRITE_SHARE,
     RankTimeline,
-    RareKind,
     StepKind,
     Timeline,
 )
@@ -65,63 +60,18 @@ DIM, HIDDEN, BATCH, RANKS = 64, 256, 256, 3
 SPEC = ModelSpec("mlp", {"in_features": DIM, "hidden": [HIDDEN] * 3, "out_features": 1})
 PARTS: tuple[StepKind, ...] = ("forward", "backward", "exchange", "step")
 TRIALS = 9
-# A timeline that is full records every second step only, so a new one takes its place before.
-EPOCHS_A_TIMELINE = 30
-CASES: dict[str, int | None] = {"off": None, "off again": None, "every 50th": 50, "every": 1}
+EVERY = 4
+STEPS_AN_EPOCH = 1_000
 
 
-class SwitchedTimeline:
-    """Records the epochs of one training by turns in one way and in another: see `CASES`."""
-
-    def __init__(self, every: int, world: Collective, run_uri: str, device: torch.device) -> None:
-        """Made by the training in place of a `RankTimeline`; `every` is the number of its rounds."""
-        self._make = partial(RankTimeline, world=world, run_uri=run_uri, device=device)
-        self._order = order_of(every)
-        self._used: dict[int, list[RankTimeline]] = {}
-        self._now: Timeline = NO_TIMELINE
-
-    def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
-        every = CASES[self._order[state.epoch - 1]]
-        if every is None:
-            self._now = NO_TIMELINE
-        else:
-            used = self._used.setdefault(every, [])
-            number = sum(CASES[case] == every for case in self._order[: state.epoch - 1])
-            if number % EPOCHS_A_TIMELINE == 0:
-                used.append(self._make(every))
-            self._now = used[-1]
-        return self._now.steps(batches, state)
-
-    def span(self, kind: StepKind) -> AbstractContextManager[None]:
-        return self._now.span(kind)
-
-    def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
-        return self._now.rare_span(kind, state)
-
-    def close(self) -> None:
-        for used in self._used.values():
-            for timeline in used:
-                timeline.close()
-
-
-def order_of(rounds: int) -> list[str]:
-    """The case of each epoch: every round has each case once, in an order of its own."""
-    dice = random.Random(0)
-    return [case for _ in range(rounds) for case in dice.sample(list(CASES), len(CASES))]
-
-
-class EpochSeconds(Callback):
-    """Wall time, and processor time of all threads of this process, of each epoch but the first."""
+class StepSeconds(Callback):
+    """When each step ended, by the clock and by the time of this thread on the processor."""
 
     def __init__(self) -> None:
-        self.taken: dict[int, tuple[float, float]] = {}
-        self._last: tuple[float, float] | None = None
+        self.ends: dict[int, tuple[float, float]] = {}
 
-    def on_epoch_end(self, state: TrainingState) -> None:
-        now = time.perf_counter(), time.process_time()
-        if self._last is not None:
-            self.taken[state.epoch] = now[0] - self._last[0], now[1] - self._last[1]
-        self._last = now
+    def on_step_end(self, state: TrainingState) -> None:
+        self.ends[state.step] = time.perf_counter(), time.thread_time()
 
 
 def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainConfig:
@@ -142,16 +92,21 @@ def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainCon
     return replace(config, **changes)
 
 
-def seconds_by_case(manifest: ShardManifest, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
-    """Seconds of each case's epochs by clock and by processor, of all rounds but the first."""
-    seconds, order = EpochSeconds(), order_of(rounds)
-    config = config_of(manifest, folder / "run", timeline_every_steps=rounds, epochs=len(order))
-    with mock.patch.object(observed, "RankTimeline", SwitchedTimeline):
-        train_here(config, UserObjects(callbacks=(seconds,)))
-    found: dict[str, list[list[float]]] = {case: [[], []] for case in CASES}
-    for epoch in range(len(CASES) + 1, len(order) + 1):
-        for values, value in zip(found[order[epoch - 1]], seconds.taken[epoch], strict=True):
-            values.append(value)
+def pairs_of_steps(manifest: ShardManifest, folder: Path, epochs: int) -> list[list[tuple[float, float]]]:
+    """By clock and by processor: seconds of two steps of which one is recorded, and of the two after them."""
+    seconds = StepSeconds()
+    config = config_of(manifest, folder / "run", timeline_every_steps=EVERY, epochs=epochs)
+    result = train_here(config, UserObjects(callbacks=(seconds,)))
+    (spans,) = read_spans(result.run_uri)
+    assert spans.every == EVERY, "the file was full, so the steps at the end were recorded less often"
+    # The first steps warm up, and in the last step of an epoch the reader begins anew.
+    per_epoch = result.steps // epochs
+    recorded = range(min(10 * EVERY, result.steps // 2 // EVERY * EVERY), result.steps - 2, EVERY)
+    chosen = [n for n in recorded if 0 < n % per_epoch <= per_epoch - 3]
+    found: list[list[tuple[float, float]]] = []
+    for kind in (0, 1):
+        at = {step: ends[kind] for step, ends in seconds.ends.items()}
+        found.append([(at[n + 1] - at[n - 1], at[n + 3] - at[n + 1]) for n in chosen])
     return found
 
 
@@ -174,21 +129,24 @@ def file_seconds(folder: Path) -> tuple[int, float]:
     return file.stat().st_size, median(taken)
 
 
-def recording_alone(folder: Path, every: int, num_steps: int) -> list[float]:
-    """Seconds per step that recording the parts of a step takes, in several trials."""
+def recording_alone(folder: Path, every: int | None, num_steps: int) -> list[float]:
+    """Seconds per step that the calls of a step take, in several trials."""
     batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
     found = []
     for _ in range(TRIALS):
         state = SimpleNamespace(epoch=1, step=0)
-        timelines = RankTimeline(every, LocalCollective(), str(folder / "alone"), torch.device("cpu"))
-        begin = time.perf_counter()
-        for _ in timelines.steps(repeat(batch, num_steps), cast("Any", state)):
+        timeline: Timeline = NO_TIMELINE
+        if every is not None:
+            device = torch.device("cpu")
+            timeline = RankTimeline(every, LocalCollective(), str(folder / "alone"), device)
+        begin = time.thread_time()
+        for _ in timeline.steps(repeat(batch, num_steps), cast("Any", state)):
             for kind in PARTS:
-                with timelines.span(kind):
+                with timeline.span(kind):
                     pass
             state.step += 1
-        found.append((time.perf_counter() - begin) / num_steps)
-        timelines.close()
+        found.append((time.thread_time() - begin) / num_steps)
+        timeline.close()
     return found
 
 
@@ -209,48 +167,62 @@ def train_ranks(manifest: ShardManifest, folder: Path) -> str:
 
 def main() -> None:
     """Prints the ratios, and draws if it is asked to."""
-    args = harness.parse(__doc__, stretch=(100, 2), rounds=(120, 2))
+    args = harness.parse(__doc__, steps=(14_000, 40))
     torch.set_num_threads(1)
-    rows = args.stretch * BATCH
-    features = np.random.default_rng(0).normal(size=(rows, DIM)).astype(np.float32)
+    per_epoch = min(args.steps, STEPS_AN_EPOCH)
+    features = np.random.default_rng(0).normal(size=(per_epoch * BATCH, DIM)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = write({"features": features, "label": features[:, 0].copy()}, folder / "shards", BATCH)
-        seconds = seconds_by_case(manifest, folder, args.rounds)
+        found = pairs_of_steps(manifest, folder, args.steps // per_epoch)
         table = []
-        for case, of_case in seconds.items():
-            line = [case, f"{1e3 * median(of_case[1]) / args.stretch:.3f}"]
-            for values, bases in zip(of_case, seconds["off"], strict=True):
-                ratios = [value / base for value, base in zip(values, bases, strict=True)]
-                line += [f"{median(ratios):.4f}", "{:.4f} to {:.4f}".format(*interval(ratios))]
-            table.append(line)
+        for kind, pairs in zip(("clock", "processor"), found, strict=True):
+            more = [recorded - other for recorded, other in pairs]
+            table.append(
+                [
+                    kind,
+                    f"{1e3 * median(other for _, other in pairs) / 2:.3f}",
+                    f"{1e6 * median(more):.1f}",
+                    "{:.1f} to {:.1f}".format(*(1e6 * end for end in interval(more))),
+                ]
+            )
         harness.print_table(
-            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(seconds['off'][0])} rounds of "
-            f"an epoch of {args.stretch} steps of each",
-            [
-                "recorded steps",
-                "CPU ms a step",
-                "clock to off",
-                "95 % interval",
-                "CPU to off",
-                "95 % interval",
-            ],
+            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(found[0]):,} recorded steps and "
+            "their neighbours",
+            ["time by", "ms a step", "more of a recorded step, us", "95 % interval"],
             table,
         )
-        step_seconds = median(seconds["off"][1]) / args.stretch
-        alone = {every: recording_alone(folder, every, args.rounds * args.stretch) for every in (50, 1)}
+        step_seconds = median(other for _, other in found[1]) / 2
+        alone = {every: recording_alone(folder, every, max(50, args.steps)) for every in (None, 10**9, 50, 1)}
+        names = ("off", "on, but none", "every 50th", "every")
         harness.print_table(
-            f"timeline_cost: the recording alone, median of {len(alone[1])} times "
-            f"{args.rounds * args.stretch:,} empty steps",
+            f"timeline_cost: the calls alone, processor's time, median of {TRIALS} times {args.steps:,} "
+            "empty steps",
             ["recorded steps", "us a step", "of a step", "95 % interval"],
             [
                 [
-                    f"every {every}",
+                    case,
                     f"{1e6 * median(values):.2f}",
                     f"{median(values) / step_seconds:.3%}",
                     "{:.3%} to {:.3%}".format(*(end / step_seconds for end in interval(values))),
                 ]
-                for every, values in alone.items()
+                for case, values in zip(names, alone.values(), strict=True)
+            ],
+        )
+        more = [recorded - other for recorded, other in found[1]]
+        idle = median(alone[10**9]) - median(alone[None])
+        harness.print_table(
+            "timeline_cost: a training with a timeline against one without, from both tables",
+            ["recorded steps", "of its time", "95 % interval"],
+            [
+                [
+                    case,
+                    f"{(idle + median(more) / every) / step_seconds:.3%}",
+                    "{:.3%} to {:.3%}".format(
+                        *((idle + end / every) / step_seconds for end in interval(more))
+                    ),
+                ]
+                for case, every in (("every 50th", 50), ("every", 1))
             ],
         )
         size, written = file_seconds(folder)
