@@ -43,7 +43,7 @@ def manifest(make_shards: MakeShards) -> ShardManifest:
 def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
     manifest: ShardManifest, tmp_path: Path, sharding: str
 ) -> None:
-    config = _config(manifest, tmp_path / "run", num_workers=3, collective="torch", sharding=sharding)
+    config = _config(manifest, tmp_path / "run", num_workers=2, collective="torch", sharding=sharding)
     results = train_ranks(config)
     costs = [record.cost for record in results[0].history]
     for record, cost in zip(results[0].history, costs, strict=True):
@@ -53,7 +53,7 @@ def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
         assert cost.flops_utilization is None  # the peak of a processor is not known
     # Beside the epochs: the first weights, and what each epoch's end tells the others.
     sent = [cost.bytes_sent or 0 for cost in costs if cost is not None]
-    assert sent[1] > 26 * 3 * 4 * sum(p.numel() for p in SPEC.build().parameters())
+    assert sent[1] > 26 * 2 * 4 * sum(p.numel() for p in SPEC.build().parameters())
     assert sum(sent) <= sum(result.bytes_sent for result in results)
     row = TrainingSummary.of(results[0]).history.iloc[1]
     assert row.rows_per_second == pytest.approx(ROWS / row.training_seconds)
