@@ -53,7 +53,11 @@ class TrainingSummary:
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds."""
+        """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds, cost.
+
+        The cost is `training_seconds`, `rows_per_second`, `bytes_sent`, `flops`, `flops_per_second`,
+        `flops_utilization` and `energy_joules`, of all ranks together; None where nobody knows.
+        """
         return pd.DataFrame([record.row() for record in self.epochs])
 
     @property

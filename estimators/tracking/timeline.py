@@ -1,7 +1,8 @@
 """Reads the spans of all ranks of a run, puts them on one axis of time, and tells where the time went.
 
 `chrome_trace` gives them in the JSON trace format that Perfetto (ui.perfetto.dev) and chrome://tracing open:
-a process per host, a thread per rank, one enclosing slice per recorded step.
+a process per host, a thread per rank, one enclosing slice per recorded step. `start` in the arguments of a
+slice is 1 until the ranks are started again.
 
 Here `exchange` falls into two: a rank that comes early waits for the last one, and `wait` is the part of its
 exchange before the last rank began its own. It is told apart only where it is longer than the error of the
@@ -66,6 +67,7 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     ranks = spans_of(run_uri)
     pieces = slices_of(ranks)
     hosts = sorted({spans.host for spans in ranks})
+    starts = sorted({spans.start for spans in ranks})
     zero = min((piece.begin_ns for piece in pieces), default=0)
     events: list[dict[str, Any]] = []
     for number, host in enumerate(hosts):
@@ -83,7 +85,7 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
                 "tid": tid,
                 "ts": (piece.begin_ns - zero) / 1000,
                 "dur": (piece.end_ns - piece.begin_ns) / 1000,
-                "args": {"epoch": piece.epoch, "step": piece.step}
+                "args": {"epoch": piece.epoch, "step": piece.step, "start": starts.index(piece.start) + 1}
                 | ({} if piece.rows is None else {"rows": piece.rows}),
             }
         )

@@ -29,6 +29,33 @@ END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpochCost:
+    """What an epoch cost all ranks together; None where nobody knows.
+
+    Attributes:
+        training_seconds: Time without the validation.
+        bytes_sent: Bytes that the ranks sent to each other, counted as `Collective.bytes_sent` says.
+        flops: Operations of the model for all rows, see `observation.flops`.
+        flops_utilization: Share of the operations that the devices could have done in the time.
+        energy_joules: Energy of the ranks' GPUs, or on processors of their hosts, see `observation.energy`.
+    """
+
+    training_seconds: float
+    bytes_sent: int | None
+    flops: int | None
+    flops_utilization: float | None
+    energy_joules: float | None
+
+    def row(self, rows: int) -> dict[str, Any]:
+        """Returns the columns of a table for an epoch of so many rows."""
+        seconds = self.training_seconds
+        return asdict(self) | {
+            "rows_per_second": rows / seconds if seconds > 0 else None,
+            "flops_per_second": self.flops / seconds if self.flops is not None and seconds > 0 else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
@@ -46,6 +73,8 @@ class EpochRecord:
     skipped_steps: int = added(0)
     metrics: dict[str, float] = field(default_factory=dict)
     """`train_...` and `validation_...`: the chosen metrics, and each label's loss if there are several."""
+    cost: EpochCost | None = added(None)  # noqa: RUF009
+    """None in a history of before it was measured."""
 
     def value(self, name: str) -> float:
         """Returns the loss or metric called `name`; NaN if the epoch has none."""
@@ -57,7 +86,8 @@ class EpochRecord:
         """Returns the record as one flat row of a table."""
         values: dict[str, Any] = asdict(self)
         metrics: dict[str, float] = values.pop("metrics")
-        return values | metrics
+        del values["cost"]
+        return values | ({} if self.cost is None else self.cost.row(self.rows)) | metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from ringspark.estimators.training.optimizers.schedules import Rates
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
-from ringspark.estimators.training.step_log import StepLog
 from ringspark.estimators.training.tuning.average import Average
 
 
@@ -33,7 +32,7 @@ class Running:
         recipe: How a micro-batch is computed; its scaler changes.
         transform: Changes training rows; None for none.
         prepare: Prepares the inputs of held-out rows; None for none.
-        observation: What the training records about itself; nothing by default.
+        observation: What the training records about itself.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
         average: Moving average of the weights, empty where none is asked for.
@@ -53,11 +52,10 @@ class Running:
         rates: Rates,
         callbacks: Callbacks,
         log: RunLog,
-        steps: StepLog,
+        observation: Observation,
         steps_per_epoch: int,
         device: torch.device,
         objects: UserObjects,
-        observation: Observation | None = None,
     ) -> None:
         """Stands before the first step.
 
@@ -70,7 +68,7 @@ class Running:
         self.transform: BatchTransform | None = None
         if objects.transform_batch is not None:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
-        self.observation = observation or Observation()
+        self.observation = observation
         self.prepare = prepared(objects.transform_in_prediction, device, training=False)
         self.scaler = LossScaler(config.precision, device, combine, guards=config.on_non_finite != "stop")
         self.recipe = Recipe(
@@ -78,7 +76,7 @@ class Running:
             criterion=Criterion(heads, device),
             scaler=self.scaler,
             device=device,
-            timeline=self.observation.timeline,
+            timeline=observation.timeline,
         )
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)
@@ -100,7 +98,6 @@ class Running:
         self.rates = rates
         self.callbacks = callbacks
         self.log = log
-        self.steps = steps
         self.device = device
         self.first_bad = FirstBadLoss(device)
         self.steps_per_epoch = steps_per_epoch

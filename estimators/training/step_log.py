@@ -51,7 +51,7 @@ class StepRecord:
 
 
 class StepLog:
-    """Takes the records on every rank and writes them on rank 0. A context manager."""
+    """Takes the records on every rank and writes them on rank 0; whoever made it calls `flush` at the end."""
 
     def __init__(self, run_uri: str, writes: bool, every: int) -> None:
         """Starts without records.
@@ -67,13 +67,6 @@ class StepLog:
         self._number: int | None = None
         self._begun = self._written = time.monotonic()
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> StepLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The folder may be removed after this.
-        self.flush()
 
     def begin(self, sums: Sums) -> None:
         """Counts from here; called where an epoch begins or goes on."""

@@ -48,6 +48,7 @@ class Trainer:
         self._sync, self._state = running.sync, running.state
         self._scaler, self._first_bad = running.scaler, running.first_bad
         self._recovery = recovery
+        self._observed = running.observation
         self._timeline = running.observation.timeline
         self._status = status
         self._guards = config.on_non_finite != "stop"
@@ -84,22 +85,25 @@ class Trainer:
         # Every rank sees the same mean, so all stop here together.
         if not np.isfinite(values["train_loss"]):
             self._raise_not_finite(epoch, values["train_loss"])
+        rows = train.manifest.num_rows
+        cost = self._observed.meter.cost(rows, time.monotonic() - running.epoch_start)
         if validation is not None:
             with self._timeline.rare_span("validation", self._state):
                 values |= self._validate(epoch, validation)
         # Whoever sees the epoch finds its steps.
-        running.steps.flush()
+        self._observed.losses.flush()
         running.log.epoch(
             EpochRecord(
                 epoch=epoch + 1,
                 steps=train.num_steps,
-                rows=train.manifest.num_rows,
+                rows=rows,
                 seconds=time.monotonic() - running.epoch_start,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
                 train_loss=values.pop("train_loss"),
                 validation_loss=values.pop("validation_loss", None),
                 skipped_steps=self._scaler.skipped_steps - running.skipped_before,
                 metrics=values,
+                cost=cost,
             )
         )
         running.end_epoch()
@@ -118,11 +122,12 @@ class Trainer:
         rows = epoch * reader.manifest.num_rows + sum(plan.global_rows(step) for step in range(first))
         is_due = False
         self._first_bad.reset()
-        running.steps.begin(running.sums)
+        self._observed.losses.begin(running.sums)
+        self._observed.meter.begin(is_whole=first == 0)
         self._sync.module.train()
         # Closed also when the training rolls back, because the reader has threads.
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
-            read = running.observation.steps(self._on_device(reader, batches), state)
+            read = self._observed.steps(self._on_device(reader, batches), state)
             for step, batch in enumerate(read, first):
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
@@ -131,7 +136,7 @@ class Trainer:
                 rows += global_rows
                 state.step += 1
                 running.step_in_epoch = step + 1
-                if running.steps.is_due(state.step):
+                if self._observed.losses.is_due(state.step):
                     self._record_step(rows)
                 if running.callbacks.has_step_end:
                     self._call("on_step_end")
@@ -157,13 +162,13 @@ class Trainer:
     def _record_step(self, rows: int) -> None:
         """Records the loss since the last record. Runs on every rank."""
         running, state = self._running, self._state
-        running.steps.add(
+        self._observed.losses.add(
             StepRecord(
                 step=state.step,
                 epoch=state.epoch,
                 rows=rows,
                 seconds=self._recovery.seconds,
-                train_loss=running.steps.mean_loss(running.sums, self._mesh.data),
+                train_loss=self._observed.losses.mean_loss(running.sums, self._mesh.data),
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
             )
         )
@@ -209,7 +214,8 @@ class Trainer:
         seen = []
         micro_batches = batch.split(self._config.gradient_accumulation)
         for number, micro_batch in enumerate(micro_batches, 1):
-            with self._sync.micro_batch(last=number == len(micro_batches)):
+            is_last = number == len(micro_batches)
+            with self._sync.micro_batch(last=is_last), self._observed.meter.counting(micro_batch):
                 seen.append(
                     forward_backward(
                         running.recipe,

@@ -39,7 +39,6 @@ from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.step_log import StepLog
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
@@ -151,8 +150,7 @@ def _train(
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
-        StepLog(config.run_uri, mesh.writes, config.log_every_steps) as steps,
-        Observation.of(config, mesh, device) as observation,
+        Observation.of(config, mesh, device, is_compiled=bool(config.compile)) as observation,
         compiled(sync.network, config.compile, device),
     ):
         running = Running(
@@ -163,11 +161,10 @@ def _train(
             rates,
             callbacks,
             log,
-            steps,
+            observation,
             train.num_steps,
             device,
             objects,
-            observation,
         )
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()

@@ -29,13 +29,13 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.objective.heads import make_heads
+from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.step_log import StepLog
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
@@ -116,9 +116,9 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
         rates = make_rates("constant", sync.optimizer, 3, 0)
         heads = make_heads(config, UserObjects())
-        steps = StepLog(folder, writes=False, every=0)
+        observation = Observation.of(config, mesh, device)
         running = Running(
-            config, mesh, heads, sync, rates, Callbacks([]), log, steps, 3, device, UserObjects()
+            config, mesh, heads, sync, rates, Callbacks([]), log, observation, 3, device, UserObjects()
         )
         trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
         module.train()

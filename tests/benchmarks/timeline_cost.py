@@ -1,14 +1,18 @@
-"""What the timeline costs: a training without one, with every 50th step recorded, and with every step.
+"""What the timeline costs: the steps that are recorded against those of the same training that are not.
 
-They train in one process, on one rank each, and take turns of `--stretch` steps, so that what the machine
-does meanwhile happens to all; a ratio is of two stretches of one round. The network is small, so that its
-step takes a few milliseconds: what is recorded costs the same in a longer step. The clocks are compared
-before the first step, and the file is written by a thread, mostly in the turn of the one whose it is.
-The comparison of "off" with itself, two trainings alike, says how much a ratio can be trusted. Because that
-is more than the timeline costs, the second table has the recording alone, around steps that do nothing.
+One training on one rank records every 4th step. What a recorded step costs lies between the end of the step
+before and the end of the step after it, so these two steps are compared with the next two, which nothing
+records: thousands of pairs of neighbours, so that what else happens on the machine happens to both. Beside
+the time by the clock stands the time of the training's thread on the processor, which varies less on a
+machine that others use too. The network is small, so that its step takes a few milliseconds: what is
+recorded costs the same in a longer step.
+
+The second table has the recording alone, around steps that do nothing, also for steps of which nothing is
+recorded, and for a training without a timeline. The third adds both up. The fourth is about the file, which
+a thread of its own writes.
 
 With `--chart` it also draws some steps of a training on 3 ranks in processes of their own, with every step
-recorded, and checks the trace that Perfetto opens.
+recorded, and counts the events of the trace that Perfetto opens.
 
     python tests/benchmarks/timeline_cost.py --chart docs/timeline.png
 """
@@ -16,9 +20,7 @@ recorded, and checks the trace that Perfetto opens.
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -41,7 +43,15 @@ from ringspark.estimators.tracking.trace_picture import trace_picture
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.observation.timeline import RankTimeline, StepKind
+from ringspark.estimators.training.observation.span_file import read_spans
+from ringspark.estimators.training.observation.timeline import (
+    MOST_SPANS,
+    NO_TIMELINE,
+    WRITE_SHARE,
+    RankTimeline,
+    StepKind,
+    Timeline,
+)
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -50,49 +60,18 @@ DIM, HIDDEN, BATCH, RANKS = 64, 256, 256, 3
 SPEC = ModelSpec("mlp", {"in_features": DIM, "hidden": [HIDDEN] * 3, "out_features": 1})
 PARTS: tuple[StepKind, ...] = ("forward", "backward", "exchange", "step")
 TRIALS = 9
-CASES: dict[str, int | None] = {"off": None, "off again": None, "every 50th": 50, "every": 1}
+EVERY = 4
+STEPS_AN_EPOCH = 1_000
 
 
-class Turns:
-    """Lets one of several trainings run at a time, round and round."""
+class StepSeconds(Callback):
+    """When each step ended, by the clock and by the time of this thread on the processor."""
 
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._next = 0
-        self._changed = threading.Condition()
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-
-    def wait_for(self, name: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._names[self._next] == name)
-
-    def end(self) -> None:
-        with self._changed:
-            self._next = (self._next + 1) % len(self._names)
-            self._changed.notify_all()
-
-
-class TakesTurns(Callback):
-    """Holds a training up until its turn, and notes the seconds of each turn."""
-
-    def __init__(self, turns: Turns, name: str, stretch: int) -> None:
-        self._turns = turns
-        self._name = name
-        self._stretch = stretch
-        self._begin = 0.0
-
-    def on_train_start(self, state: TrainingState) -> None:
-        self._turns.wait_for(self._name)
-        self._begin = time.perf_counter()
+    def __init__(self) -> None:
+        self.ends: dict[int, tuple[float, float]] = {}
 
     def on_step_end(self, state: TrainingState) -> None:
-        if state.step % self._stretch:
-            return
-        self._turns.seconds[self._name].append(time.perf_counter() - self._begin)
-        self._turns.end()
-        if state.step < state.num_steps:
-            self._turns.wait_for(self._name)
-            self._begin = time.perf_counter()
+        self.ends[state.step] = time.perf_counter(), time.thread_time()
 
 
 def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainConfig:
@@ -113,38 +92,61 @@ def config_of(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainCon
     return replace(config, **changes)
 
 
-def seconds_by_case(
-    manifest: ShardManifest, folder: Path, stretch: int, epochs: int
-) -> dict[str, list[float]]:
-    """Seconds of each turn of each case."""
-    turns = Turns(list(CASES))
-    threads = []
-    for number, (name, every) in enumerate(CASES.items()):
-        config = config_of(manifest, folder / f"run-{number}", timeline_every_steps=every, epochs=epochs)
-        objects = UserObjects(callbacks=(TakesTurns(turns, name, stretch),))
-        threads.append(threading.Thread(target=train_here, args=(config, objects)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return turns.seconds
+def pairs_of_steps(manifest: ShardManifest, folder: Path, epochs: int) -> list[list[tuple[float, float]]]:
+    """By clock and by processor: seconds of two steps of which one is recorded, and of the two after them."""
+    seconds = StepSeconds()
+    config = config_of(manifest, folder / "run", timeline_every_steps=EVERY, epochs=epochs)
+    result = train_here(config, UserObjects(callbacks=(seconds,)))
+    (spans,) = read_spans(result.run_uri)
+    assert spans.every == EVERY, "the file was full, so the steps at the end were recorded less often"
+    # The first steps warm up, and in the last step of an epoch the reader begins anew.
+    per_epoch = result.steps // epochs
+    recorded = range(min(10 * EVERY, result.steps // 2 // EVERY * EVERY), result.steps - 2, EVERY)
+    chosen = [n for n in recorded if 0 < n % per_epoch <= per_epoch - 3]
+    found: list[list[tuple[float, float]]] = []
+    for kind in (0, 1):
+        at = {step: ends[kind] for step, ends in seconds.ends.items()}
+        found.append([(at[n + 1] - at[n - 1], at[n + 3] - at[n + 1]) for n in chosen])
+    return found
 
 
-def recording_alone(folder: Path, every: int, num_steps: int) -> list[float]:
-    """Seconds per step that recording the parts of a step takes, in several trials."""
+def file_seconds(folder: Path) -> tuple[int, float]:
+    """Bytes of a rank's largest file, and the processor's seconds that one write of it takes."""
+    state = SimpleNamespace(epoch=1, step=0)
+    full = RankTimeline(1, LocalCollective(), str(folder / "full"), torch.device("cpu"))
+    batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
+    for _ in full.steps(repeat(batch, MOST_SPANS // (len(PARTS) + 1)), cast("Any", state)):
+        for kind in PARTS:
+            with full.span(kind):
+                pass
+        state.step += 1
+    taken = []
+    for _ in range(TRIALS):
+        begin = time.process_time()
+        full.close()
+        taken.append(time.process_time() - begin)
+    (file,) = (folder / "full").rglob("*.json")
+    return file.stat().st_size, median(taken)
+
+
+def recording_alone(folder: Path, every: int | None, num_steps: int) -> list[float]:
+    """Seconds per step that the calls of a step take, in several trials."""
     batch = Batch(inputs=(), labels=(torch.zeros(1),), weight=None)
     found = []
     for _ in range(TRIALS):
         state = SimpleNamespace(epoch=1, step=0)
-        timelines = RankTimeline(every, LocalCollective(), str(folder / "alone"), torch.device("cpu"))
-        begin = time.perf_counter()
-        for _ in timelines.steps(repeat(batch, num_steps), cast("Any", state)):
+        timeline: Timeline = NO_TIMELINE
+        if every is not None:
+            device = torch.device("cpu")
+            timeline = RankTimeline(every, LocalCollective(), str(folder / "alone"), device)
+        begin = time.thread_time()
+        for _ in timeline.steps(repeat(batch, num_steps), cast("Any", state)):
             for kind in PARTS:
-                with timelines.span(kind):
+                with timeline.span(kind):
                     pass
             state.step += 1
-        found.append((time.perf_counter() - begin) / num_steps)
-        timelines.close()
+        found.append((time.thread_time() - begin) / num_steps)
+        timeline.close()
     return found
 
 
@@ -165,51 +167,69 @@ def train_ranks(manifest: ShardManifest, folder: Path) -> str:
 
 def main() -> None:
     """Prints the ratios, and draws if it is asked to."""
-    args = harness.parse(__doc__, stretch=(50, 2), rounds=(120, 3))
-    # Whole turns; every epoch ends with one.
-    steps = args.stretch * args.rounds
-    per_epoch = args.stretch * max(1, args.rounds // 10)
-    rows = per_epoch * BATCH
-    features = np.random.default_rng(0).normal(size=(rows, DIM)).astype(np.float32)
+    args = harness.parse(__doc__, steps=(14_000, 40))
+    torch.set_num_threads(1)
+    per_epoch = min(args.steps, STEPS_AN_EPOCH)
+    features = np.random.default_rng(0).normal(size=(per_epoch * BATCH, DIM)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = write({"features": features, "label": features[:, 0].copy()}, folder / "shards", BATCH)
-        # The first two rounds warm up.
-        taken = seconds_by_case(manifest, folder, args.stretch, -(-steps // per_epoch))
-        seconds = {case: values[min(2, len(values) - 1) :] for case, values in taken.items()}
+        found = pairs_of_steps(manifest, folder, args.steps // per_epoch)
         table = []
-        for case, values in seconds.items():
-            ratios = [value / base for value, base in zip(values, seconds["off"], strict=True)]
-            low, high = interval(ratios)
+        for kind, pairs in zip(("clock", "processor"), found, strict=True):
+            more = [recorded - other for recorded, other in pairs]
             table.append(
                 [
-                    case,
-                    f"{1e3 * median(values) / args.stretch:.3f}",
-                    f"{median(ratios):.4f}",
-                    f"{low:.4f} to {high:.4f}",
+                    kind,
+                    f"{1e3 * median(other for _, other in pairs) / 2:.3f}",
+                    f"{1e6 * median(more):.1f}",
+                    "{:.1f} to {:.1f}".format(*(1e6 * end for end in interval(more))),
                 ]
             )
         harness.print_table(
-            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(seconds['off'])} rounds of "
-            f"{args.stretch} steps of each",
-            ["recorded steps", "ms a step", "to off", "95 % interval"],
+            f"timeline_cost: {SPEC.kwargs}, {BATCH} rows a step, {len(found[0]):,} recorded steps and "
+            "their neighbours",
+            ["time by", "ms a step", "more of a recorded step, us", "95 % interval"],
             table,
         )
-        step_seconds = median(seconds["off"]) / args.stretch
-        alone = {every: recording_alone(folder, every, args.rounds * args.stretch) for every in (50, 1)}
+        step_seconds = median(other for _, other in found[1]) / 2
+        alone = {every: recording_alone(folder, every, max(50, args.steps)) for every in (None, 10**9, 50, 1)}
+        names = ("off", "on, but none", "every 50th", "every")
         harness.print_table(
-            f"timeline_cost: the recording alone, median of {len(alone[1])} times "
-            f"{args.rounds * args.stretch:,} empty steps",
+            f"timeline_cost: the calls alone, processor's time, median of {TRIALS} times {args.steps:,} "
+            "empty steps",
             ["recorded steps", "us a step", "of a step", "95 % interval"],
             [
                 [
-                    f"every {every}",
+                    case,
                     f"{1e6 * median(values):.2f}",
                     f"{median(values) / step_seconds:.3%}",
                     "{:.3%} to {:.3%}".format(*(end / step_seconds for end in interval(values))),
                 ]
-                for every, values in alone.items()
+                for case, values in zip(names, alone.values(), strict=True)
             ],
+        )
+        more = [recorded - other for recorded, other in found[1]]
+        idle = median(alone[10**9]) - median(alone[None])
+        harness.print_table(
+            "timeline_cost: a training with a timeline against one without, from both tables",
+            ["recorded steps", "of its time", "95 % interval"],
+            [
+                [
+                    case,
+                    f"{(idle + median(more) / every) / step_seconds:.3%}",
+                    "{:.3%} to {:.3%}".format(
+                        *((idle + end / every) / step_seconds for end in interval(more))
+                    ),
+                ]
+                for case, every in (("every 50th", 50), ("every", 1))
+            ],
+        )
+        size, written = file_seconds(folder)
+        harness.print_table(
+            f"timeline_cost: a full file of a rank, median of {TRIALS} writes",
+            ["MB", "CPU ms a write", "share of the time at most"],
+            [[f"{size / 1e6:.2f}", f"{1e3 * written:.1f}", f"{WRITE_SHARE:.2%}"]],
         )
         if args.chart:
             run_uri = train_ranks(manifest, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from ringspark.pipelines import storage
@@ -27,6 +28,8 @@ class BackgroundFile:
         self._what = what
         self._thread: threading.Thread | None = None
         self._has_failed = False
+        self.cpu_seconds = 0.0
+        """What the last write took of the processor, without waiting for the store."""
 
     @property
     def is_busy(self) -> bool:
@@ -55,6 +58,7 @@ class BackgroundFile:
             self._thread.join(END_SECONDS)
 
     def _write(self, make: Callable[[], bytes]) -> None:
+        begun = time.thread_time()
         try:
             # The next write replaces it, so a flush to disk would only disturb the training.
             storage.write_atomic(self._uri, make(), durable=False)
@@ -64,3 +68,4 @@ class BackgroundFile:
                     "the %s was not written (%s); the training goes on without it", self._what, error
                 )
             self._has_failed = True
+        self.cpu_seconds = time.thread_time() - begun

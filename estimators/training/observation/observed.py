@@ -1,4 +1,4 @@
-"""What a training records about itself, if its settings ask for it: the timeline and the profile."""
+"""What a training records about itself: losses and cost, and by request the timeline and the profile."""
 
 from __future__ import annotations
 
@@ -10,29 +10,45 @@ import torch
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.observation.epoch_meter import EpochMeter
 from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, profiler_of
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RankTimeline, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.step_log import StepLog
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What watches the steps of one rank; a context manager, at whose end the files are written."""
+    """What watches the steps of one rank; a context manager, at whose end the files are written.
 
+    Attributes:
+        losses: Losses of every few steps.
+        meter: Bytes, operations and energy of every epoch.
+    """
+
+    losses: StepLog
+    meter: EpochMeter
     timeline: Timeline = NO_TIMELINE
     profiler: Profiler = NO_PROFILER
 
     @classmethod
-    def of(cls, config: TrainConfig, mesh: Mesh, device: torch.device) -> Observation:
+    def of(
+        cls, config: TrainConfig, mesh: Mesh, device: torch.device, *, is_compiled: bool = False
+    ) -> Observation:
         """Returns what the settings ask for. Runs on every rank."""
         timeline: Timeline = NO_TIMELINE
         if config.timeline_every_steps is not None:
             timeline = RankTimeline(config.timeline_every_steps, mesh.world, config.run_uri, device)
-        return cls(timeline=timeline, profiler=profiler_of(config, mesh, device))
+        return cls(
+            losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),
+            meter=EpochMeter(mesh.world, device, precision=config.precision, is_compiled=is_compiled),
+            timeline=timeline,
+            profiler=profiler_of(config, mesh, device),
+        )
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         """Returns the batches of an epoch's steps, watched on their way into the loop."""
-        return self.profiler.steps(self.timeline.steps(batches, state), state)
+        return self.meter.steps(self.profiler.steps(self.timeline.steps(batches, state), state))
 
     def __enter__(self) -> Observation:
         return self
@@ -40,3 +56,5 @@ class Observation:
     def __exit__(self, *_: object) -> None:
         self.profiler.close()
         self.timeline.close()
+        # The folder may be removed after this.
+        self.losses.flush()

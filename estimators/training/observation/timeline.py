@@ -57,8 +57,10 @@ MOST_RARE_SPANS = 2_000
 MOST_OFFSETS = 1_000
 # Rounds of the clocks' comparison at the start of an epoch after the first one.
 _LATER_ROUNDS = 4
-# Seconds between two writes of the file.
+# Least seconds between two writes of the file.
 WRITE_SECONDS = 10.0
+# Largest share of the time that the writes take of a processor: a full file is written less often.
+WRITE_SHARE = 0.001
 
 _ON_DEVICE = frozenset(("transform", "forward", "backward", "exchange", "step"))
 # One object for all calls: a step that is not recorded makes none.
@@ -233,7 +235,8 @@ class RankTimeline:
             self._num_spans = sum(len(kept.spans) + len(kept.device_spans) for kept in self._steps)
 
     def _write_if_due(self) -> None:
-        if self._clock() - self._written_ns < WRITE_SECONDS * 1e9 or self._file.is_busy:
+        pause = max(WRITE_SECONDS, self._file.cpu_seconds / WRITE_SHARE)
+        if self._clock() - self._written_ns < pause * 1e9 or self._file.is_busy:
             return
         self._written_ns = self._clock()
         self._file.write(self._content())

@@ -1,0 +1,149 @@
+"""What an epoch costs: rows a second, bytes, operations, energy, or None where nobody knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_ranks
+from torch import nn
+
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.history import parse_history
+from ringspark.estimators.training.observation.energy import RaplEnergy
+from ringspark.estimators.training.observation.flops import PEAKS, FlopCount, peak_flops
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.worker import train_worker
+from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.pipelines import ShardManifest
+
+ROWS = 803
+SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
+# Two a weight forward, for the weights' gradient, and for the inputs', which the first layer does not need.
+FLOPS_A_ROW = 2 * 3 * (4 * 16 + 16 * 16 + 16) - 2 * 4 * 16
+MakeShards = Callable[..., ShardManifest]
+_config = partial(config_of, model=SPEC.to_json())
+
+
+@pytest.fixture
+def manifest(make_shards: MakeShards) -> ShardManifest:
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    return make_shards({"x": x, "y": x.sum(1)})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sharding", ["none", pytest.param("parameters", marks=pytest.mark.slow)])
+def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
+    manifest: ShardManifest, tmp_path: Path, sharding: str
+) -> None:
+    config = _config(manifest, tmp_path / "run", num_workers=2, collective="torch", sharding=sharding)
+    results = train_ranks(config)
+    costs = [record.cost for record in results[0].history]
+    for record, cost in zip(results[0].history, costs, strict=True):
+        assert cost is not None
+        assert 0 < cost.training_seconds <= record.seconds
+        assert cost.flops == ROWS * FLOPS_A_ROW
+        assert cost.flops_utilization is None  # the peak of a processor is not known
+    # Beside the epochs: the first weights, and what each epoch's end tells the others.
+    sent = [cost.bytes_sent or 0 for cost in costs if cost is not None]
+    assert sent[1] > 26 * 2 * 4 * sum(p.numel() for p in SPEC.build().parameters())
+    assert sum(sent) <= sum(result.bytes_sent for result in results)
+    row = TrainingSummary.of(results[0]).history.iloc[1]
+    assert row.rows_per_second == pytest.approx(ROWS / row.training_seconds)
+    assert row.flops_per_second == pytest.approx(row.flops / row.training_seconds)
+
+
+def test_an_epoch_that_was_resumed_has_no_bytes(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path / "run", epochs=1, checkpoint_every_steps=10)
+    config, _ = check_training(config, UserObjects(), manifest)
+    # The checkpoint of step 20 stays, as this is no fit that would remove it.
+    first, second = (train_worker(config, LocalCollective()) for _ in range(2))
+    assert second.resumed_steps == (20,)
+    whole, rest = first.history[0].cost, second.history[0].cost
+    assert whole is not None
+    assert rest is not None
+    assert whole.bytes_sent == 0
+    assert rest.bytes_sent is None
+    assert rest.energy_joules is None
+    assert rest.flops == whole.flops == ROWS * FLOPS_A_ROW
+
+
+def test_a_history_of_before_the_cost_was_measured_is_read() -> None:
+    old = {"epoch": 1, "steps": 3, "rows": 96, "seconds": 0.5, "learning_rate": 0.01, "train_loss": 0.25}
+    (record,) = parse_history(json.dumps([old | {"validation_loss": None, "metrics": {}}]).encode())
+    assert record.cost is None
+    assert "bytes_sent" not in record.row()
+
+
+# ------------------------------------------------------------------------------ operations
+
+
+def test_what_is_computed_again_is_not_counted_and_nothing_changes() -> None:
+    x = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for counts, recomputes in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        network = nn.Sequential(layer, nn.Conv1d(10, 3, 5), nn.Flatten(), nn.Linear(84, 1))
+        if recomputes:
+            apply_activation_checkpoint(network, "all")
+        count = FlopCount()
+        if counts:
+            with count:
+                network(x).square().sum().backward()
+        else:
+            network(x).square().sum().backward()
+        found.append((count.flops, [p.grad for p in network.parameters()]))
+    off, on, again = found
+    assert off[0] == 0
+    assert on[0] == again[0] > 0
+    for other in (on, again):
+        assert all(
+            a is not None and b is not None and a.equal(b) for a, b in zip(off[1], other[1], strict=True)
+        )
+
+
+def test_a_peak_is_known_of_listed_devices_alone() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    assert peak_flops("NVIDIA L4", "fp32") == 30.3e12
+    assert peak_flops("NVIDIA L40", "fp32") is None
+    assert peak_flops("Tesla T4", "bf16") is None
+    assert peak_flops("", "fp32") is None
+    assert all(single < half for _, single, half in PEAKS)
+
+
+# ------------------------------------------------------------------------------ energy
+
+
+def test_energy_is_that_of_packages_and_their_memory_also_when_a_counter_begins_anew(tmp_path: Path) -> None:
+    """Files as Linux shows them; the machine of the tests has none."""
+    zones = {
+        "intel-rapl:0": ("package-0", 900),
+        "intel-rapl:0:0": ("core", 500),
+        "intel-rapl:0:1": ("dram", 100),
+        "intel-rapl-mmio:0": ("package-0", 900),
+    }
+    for folder, (name, energy) in zones.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "name").write_text(f"{name}\n")
+        (tmp_path / folder / "energy_uj").write_text(f"{energy}\n")
+        (tmp_path / folder / "max_energy_range_uj").write_text("1000\n")
+    energy = RaplEnergy(tmp_path)
+    assert energy.joules() == 0
+    for folder, now in (("intel-rapl:0", 50), ("intel-rapl:0:0", 700), ("intel-rapl:0:1", 130)):
+        (tmp_path / folder / "energy_uj").write_text(f"{now}\n")
+    assert energy.joules() == pytest.approx((150 + 30) / 1e6)
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("250\n")
+    assert energy.joules() == pytest.approx((350 + 30) / 1e6)
+
+
+def test_a_machine_that_says_nothing_has_no_energy(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no zone of a package"):
+        RaplEnergy(tmp_path)
