@@ -1,24 +1,52 @@
-"""Shows a training on the driver's terminal: one bar over all steps and one line per finished epoch."""
+"""Shows a training on the driver: a bar on a terminal, plain lines where there is none."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tqdm.auto import tqdm
 
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.plain_lines import PERIOD_SECONDS, PlainLines, epoch_line
 from ringspark.estimators.training.history import EpochRecord, Progress
 
 
 @dataclass(frozen=True)
 class ConsoleTracker(Tracker):
-    """Shows a bar and a line per epoch."""
+    """Shows a bar over all steps and a line per epoch.
+
+    Attributes:
+        period_seconds: Seconds between two lines of the position where standard error is no terminal, as
+            under spark-submit, in a job of Databricks or a scheduler's.
+    """
 
     name: ClassVar[str] = "console"
+    period_seconds: float = PERIOD_SECONDS
+
+    def check(self) -> None:
+        seconds = self.period_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(
+                f"tracking: period_seconds of 'console' must be a number above 0, got {seconds!r}"
+            )
 
     def start(self, run: RunStart) -> Listener:
-        return _Bar()
+        if sys.stderr.isatty():
+            return _Bar()
+        return _Lines(self.period_seconds)
+
+
+class _Lines(Listener):
+    def __init__(self, period_seconds: float) -> None:
+        self._lines = PlainLines(period_seconds=period_seconds)
+
+    def progress(self, progress: Progress) -> None:
+        self._lines.progress(progress)
+
+    def epoch(self, record: EpochRecord) -> None:
+        self._lines.epoch(record)
 
 
 class _Bar(Listener):
@@ -35,10 +63,7 @@ class _Bar(Listener):
 
     def epoch(self, record: EpochRecord) -> None:
         self._steps += record.steps
-        validation = ""
-        if record.validation_loss is not None:
-            validation = f", validation loss {record.validation_loss:.4f}"
-        tqdm.write(f"epoch {record.epoch}: loss {record.train_loss:.4f}{validation}, {record.seconds:.1f} s")
+        tqdm.write(epoch_line(record))
 
     def end(self, end: RunEnd) -> None:
         if self._bar is not None:

@@ -127,7 +127,9 @@ class MlflowRun(Listener):
         self._try_to_send()
 
     def end(self, end: RunEnd) -> None:
-        self._send()
+        self._try_to_send()
+        if self._has_warned:
+            return  # the one warning has said that the rest is lost
         problems = []
         if end.error:
             self._client.set_tag(self._run_id, "ringspark.error", end.error[:TAG_LENGTH])
@@ -156,8 +158,8 @@ class MlflowRun(Listener):
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "MLflow at %s took nothing (%s); what is to be logged is kept until it does or the "
-                    "training ends, and the training goes on",
+                    "MLflow at %s took nothing (%s); the training goes on, what is to be logged is sent once "
+                    "it answers, and what it has not taken by the end of the training is lost",
                     _without_secrets(self._uri),
                     str(error).split("\n", 1)[0][:300],
                 )

@@ -73,7 +73,7 @@ class RunWatcher:
             channel.put(lambda listener: listener.end(end), always=True)
             channel.put(None)
         for channel in self._channels:
-            channel.thread.join(max(0.0, deadline - time.monotonic()))
+            channel.thread.join(max(0.0, min(deadline, channel.gives_up_at) - time.monotonic()))
             if channel.thread.is_alive():
                 _log.warning(
                     "the tracker %s has not answered for %.0f s and is left alone; what it shows of %s may "
@@ -138,12 +138,20 @@ class _Channel:
     def __init__(self, tracker: Tracker, run: RunStart) -> None:
         self._tracker, self._run = tracker, run
         self._calls: queue.SimpleQueue[tuple[Call, bool] | None] = queue.SimpleQueue()
+        # When the call under way began.
+        self._begun: float | None = None
         self.name = tracker.name or type(tracker).__name__
         self.thread = threading.Thread(target=self._work, name=f"ringspark-tracker-{self.name}", daemon=True)
 
     @property
     def is_free(self) -> bool:
         return self._calls.empty()
+
+    @property
+    def gives_up_at(self) -> float:
+        """When the call under way has taken too long; one that hung in mid-training is not waited for."""
+        begun = self._begun
+        return (time.monotonic() if begun is None else begun) + END_SECONDS
 
     def put(self, call: Call | None, always: bool = False) -> None:
         """Queues a call; None ends the thread. `always`: also to a tracker that has failed."""
@@ -152,14 +160,17 @@ class _Channel:
     def _work(self) -> None:
         listener = None
         failures = 0
+        self._begun = time.monotonic()
         try:
             listener = self._tracker.start(self._run)
         except Exception as error:
             self._warn(error, "is told nothing of this training")
+        self._begun = None
         while (entry := self._calls.get()) is not None:
             call, always = entry
             if listener is None or (failures >= MAX_FAILURES and not always):
                 continue
+            self._begun = time.monotonic()
             try:
                 call(listener)
                 failures = 0
@@ -168,6 +179,7 @@ class _Channel:
                 if failures in (1, MAX_FAILURES):
                     told = "is told only of the end" if failures == MAX_FAILURES else "may lack a part"
                     self._warn(error, told)
+            self._begun = None
 
     def _warn(self, error: Exception, told: str) -> None:
         _log.warning(

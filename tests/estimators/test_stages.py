@@ -351,7 +351,7 @@ def test_a_runs_folder_holds_the_model_and_no_data(table: Any, tmp_path: Path) -
 
 def test_progress_is_shown_on_the_driver(table: Any, storage_uri: str, capsys: Any) -> None:
     TorchClassifier(model=MLP, epochs=2, batchSize=64, storageUri=storage_uri).fit(table)
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "epoch 1: loss 0." in printed
     assert "epoch 2: loss 0." in printed
 

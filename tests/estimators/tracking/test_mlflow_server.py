@@ -1,0 +1,180 @@
+"""What a real server of MLflow holds of a training, and a server that is killed in the middle of one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from mlflow_server import MlflowServer, mlflow_server
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+from waiting import wait_for
+
+from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.models import ModelSpec
+
+mlflow = pytest.importorskip("mlflow")
+
+# MLflow's own libraries warn of each other's next versions.
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+STEP_METRICS = {"step/train_loss", "step/learning_rate"}
+
+
+class WaitFor(Callback):
+    """Holds the training after an epoch until a file is there."""
+
+    def __init__(self, epoch: int, path: Path) -> None:
+        self._epoch, self._path = epoch, str(path)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == self._epoch:
+            wait_for(self._path, lambda: os.path.exists(self._path))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    plain = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
+    features = array_to_vector(F.array("a", "b")).alias("features")
+    return plain.select(features, F.expr("cast(a + b > 0 as double) as label"))
+
+
+def classifier(folder: Path, **params: Any) -> TorchClassifier:
+    return TorchClassifier(
+        **{
+            "model": ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2}),
+            "epochs": 2,
+            "batchSize": 32,
+            "numWorkers": 2,
+            "storageUri": str(folder),
+            "showProgress": False,
+            "logEverySteps": 1,
+            **params,
+        }
+    )
+
+
+def runs_of(client: Any, experiment: str) -> list[Any]:
+    found = client.get_experiment_by_name(experiment)
+    return [] if found is None else list(client.search_runs([found.experiment_id]))
+
+
+def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any, tmp_path: Path) -> None:
+    client = mlflow.MlflowClient(tracking_uri=server.uri)
+    options = {"tracking_uri": server.uri, "experiment": "all", "registered_model_name": "main.flights.late"}
+    model = classifier(tmp_path, tracking=[{"name": "mlflow", **options}]).fit(table)
+
+    (run,) = runs_of(client, "all")  # two ranks, one run
+    run_id = run.info.run_id
+    assert run.info.status == "FINISHED"
+    params = run.data.params
+    assert (params["epochs"], params["numWorkers"], params["data.rows"]) == ("2", "2", "96")
+    assert run.data.tags["ringspark.stage"] == model.uid
+    records = model.summary.epochs
+    for name in ("train_loss", "learning_rate"):
+        history = client.get_metric_history(run_id, name)
+        expected = [(3 * record.epoch, getattr(record, name)) for record in records]
+        assert [(metric.step, metric.value) for metric in history] == expected
+    for name in STEP_METRICS:
+        history = client.get_metric_history(run_id, name)
+        assert [metric.step for metric in history] == [1, 2, 3, 4, 5, 6]
+    # The mean of an epoch's steps of equally many rows is the epoch's.
+    losses = [metric.value for metric in client.get_metric_history(run_id, "step/train_loss")]
+    assert sum(losses[:3]) / 3 == pytest.approx(records[0].train_loss, rel=1e-6)
+    assert {file.path for file in client.list_artifacts(run_id)} == {"config.json", "history.json"}
+    (data,) = run.inputs.dataset_inputs
+    assert json.loads(data.dataset.profile)["num_rows"] == 96
+
+    version = client.get_model_version("main.flights.late", "1")
+    assert version.run_id == run_id
+    mlflow.set_tracking_uri(server.uri)
+    try:
+        served = mlflow.pyfunc.load_model("models:/main.flights.late/1")
+    finally:
+        mlflow.set_tracking_uri(None)
+    assert [column.name for column in served.metadata.signature.inputs.inputs] == ["features"]
+    assert "prediction" in [column.name for column in served.metadata.signature.outputs.inputs]
+    assert len(served.predict(served.input_example)) == 2
+    rows = pd.DataFrame({"features": [row["features"].toArray() for row in table.collect()]})
+    expected = [row["prediction"] for row in model.transform(table).collect()]
+    assert served.predict(rows)["prediction"].tolist() == expected
+
+
+def test_a_resumed_training_goes_on_in_its_run(server: MlflowServer, table: Any, tmp_path: Path) -> None:
+    client = mlflow.MlflowClient(tracking_uri=server.uri)
+    options = {"tracking_uri": server.uri, "experiment": "resumed", "log_model": False}
+
+    class Broken(Callback):
+        def on_epoch_end(self, state: TrainingState) -> None:
+            if state.epoch == 3:
+                raise RuntimeError("the power went")
+
+    def fit(*callbacks: Callback, resume: bool) -> Any:
+        return classifier(
+            tmp_path,
+            epochs=4,
+            runUri=str(tmp_path / "run"),
+            resume=resume,
+            maxRestarts=0,
+            checkpointEverySteps=1,
+            callbacks=list(callbacks),
+            tracking=[{"name": "mlflow", **options}],
+        ).fit(table)
+
+    with pytest.raises(Exception, match="the power went"):
+        fit(Broken(), resume=False)
+    (failed,) = runs_of(client, "resumed")
+    assert failed.info.status == "FAILED"
+    assert "the power went" in failed.data.tags["ringspark.error"]
+    fit(resume=True)
+    (run,) = runs_of(client, "resumed")
+    assert (run.info.run_id, run.info.status) == (failed.info.run_id, "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "step/train_loss")
+    assert [metric.step for metric in history] == list(range(1, 13))
+    epochs = client.get_metric_history(run.info.run_id, "train_loss")
+    assert [metric.step for metric in epochs] == [3, 6, 9, 12]
+
+
+def test_a_killed_server_is_one_warning_and_changes_no_number(
+    table: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A request that the death of the server cuts is not tried again for minutes.
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    dead = tmp_path / "dead"
+    held = [WaitFor(2, dead)]
+    with mlflow_server(tmp_path / "server") as server:
+        client = mlflow.MlflowClient(tracking_uri=server.uri)
+
+        def kill(event: dict[str, Any]) -> None:
+            if event["event"] == "epoch" and event["epoch"] == 1:
+                wait_for("epoch 1 in MLflow", lambda: [r for r in runs_of(client, "k") if r.data.metrics])
+                server.kill()
+                dead.touch()
+
+        tracking = [{"name": "mlflow", "tracking_uri": server.uri, "experiment": "k"}, kill]
+        with caplog.at_level(logging.WARNING, "ringspark"):
+            tracked = classifier(tmp_path, epochs=4, callbacks=held, tracking=tracking).fit(table)
+    (record,) = [record for record in caplog.records if "MLflow" in record.getMessage()]
+    assert f"MLflow at {server.uri} took nothing" in record.getMessage()
+    assert "the training goes on" in record.getMessage()
+    plain = classifier(tmp_path, epochs=4, callbacks=held).fit(table)
+    assert [r.train_loss for r in tracked.summary.epochs] == [r.train_loss for r in plain.summary.epochs]
+    weights, expected = tracked.module().state_dict(), plain.module().state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    # What it took before stays.
+    (run,) = runs_of(mlflow.MlflowClient(tracking_uri=server.database), "k")
+    assert run.info.status == "RUNNING"
+    assert "train_loss" in run.data.metrics

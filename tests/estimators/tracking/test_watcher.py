@@ -1,0 +1,204 @@
+"""Trackers that fail or hang, and what a training without a terminal shows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.tracking import watcher
+from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.console import ConsoleTracker
+from ringspark.estimators.tracking.registry import make_trackers
+from ringspark.estimators.tracking.watcher import RunWatcher
+from ringspark.estimators.training.history import EpochRecord, Progress
+
+EPOCH = EpochRecord(
+    epoch=1, steps=3, rows=96, seconds=0.5, learning_rate=0.1, train_loss=0.25, validation_loss=None
+)
+AT = ("start", "epoch", "end")
+
+
+class Faulty(Tracker):
+    """Raises or hangs in one of its calls."""
+
+    name = "faulty"
+
+    def __init__(self, at: str, released: threading.Event | None) -> None:
+        self.at, self._released = at, released
+        self.reached = threading.Event()
+
+    def start(self, run: RunStart) -> Listener:
+        self.call("start")
+        return _FaultyListener(self)
+
+    def call(self, what: str) -> None:
+        if what != self.at:
+            return
+        self.reached.set()
+        if self._released is None:
+            raise OSError("no room")
+        self._released.wait()
+
+
+class _FaultyListener(Listener):
+    def __init__(self, tracker: Faulty) -> None:
+        self._tracker = tracker
+
+    def epoch(self, record: EpochRecord) -> None:
+        self._tracker.call("epoch")
+
+    def end(self, end: RunEnd) -> None:
+        self._tracker.call("end")
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Lets what hangs go on when the test has ended."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ringspark-tracker"):
+            thread.join(10)
+
+
+def told(run_uri: Path, tracker: Tracker) -> list[str]:
+    """Watches a run with one finished epoch; returns what a sound tracker beside `tracker` is told."""
+    (run_uri / run_layout.HISTORY).write_text(json.dumps([asdict(EPOCH)]))
+    events: list[str] = []
+    (sound,) = make_trackers([lambda event: events.append(event["event"])], shows_progress=False)
+    with RunWatcher(RunStart(name="stage", run_uri=str(run_uri)), [tracker, sound]):
+        pass
+    return events
+
+
+@pytest.mark.parametrize("at", AT)
+def test_a_tracker_that_raises_is_a_warning_and_harms_no_other(
+    at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ringspark"):
+        assert told(tmp_path, Faulty(at, None)) == ["start", "epoch", "end"]
+    (record,) = caplog.records
+    assert "the tracker faulty failed (OSError: no room)" in record.getMessage()
+
+
+@pytest.mark.parametrize("at", AT)
+def test_a_tracker_that_hangs_for_ever_is_left_alone_at_the_end(
+    at: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    released: threading.Event,
+) -> None:
+    monkeypatch.setattr(watcher, "END_SECONDS", 1.0)
+    hanging = Faulty(at, released)
+    with caplog.at_level(logging.WARNING, "ringspark"):
+        assert told(tmp_path, hanging) == ["start", "epoch", "end"]
+    # It still hangs, and the training has returned.
+    assert hanging.reached.is_set()
+    assert not released.is_set()
+    (record,) = caplog.records
+    assert "the tracker faulty has not answered" in record.getMessage()
+
+
+def test_a_tracker_that_has_hung_for_long_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
+) -> None:
+    hanging = Faulty("start", released)
+    channel = watcher._Channel(hanging, RunStart(name="stage", run_uri=str(tmp_path)))
+    monkeypatch.setattr(watcher, "END_SECONDS", 100.0)
+    before = watcher.time.monotonic()
+    assert channel.gives_up_at >= before + 100.0
+    channel.thread.start()
+    assert hanging.reached.wait(10)
+    first = channel.gives_up_at
+    # Counted from the beginning of the call, however late it is asked.
+    assert channel.gives_up_at == first <= watcher.time.monotonic() + 100.0
+    channel.put(None)
+
+
+@pytest.mark.spark
+def test_a_fit_with_failing_trackers_returns_its_model(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ringspark.estimators import TorchRegressor
+    from ringspark.models import ModelSpec
+
+    def fit(*tracking: Any) -> Any:
+        return TorchRegressor(
+            model=ModelSpec("linear", {"in_features": 1, "out_features": 1}),
+            epochs=2,
+            batchSize=32,
+            storageUri=str(tmp_path),
+            showProgress=False,
+            tracking=list(tracking),
+        ).fit(spark.range(96).selectExpr("array(sin(id)) as features", "cos(id) as label"))
+
+    def losses(model: Any) -> list[float]:
+        return [record.train_loss for record in model.summary.epochs]
+
+    plain = losses(fit())
+    with caplog.at_level(logging.WARNING, "ringspark"):
+        tracked = losses(fit(Faulty("start", None), lambda event: 1 / 0))
+    assert tracked == plain
+    assert {name for name in ("faulty", "FunctionTracker") if f"tracker {name} failed" in caplog.text} == {
+        "faulty",
+        "FunctionTracker",
+    }
+
+
+class Terminal:
+    """A stream that says whether it is a terminal, and keeps what is written."""
+
+    encoding = "utf-8"
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._is_terminal, self.text = is_terminal, ""
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = Terminal(is_terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    # So short that each position is due.
+    shown = ConsoleTracker(period_seconds=1e-9).start(RunStart(name="stage", run_uri="run"))
+    position = Progress(epoch=1, epochs=2, step=10, num_steps=200, rows=0, seconds=0.0)
+    shown.progress(position)
+    shown.progress(replace(position, epoch=2, step=110))
+    shown.epoch(EPOCH)
+    shown.end(RunEnd(status="finished"))
+    if is_terminal:
+        assert "\r" in stream.text
+        assert "110/200" in stream.text
+        assert "training: epoch" not in stream.text
+    else:
+        lines = stream.text.splitlines()
+        assert lines[0] == "training: epoch 1/2, step 10/200"
+        assert lines[1].startswith("training: epoch 2/2, step 110/200, ")
+        assert lines[2:] == ["epoch 1: loss 0.2500, 0.5 s"]
+
+
+@pytest.mark.parametrize("period", [0, -1, "30", True])
+def test_a_period_that_is_no_time_is_refused(period: Any) -> None:
+    with pytest.raises(ValueError, match="period_seconds of 'console' must be a number above 0"):
+        make_trackers([{"name": "console", "period_seconds": period}], shows_progress=False)

@@ -1,0 +1,73 @@
+"""A server of MLflow in a process of its own, on a port of the loopback, with a database of SQLite."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from waiting import wait_for
+
+
+class MlflowServer:
+    """Starts it and waits until it answers, which takes some 30 s.
+
+    Attributes:
+        uri: Its address.
+        database: The address of its database, which can be read without it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{port}"
+        self.database = f"sqlite:///{folder}/mlflow.db"
+        stores = ["--backend-store-uri", self.database, "--artifacts-destination", str(folder / "artifacts")]
+        place = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+        self._log = (folder / "server.log").open("wb")
+        # A group of its own: the command starts the processes that serve.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *place, *stores],
+            cwd=folder,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_for(f"MLflow at {self.uri}", self._is_up)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Ends its processes at once; a second call does nothing."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=30)
+            self._log.close()
+
+    def _is_up(self) -> bool:
+        assert self._process.poll() is None, "the server has ended; see server.log"
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+@contextmanager
+def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
+    """The server, while the block runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = MlflowServer(folder)
+    try:
+        yield server
+    finally:
+        server.kill()
