@@ -85,8 +85,8 @@ def found(
             estimator=estimator(folder),
             space=SPACE,
             monitor="validation_auroc",
-            numTrials=6,
-            parallelism=3,
+            numTrials=4,
+            parallelism=2,
             seed=7,
         )
         model = search.fit(table)
@@ -97,7 +97,7 @@ def found(
 def test_the_best_trial_is_the_model(found: Any, table: Any) -> None:
     _, model, folder = found
     trials = model.trials
-    assert list(trials["number"]) == list(range(6))
+    assert list(trials["number"]) == list(range(4))
     done = trials[trials["state"] == "complete"]
     best = done.loc[done["value"].idxmax()]
     assert model.bestParams["learningRate"] == best["learningRate"]
@@ -109,6 +109,7 @@ def test_the_best_trial_is_the_model(found: Any, table: Any) -> None:
     assert [path.name.split("-")[0] for path in folder.iterdir()] == ["run"], "only the best one is kept"
 
 
+@pytest.mark.slow
 def test_a_search_and_its_result_survive_a_save_without_pickle(
     found: Any, table: Any, tmp_path: Path
 ) -> None:
@@ -120,7 +121,7 @@ def test_a_search_and_its_result_survive_a_save_without_pickle(
     assert again.getSpace() == SPACE
     assert again.getEstimator().getModel() == MLP
     assert again.getEvaluator().getMetricName() == "areaUnderROC"
-    assert again.getNumTrials() == 6
+    assert again.getNumTrials() == 4
     loaded = OptunaSearchModel.load(str(tmp_path / "model"))
     pd.testing.assert_frame_equal(loaded.trials, model.trials)
     assert loaded.bestParams == model.bestParams
