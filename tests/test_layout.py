@@ -250,7 +250,9 @@ _ADVISED = "what refuses a network, a loss or a step that is not finite tells th
 IN_MORE_PLACES = {
     **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
     **dict.fromkeys(("validationFraction", "validationIndicatorCol"), _COLUMN),
-    **dict.fromkeys(("activationCompression", "activationOffload", "gradientAccumulation"), _PLANNED),
+    **dict.fromkeys(
+        ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED
+    ),
     **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
