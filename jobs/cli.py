@@ -74,7 +74,7 @@ def main(
     *,
     refused: int = 1,
 ) -> int:
-    """Parses the options and runs the job, or the command that `set_defaults(run=..., prog=...)` names.
+    """Parses the options and runs the job, or the command that `set_defaults(call=..., prog=...)` names.
 
     Returns:
         The exit code: 0, or `refused` where the job could not use its input (a ValueError, an OSError or an
@@ -83,7 +83,7 @@ def main(
     args = parser.parse_args(argv)
     prog = getattr(args, "prog", parser.prog)
     try:
-        getattr(args, "run", run)(args)
+        getattr(args, "call", run)(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # As in `ringspark runs list URI | head`. What is left cannot be written at the end either.
