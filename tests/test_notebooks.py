@@ -60,6 +60,22 @@ def check_tables(names: dict[str, Any], printed: str) -> None:
     assert f"RMSE of the forecasts for June: {names['error']:.2f} trips" in printed
 
 
+def check_learning(names: dict[str, Any], printed: str) -> None:
+    # Weights of 0.5 to 3, of which the network's are float32.
+    assert names["closed"] == pytest.approx(names["TRUE"], abs=0.02)
+    assert names["differences"]["by hand"] < 1e-8
+    assert names["differences"]["fit"] < 1e-5
+    assert names["dual"] == pytest.approx(names["jvp"], abs=1e-12)
+    assert names["dual"] == pytest.approx(names["reverse"], abs=1e-12)
+    assert names["jacobian_difference"] < 1e-12
+    assert [row[2:4] for row in names["passes"]] == [(64, 1), (16, 16), (1, 64)]
+    assert max(names["convolution_differences"].values()) < 1e-5
+    assert names["ring_difference"] < 1e-12
+    # A dot product of 4,096 numbers, and a ring of 16: 15 additions each of 1,024 numbers, 15 rounds twice.
+    assert "|dot product of 4096 numbers|8191|13   |" in printed
+    assert names["rings"][-1] == (16, 15 * 1024, 30, 8, 1920)
+
+
 def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
     """Of what the network says, and of the training rows' share of late flights said for each."""
     (share,) = train.agg(F.avg("label")).first()
@@ -78,6 +94,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "02_text": check_texts,
     "03_images": check_images,
     "04_tables": check_tables,
+    "07_learning": check_learning,
 }
 
 
