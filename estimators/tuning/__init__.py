@@ -1,0 +1,40 @@
+"""Choosing settings by hand: folds, a learning rate, a batch that fits. It stands beside `pyspark.ml.tuning`.
+
+Each name is imported when it is asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringspark.estimators.tuning.cross_validation import cross_validate
+    from ringspark.estimators.tuning.folds import grouped_folds, stratified_folds
+    from ringspark.estimators.tuning.over_time import Fold, fold_pairs, time_folds
+
+_MODULES = {
+    "Fold": "over_time",
+    "cross_validate": "cross_validation",
+    "fold_pairs": "over_time",
+    "grouped_folds": "folds",
+    "stratified_folds": "folds",
+    "time_folds": "over_time",
+}
+
+__all__ = [
+    "Fold",
+    "cross_validate",
+    "fold_pairs",
+    "grouped_folds",
+    "stratified_folds",
+    "time_folds",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
