@@ -20,6 +20,14 @@ from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.settings import (
+    columns,
+    observation,
+    optimization,
+    python_objects,
+    recovery,
+)
+from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.pipelines.columns import check_frame, quote
 
@@ -29,11 +37,25 @@ _DIVERGED, _CALM = 3.0, 1.0
 _PARTS = 10
 
 # Settings that have no place in a sweep.
-_CLEARED = (
-    "runUri", "resume", "validationFraction", "validationIndicatorCol", "monitor", "patience", "minDelta",
-    "keep", "metrics", "tracking", "warmupSteps", "checkpointEverySteps", "checkpointEveryEpochs",
-    "checkpointEverySeconds", "keepCheckpoints", "timelineEverySteps", "profileSteps",
-)  # fmt: skip
+_CLEARED: tuple[Setting[Any], ...] = (
+    recovery.RUN_URI,
+    recovery.RESUME,
+    recovery.CHECKPOINT_EVERY_STEPS,
+    recovery.CHECKPOINT_EVERY_EPOCHS,
+    recovery.CHECKPOINT_EVERY_SECONDS,
+    recovery.KEEP_CHECKPOINTS,
+    optimization.VALIDATION_FRACTION,
+    optimization.MONITOR,
+    optimization.PATIENCE,
+    optimization.MIN_DELTA,
+    optimization.KEEP,
+    optimization.WARMUP_STEPS,
+    columns.VALIDATION_INDICATOR_COL,
+    python_objects.METRICS,
+    observation.TRACKING,
+    observation.TIMELINE_EVERY_STEPS,
+    observation.PROFILE_STEPS,
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,7 @@ class RateRange:
     """The result of a learning-rate range test.
 
     Attributes:
-        table: A row per step: "step", "learning_rate", "loss" over all workers (NaN where the step was
+        table: A row per step: "step", "learning_rate", "train_loss" over all workers (NaN where the step was
             skipped because it was not finite) and "smoothed", its mean over the steps around it.
         suggestion: The rate at which the smoothed loss fell most steeply; None if it never fell.
         diverges_at: The last rate at which the smoothed loss was at most twice its lowest, if it diverged
@@ -78,7 +100,7 @@ class RateRange:
             from matplotlib.figure import Figure
 
             ax = Figure(figsize=(6, 4)).subplots()
-        ax.plot(self.table["learning_rate"], self.table["loss"], alpha=0.3, label="loss")
+        ax.plot(self.table["learning_rate"], self.table["train_loss"], alpha=0.3, label="per step")
         ax.plot(self.table["learning_rate"], self.table["smoothed"], label="smoothed")
         for rate, name, style in ((self.suggestion, "suggestion", "-"), (self.diverges_at, "diverges", "--")):
             if rate is not None:
@@ -118,9 +140,9 @@ def lr_range_test(
     if rows > 1.2 * wanted:
         df, rows = df.sample(wanted / rows, estimator.getOrDefault("seed")), wanted
     sweep = estimator.copy()
-    for name in _CLEARED:
-        if sweep.hasParam(name):
-            sweep.clear(sweep.getParam(name))
+    for setting in _CLEARED:
+        if sweep.hasParam(setting.name):
+            sweep.clear(sweep.getParam(setting.name))
     sweep.setParams(
         learningRate=highest,
         lrSchedule=Sweep(lowest / highest),
@@ -146,10 +168,10 @@ def rate_range(rates: list[float], losses: list[float]) -> RateRange:
         losses: The loss of each step; the first one that is not finite ends what is judged.
     """
     loss = np.asarray(losses, float)
-    table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "loss": loss})
+    table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})
     width = max(3, len(rates) // 20 | 1)
     # Centered, so that it does not lag behind the rate.
-    smoothed = table["loss"].rolling(width, center=True, min_periods=1).mean().to_numpy()
+    smoothed = table["train_loss"].rolling(width, center=True, min_periods=1).mean().to_numpy()
     table["smoothed"] = smoothed
     finite = np.isfinite(loss)
     end = len(loss) if finite.all() else int(np.argmin(finite))
