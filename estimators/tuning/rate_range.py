@@ -149,9 +149,9 @@ def lr_range_test(
         epochs=math.ceil(steps / math.ceil(rows / batch)),
         logEverySteps=1,
         onNonFinite="skip",
-        showProgress=False,
         callbacks=[*estimator.getOrDefault("callbacks"), StopsDiverged()],
     )
+    sweep.set(sweep.getParam(observation.SHOW_PROGRESS.name), False)
     model = sweep.fit(df)
     try:
         records = read_steps(model.summary.run_uri)
