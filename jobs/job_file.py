@@ -1,8 +1,8 @@
 """Reads a job file, YAML or JSON, into a dataclass; what is wrong is one sentence with line and key.
 
 YAML is read as its version 1.2 means it, which is how most people take it: only `true` and `false` are
-booleans, `1e-3` is a number, and a date is a text. A key that stands twice is refused. `pyyaml` is only
-needed for YAML; a JSON file has the same content, and its errors name the key without a line.
+booleans, `1e-3` is a number, and a date is a text. A key that stands twice is refused. A JSON file has the
+same content.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -39,12 +40,14 @@ class JobFile:
     Attributes:
         name: Name of the file, for messages.
         tree: What it holds.
-        lines: Line of each key and entry; empty for JSON.
+        lines: Line of each key and entry, as far as known.
+        changes: Places of the values that do not stand in the file, see `changed`.
     """
 
     name: str
     tree: Any
     lines: dict[Path, int] = field(default_factory=dict)
+    changes: tuple[Path, ...] = ()
 
     @classmethod
     def parse(cls, name: str, text: str) -> JobFile:
@@ -55,13 +58,24 @@ class JobFile:
         """
         if name.endswith(".json"):
             try:
-                return cls(name, json.loads(text, object_pairs_hook=_distinct))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{name} cannot be read as JSON: {error}") from None
+                tree = json.loads(text, object_pairs_hook=_distinct)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}, line {error.lineno}: this is no JSON: {error.msg}") from None
+            except RecursionError:
+                raise ValueError(f"{name} is nested too deeply") from None
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            # Nearly all JSON is YAML as well, whose parser knows the lines.
+            with suppress(ValueError):
+                return cls(name, tree, _parse_yaml(name, text).lines)
+            return cls(name, tree)
         return _parse_yaml(name, text)
 
     def error(self, path: Path, sentence: str) -> ValueError:
         """Returns the error for a place of the file: that of the key, or of the nearest one around it."""
+        for change in self.changes:
+            if path[: len(change)] == change:
+                return ValueError(f"--set {'.'.join(map(str, change))}: {sentence}")
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
                 return ValueError(f"{self.name}, line {self.lines[path[:length]]}: {sentence}")
@@ -91,11 +105,11 @@ class JobFile:
                 inner[key] = {}
             inner = inner[key]
             if not isinstance(inner, dict):
-                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} has no keys, but {inner!r}")
+                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} has no keys, it is {inner!r}")
         inner[keys[-1]] = _value_of(text)
         path = tuple(keys)
         kept = {place: line for place, line in self.lines.items() if place[: len(path)] != path}
-        return JobFile(self.name, tree, kept)
+        return JobFile(self.name, tree, kept, (path, *self.changes))
 
 
 def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
@@ -150,8 +164,8 @@ def _parse_yaml(name: str, text: str) -> JobFile:
         import yaml
     except ImportError:
         raise ValueError(
-            f"{name} is YAML, which needs the package pyyaml; pip install 'ringspark[jobs]', or write the job "
-            "as JSON, in a file whose name ends in .json"
+            f"{name} is YAML, which needs the package PyYAML; pip install pyyaml, or write the job as JSON, "
+            "in a file whose name ends in .json"
         ) from None
 
     class Loader(yaml.SafeLoader):

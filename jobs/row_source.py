@@ -46,7 +46,7 @@ class RowSource:
         return kind, uri
 
     def problem(self, *, trains: bool = False) -> str:
-        """Returns the rest of the sentence that refuses this source, after its title; empty if it can be used.
+        """Returns what refuses this source, a sentence without its subject; empty if it can be used.
 
         Args:
             trains: Whether these rows are trained on, which may be shards or files as they are.

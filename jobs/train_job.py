@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from pyspark.ml import Transformer
     from pyspark.sql import SparkSession
 
+    from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+
 DESCRIPTION = "Train by a job file and save the model."
+# Spark's prefix of a refused value.
+_SPARKS_WORDS = re.compile(r'^Invalid param value given for param "\w+"\. ')
 STAGES = ("TorchClassifier", "TorchRegressor", "TorchEstimator")
 
 
@@ -139,7 +144,7 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
     """Returns the stage of a job with its Params. Needs no Spark session.
 
     Raises:
-        ValueError: A Param is unknown or refuses its value.
+        ValueError: A Param is unknown or refuses its value, or two refuse each other.
     """
     from ringspark import estimators
 
@@ -148,8 +153,24 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
         try:
             estimator.setParams(**{name: _from_file(name, value)})
         except (TypeError, ValueError) as error:
-            raise file.error(("params", name), str(error)) from None
+            # Spark's own words before ours say nothing more.
+            raise file.error(("params", name), _SPARKS_WORDS.sub("", str(error))) from None
+    try:
+        config_of(estimator)
+    except ValueError as error:
+        raise file.error(("params",), str(error)) from None
     return estimator
+
+
+def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
+    """Returns the config of an estimator's training, and the objects that travel beside it.
+
+    Raises:
+        ValueError: Its Params refuse each other.
+    """
+    from ringspark.estimators.stages import to_config
+
+    return to_config.config_of(estimator, estimator._task, estimator._label_columns())
 
 
 def resolved(job: TrainJob, estimator: Any) -> dict[str, Any]:
@@ -178,9 +199,12 @@ def _check(file: JobFile, job: TrainJob) -> None:
         raise file.error(("stage",), str(error)) from None
     for path, source in (
         (("data",), job.data),
-        (("evaluation", "data"), job.evaluation and job.evaluation.data),
+        (("evaluation", "data"), job.evaluation.data if job.evaluation is not None else None),
     ):
-        problem = source.problem(trains=path == ("data",)) if source is not None else ""
+        try:
+            problem = source.problem(trains=path == ("data",)) if source is not None else ""
+        except ValueError as error:
+            raise file.error(path, f"{'.'.join(path)}: {error}") from None
         if problem:
             raise file.error(path, f"{'.'.join(path)} {problem}")
     if job.features and (job.data.shards is not None or job.data.inPlace):
@@ -192,33 +216,59 @@ def _check(file: JobFile, job: TrainJob) -> None:
         if not isinstance(expression, str):
             sentence = f"features.{name} must be an expression in SQL, got {expression!r}"
             raise file.error(("features", name), sentence)
-    for path, uri in ((("save", "model"), job.save.model),
-                      (("evaluation", "output"), job.evaluation and job.evaluation.output)):  # fmt: skip
+    outputs = {("save", "model"): job.save.model}
+    if job.evaluation is not None:
+        outputs["evaluation", "output"] = job.evaluation.output or ""
+    for path, uri in outputs.items():
         try:
-            storage.refuse_secrets(uri or "")
+            storage.refuse_secrets(uri)
         except ValueError as error:
             raise file.error(path, f"{'.'.join(path)}: {error}") from None
 
 
 def _from_file(name: str, value: Any) -> Any:
-    """Returns the value of a Param from that of a file; a network is a ModelSpec's own two keys."""
+    """Returns a Param's value from that of a file, where networks and kinds of columns are plain data."""
+    import torch
+
+    from ringspark.estimators.training.settings.columns import COLUMNS
     from ringspark.estimators.training.settings.python_objects import MODEL
     from ringspark.models import ModelSpec
 
+    if name == COLUMNS.name and isinstance(value, dict):
+        return {column: _kind(kind) if isinstance(kind, dict) else kind for column, kind in value.items()}
     if name != MODEL.name or not isinstance(value, dict):
         return value
     if "target" not in value or not set(value) <= {"target", "kwargs"}:
         raise ValueError(
-            "model must have the key target, a network's name or 'package.module:Class', and may have kwargs, "
-            f"its arguments; got the keys {', '.join(value)}"
+            "model must have the key target, a network's name or 'package.module:Class', and may have the "
+            f"key kwargs, its arguments; got the keys {', '.join(map(str, value))}"
         )
-    return ModelSpec(value["target"], value.get("kwargs"))
+    spec = ModelSpec(value["target"], value.get("kwargs"))
+    if ":" not in spec.target:
+        # A network of ours needs no memory to say whether it takes these arguments.
+        with torch.device("meta"):
+            spec.build()
+    return spec
+
+
+def _kind(given: dict[str, Any]) -> Any:
+    """Returns a kind of column from its name, `kind`, and the attributes that are not its defaults."""
+    from ringspark.pipelines.kinds import KINDS, kind_from_json
+
+    kind = KINDS.get(str(given.get("kind")))
+    defaults = [] if kind is None else [entry for entry in fields(kind) if entry.default is not MISSING]
+    return kind_from_json({entry.name: entry.default for entry in defaults} | given)
 
 
 def _to_file(value: Any) -> Any:
     from ringspark.models import ModelSpec
+    from ringspark.pipelines.kinds import Kind
 
-    return {"target": value.target, "kwargs": value.kwargs} if isinstance(value, ModelSpec) else value
+    if isinstance(value, ModelSpec):
+        return {"target": value.target, "kwargs": value.kwargs}
+    if isinstance(value, Kind):
+        return value.to_json()
+    return {key: _to_file(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, resume: bool | None) -> None:

@@ -287,6 +287,7 @@ _MEMORY_OF_EPOCHS = """
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_epochs(make_shards: MakeShards, engine: str) -> None:
     """Petastorm's memory grows in every epoch."""
     values = np.arange(1 << 22, dtype=np.float32).reshape(1 << 14, 256)

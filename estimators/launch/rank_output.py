@@ -22,7 +22,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import IO, Any
 
-from ringspark.estimators import run_layout
 from ringspark.estimators.failures import LOST, Failure
 from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.witness import LENGTH_BYTES
@@ -63,7 +62,7 @@ class RankOutput:
         # Without room for a pipe, a process or a thread, the output goes where it went before.
         with suppress(OSError, AttributeError, RuntimeError), ExitStack() as opened:
             os.close(os.pidfd_open(os.getpid()))
-            ends = []
+            ends: list[int] = []
             for _ in ("output", "error", "answers"):
                 ends += os.pipe()
                 for end in ends[-2:]:
@@ -126,10 +125,8 @@ class RankOutput:
         # The user may have put another object there.
         with suppress(AttributeError, ValueError, OSError):
             if value:
-                self._was_line_buffered = sys.stdout.line_buffering  # type: ignore[union-attr]
-            sys.stdout.reconfigure(  # type: ignore[union-attr]
-                line_buffering=value or self._was_line_buffered
-            )
+                self._was_line_buffered = sys.stdout.line_buffering
+            sys.stdout.reconfigure(line_buffering=value or self._was_line_buffered)  # type: ignore[union-attr]
 
     def _run(self, witness: subprocess.Popen[bytes], answers: IO[bytes]) -> None:
         is_local = storage.is_local(self._pulse.run_uri)
@@ -169,14 +166,9 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
     return failure
 
 
-def died_uri(run_uri: str, rank: int) -> str:
-    """Returns the file in which the witness of a rank that has died says that it has stored everything."""
-    return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.died")
-
-
 def _has_died(pulse: Pulse, rank: int, start: str) -> bool:
     try:
-        return storage.read_bytes(died_uri(pulse.run_uri, rank)) == start.encode()
+        return storage.read_bytes(rank_log.died_uri(pulse.run_uri, rank)) == start.encode()
     except FileNotFoundError:
         return False
 

@@ -109,11 +109,10 @@ def _store(text: bytes) -> None:
     """Stores what a rank that has died printed, then the file that tells the driver so."""
     run_uri, rank, start, line = sys.argv[5:]
     # Not before, because these imports take more memory than all the rest.
-    from ringspark.estimators.launch.rank_output import died_uri
     from ringspark.estimators.training import rank_log
     from ringspark.pipelines import storage
 
-    uri = died_uri(run_uri, int(rank))
+    uri = rank_log.died_uri(run_uri, int(rank))
     # A driver that no longer asks has removed the folder of the signs of life.
     if not storage.exists(uri.rpartition("/")[0]):
         return

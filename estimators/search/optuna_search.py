@@ -158,7 +158,7 @@ class OptunaSearch(_SearchParams, Estimator, MLWritable, MLReadable["OptunaSearc
         if not storage.is_local(run_uri):
             raise ValueError(
                 f"runUri of a search must lie on a disk, mounted where need be, since optuna appends to its "
-                f"journal there, got {run_uri!r}; the estimator's storageUri may be any store"
+                f"journal there, got {run_uri!r}; the estimator itself may train in any store"
             )
         storage.check_writable(run_uri)
         names = storage.list_names(run_uri)

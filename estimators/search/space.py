@@ -71,7 +71,7 @@ class Space:
         if self._draw is not None:
             return
         for name, value in held.items():
-            found = ranges.from_json(value) if isinstance(value, Mapping) else value
+            found = ranges.from_json(dict(value)) if isinstance(value, Mapping) else value
             self._ranges[name] = found
             self._check_name(name)
         # A model of the space itself comes first: entries of the spec change it.

@@ -238,10 +238,14 @@ class TrialLoop:
             discard(last[2])
 
     def _best_number(self) -> int | None:
-        try:
-            return int(self._study.best_trial.number)
-        except ValueError:  # there is none
+        """Returns the best trial so far, of equal ones the first: not the one that happened to end first."""
+        states = import_optuna().trial.TrialState
+        done = [t for t in self._study.get_trials(deepcopy=False) if t.state == states.COMPLETE]
+        if not done:
             return None
+        best = max if self._objective.is_larger_better else min
+        value = best(t.value for t in done)
+        return int(min(t.number for t in done if t.value == value))
 
     def _discard_others(self) -> None:
         """Removes folders that a killed driver left."""

@@ -21,22 +21,23 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.tracking import mlflow_tracker as keys
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object
 
-if TYPE_CHECKING:
-    from ringspark.estimators.tracking.mlflow_tracker import MlflowTracker
-
 _log = logging.getLogger(__name__)
+
+# Keys of `RunStart.surroundings`.
+PARENT = "mlflow.parent"
+EXPERIMENT = "mlflow.experiment"
+CONTEXT = "mlflow.context"
 
 # In the run's folder for trackers: which run of which server this training is.
 FILE = "mlflow.json"
@@ -57,10 +58,33 @@ CONNECT_SECONDS = 5.0
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
+class Options(Protocol):
+    """What a run needs to know of its tracker; see `MlflowTracker`."""
+
+    @property
+    def tracking_uri(self) -> str | None: ...
+    @property
+    def registry_uri(self) -> str | None: ...
+    @property
+    def experiment(self) -> str | None: ...
+    @property
+    def run_name(self) -> str | None: ...
+    @property
+    def tags(self) -> Mapping[str, str] | None: ...
+    @property
+    def log_model(self) -> bool: ...
+    @property
+    def registered_model_name(self) -> str | None: ...
+    @property
+    def nested(self) -> bool: ...
+    @property
+    def parent_run_id(self) -> str | None: ...
+
+
 class MlflowRun(Listener):
     """Sends to one run, which is made or found at the first call that finds the server."""
 
-    def __init__(self, tracker: MlflowTracker, run: RunStart) -> None:
+    def __init__(self, tracker: Options, run: RunStart) -> None:
         import mlflow
 
         self._tracker, self._run = tracker, run
@@ -200,7 +224,7 @@ class MlflowRun(Listener):
             **{str(key): str(value) for key, value in (tracker.tags or {}).items()},
         }
         parent = self._parent()
-        experiment = around.get(keys.EXPERIMENT)
+        experiment = around.get(EXPERIMENT)
         if parent is not None:
             tags["mlflow.parentRunId"] = parent.info.run_id
             experiment = parent.info.experiment_id
@@ -223,10 +247,10 @@ class MlflowRun(Listener):
 
         if self._tracker.parent_run_id is not None:
             return self._client.get_run(self._tracker.parent_run_id)
-        if not self._tracker.nested or keys.PARENT not in self._run.surroundings:
+        if not self._tracker.nested or PARENT not in self._run.surroundings:
             return None
         try:
-            parent = self._client.get_run(self._run.surroundings[keys.PARENT])
+            parent = self._client.get_run(self._run.surroundings[PARENT])
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None  # a run of another server
@@ -356,8 +380,8 @@ def _default_experiment() -> str:
 
 def _context(surroundings: Mapping[str, str]) -> dict[str, str]:
     """Returns MLflow's own tags: who runs which program, and on Databricks which notebook or job."""
-    if keys.CONTEXT in surroundings:
-        found: dict[str, str] = json.loads(surroundings[keys.CONTEXT])
+    if CONTEXT in surroundings:
+        found: dict[str, str] = json.loads(surroundings[CONTEXT])
         return found
     from mlflow.tracking.context import registry
 

@@ -15,11 +15,7 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 from ringspark.estimators.tracking.base import Listener, RunStart, Tracker
-
-# Keys of `RunStart.surroundings`.
-PARENT = "mlflow.parent"
-EXPERIMENT = "mlflow.experiment"
-CONTEXT = "mlflow.context"
+from ringspark.estimators.tracking.mlflow_run import CONTEXT, EXPERIMENT, PARENT, MlflowRun
 
 # Set by Databricks on its clusters.
 _DATABRICKS = "DATABRICKS_RUNTIME_VERSION"
@@ -92,8 +88,6 @@ class MlflowTracker(Tracker):
         return found | {PARENT: given} if given else found
 
     def start(self, run: RunStart) -> Listener:
-        from ringspark.estimators.tracking.mlflow_run import MlflowRun
-
         return MlflowRun(self, run)
 
 

@@ -69,7 +69,7 @@ class _Events(Listener):
             self._folder = self._target.removeprefix("file://")
         else:
             self._folder = tempfile.mkdtemp(prefix="ringspark-")
-        self._writer: Any = SummaryWriter(self._folder)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(self._folder)
         self._epochs: dict[int, EpochRecord] = {}
         self._last_step = -1
         settings = {**run.settings, **{f"data.{key}": value for key, value in run.data.items()}}

@@ -36,6 +36,11 @@ def start_line(rank: int, host: str, pid: int, start: str) -> str:
     return f"=== rank {rank} on {host or 'unknown'}, process {pid}, started {now} UTC ({start}) ==="
 
 
+def died_uri(run_uri: str, rank: int) -> str:
+    """Returns the file in which the witness of a rank that has died says that it has stored everything."""
+    return storage.join(run_uri, run_layout.HEARTBEAT, f"rank-{rank}.died")
+
+
 def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
     """Replaces what the start of that line has printed so far; keeps the end of the earlier ones.
 

@@ -79,6 +79,7 @@ def test_the_held_out_rows_are_evaluated_as_the_training_did(table: Any, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table: Any, tmp_path: Path) -> None:
     model = TorchClassifier(**common(tmp_path), model=network(2)).setEpochs(1).fit(table)
     assert isinstance(model, TorchClassificationModel)

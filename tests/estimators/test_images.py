@@ -69,6 +69,7 @@ def predicted(frame: Any) -> dict[int, tuple[str, list[float]]]:
 
 
 @pytest.mark.modes
+@pytest.mark.slow
 def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: Any, tmp_path: Path) -> None:
     fitted = Pipeline(stages=[classifier(tmp_path / "storage")]).fit(table)
     scored = predicted(fitted.transform(table))

@@ -215,6 +215,7 @@ def test_the_fields_of_a_struct_are_taken_by_their_names(spark: Any, tmp_path: P
             model.transform(frame.selectExpr(f"{wrong} as x"))
 
 
+@pytest.mark.slow
 def test_evaluate_takes_the_fields_of_a_label_by_their_names(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(8).selectExpr(
         "array(float(id), 1F) as features", "named_struct('a', id / 2, 'b', 50D) as label"

@@ -339,6 +339,8 @@ def test_a_runs_folder_holds_the_model_and_no_data(table: Any, tmp_path: Path) -
     assert sorted(p.name for p in run.iterdir()) == [
         "checkpoint",
         "config.json",
+        "data.json",
+        "environment.json",
         "history.json",
         "owner.json",
         "progress.json",

@@ -85,6 +85,7 @@ def test_weather_is_that_of_the_scheduled_hour(joined: DataFrame, raw: Path) -> 
     assert got.set_index("origin")["temp"].to_dict() == weather.set_index("origin")["temp"].to_dict()
 
 
+@pytest.mark.slow
 def test_weather_of_later_hours_does_not_reach_a_row(spark: Any, raw: Path, joined: DataFrame) -> None:
     from pyspark.sql import functions as F
 

@@ -50,23 +50,23 @@ def _trackers(value: Any) -> list[Any]:
     return [_tracker(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _steps(value: Any) -> list[int]:
-    """Returns the first and the last step of "10:13" or [10, 13].
-
-    Raises:
-        TypeError: The value has another form.
-    """
+def _steps(value: Any) -> Any:
+    """Returns the first and the last step of "10:13" or (10, 13); what has another form as it is."""
     given = value.split(":") if isinstance(value, str) else value
     try:
         first, last = given
-        if any(isinstance(step, bool | float) for step in (first, last)):
-            raise TypeError
-        return [int(first), int(last)]
+        whole = not any(isinstance(step, bool | float) for step in (first, last))
+        return [int(first), int(last)] if whole else value
     except (TypeError, ValueError):
-        raise TypeError(
-            f"profileSteps must be two steps, as '10:13' or [10, 13], got {value!r}; both are profiled, and "
-            "those between them"
-        ) from None
+        return value
+
+
+def _are_few(steps: Any) -> bool:
+    steps = _steps(steps)
+    if not isinstance(steps, list):
+        return False
+    first, last = steps
+    return bool(1 <= first <= last < first + MOST_PROFILED)
 
 
 SHOW_PROGRESS = Setting(
@@ -107,8 +107,8 @@ PROFILE_STEPS = Setting[Any](
     "unset: no profile",
     convert=_steps,
     accepts=Range(
-        lambda steps: 1 <= steps[0] <= steps[1] < steps[0] + MOST_PROFILED,
-        lambda: f"must be first and last of at most {MOST_PROFILED} steps, counted from 1",
+        _are_few,
+        lambda: f"must be the first and last of at most {MOST_PROFILED} steps, counted from 1",
         "; give a few steps, as in '10:13'",
     ),
     may_differ_on_resume=True,

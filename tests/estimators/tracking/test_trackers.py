@@ -121,7 +121,7 @@ def test_one_fit_is_told_to_mlflow_and_tensorboard(spark: Any, tmp_path: Path) -
     assert run.data.params["epochs"] == "2"
     assert run.data.params["data.rows"] == "96"
     assert run.data.tags["mine"] == "1"
-    losses = [record.train_loss for record in model.summary.history]
+    losses = [record.train_loss for record in model.summary.epochs]
     history = client.get_metric_history(run.info.run_id, "train_loss")
     assert [(metric.step, metric.value) for metric in history] == [(3, losses[0]), (6, losses[1])]
     steps = client.get_metric_history(run.info.run_id, "step/train_loss")

@@ -133,6 +133,7 @@ def test_every_metric_is_scikit_learns() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
+@pytest.mark.slow
 def test_every_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
     texts = run_spawned(3, name, _all_values)
     assert texts[0] == texts[1] == texts[2]

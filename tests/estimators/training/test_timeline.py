@@ -31,7 +31,12 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 
-GANGS = [name for name in COLLECTIVES if name != "local"]
+# What a rank records is the same with each collective, so one of them is enough in the fast tests.
+GANGS = [
+    pytest.param(name, marks=() if name == "torch" else pytest.mark.slow)
+    for name in COLLECTIVES
+    if name != "local"
+]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
 SHIFT_NS = 5_000_000_000
 MakeShards = Callable[..., ShardManifest]
