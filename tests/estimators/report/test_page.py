@@ -98,7 +98,7 @@ def test_each_setting_is_listed_once_beside_its_default(make_shards: MakeShards,
 
 
 def test_the_page_stands_alone_and_is_small(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path, log_every_steps=1, timeline_every_steps=1, epochs=60)
+    config = _config(make_shards, tmp_path, log_every_steps=1, timeline_every_steps=1, epochs=12)
     train_here(config)
     page = _report(config, tmp_path)
     html = (tmp_path / "page.html").read_text("utf-8")
@@ -128,6 +128,7 @@ def test_names_that_are_markup_are_shown_as_letters(make_shards: MakeShards, tmp
     assert EVIL in page.tables["settings"][0].row("inputCols")["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "section"),
     [
