@@ -90,10 +90,10 @@ def test_the_job_of_the_docs_trains_scores_and_is_looked_after(tmp_path: Path) -
         ("epochs: 5", "epochs: five", r"line 14: epochs must be a whole number, got 'five'"),
         (
             "hidden: [32, 32]",
-            "hiden: [32]",
+            "layers: [32]",
             r"line 11: model 'mlp' does not take these arguments.*'hidden'",
         ),
-        ("save:\n  model", "save:\n  modle", r"save.modle is not known to save; did you mean 'model'"),
+        ("save:\n  model", "save:\n  models", r"save.models is not known to save; did you mean 'model'"),
         ("epochs: 5", "epochs: 5\n  epochs: 6", r"line 15: 'epochs' stands here twice"),
         ("csv: ", "parquet: a\n  csv: ", r"data must have one of the keys .*, got parquet and csv"),
         ("stage: ", "stage: [", r"job.yaml, line \d+: this is no YAML"),
