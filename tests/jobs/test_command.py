@@ -1,142 +1,173 @@
-"""The command `ringspark`: the job of docs/jobs.md from file to report, and what it refuses."""
+"""The command `ringspark` as a process: help, completion, refusals, run folders."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
+JOB = """stage: TorchRegressor
+data:
+  parquet: {folder}/rows
+features:
+  x: array(double(id) / 64)
+  y: double(id) / 32
+params:
+  model:
+    target: linear
+    kwargs: {{in_features: 1, out_features: 1}}
+  featuresCol: x
+  labelCol: y
+  batchSize: 16
+  numWorkers: 2
+  runUri: {folder}/run
+save:
+  model: {folder}/model
+evaluation:
+  data:
+    parquet: {folder}/rows
+"""
 
 
-def command(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "ringspark.jobs.command", *words],
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
+def _run(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ringspark.jobs.command", *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def _job(folder: Path, old: str = "", new: str = "", name: str = "job.yaml") -> Path:
+    text = JOB.format(folder=folder)
+    assert old in text
+    path = folder / name
+    path.write_text(text.replace(old, new, 1) if old else text)
+    return path
+
+
+def _run_folder(folder: Path, *, finished: bool = False, hours: float = 0.0) -> Path:
+    for name in ["owner.json", "run.json", *(["result.json"] if finished else [])]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+        changed = time.time() - hours * 3600
+        os.utime(folder / name, (changed, changed))
+    return folder
+
+
+HEAVY = """
+import sys
+from ringspark.jobs import command
+try:
+    command.main([sys.argv[1], *sys.argv[2:]])
+except SystemExit:
+    pass
+print([name for name in ("pyspark", "torch", "numpy", "pyarrow") if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("options", [["--help"], ["train", "--help"], ["--print-completion", "bash"]])
+def test_help_and_completion_import_neither_spark_nor_torch(options: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", HEAVY, *options], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+    assert "ringspark" in done.stdout
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    (tmp_path / "complete").write_text(_run("--print-completion", "bash").stdout)
+    script = (
+        f"source {tmp_path}/complete; COMP_WORDS=($1); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+        '_shtab_ringspark; echo "${COMPREPLY[@]}"'
     )
+    for words, found in (("ringspark ru", "runs"), ("ringspark runs re", "remove")):
+        done = subprocess.run(["bash", "-c", script, "-", words], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [found]
 
 
-def job_file(folder: Path) -> Path:
-    """The file of docs/jobs.md, for rows in this folder."""
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    file = folder / "job.yaml"
-    file.write_text(block.replace("/shared/", f"{folder}/"))
-    return file
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "batchSize",
+            "batchSise",
+            "line 12: TorchRegressor has no Param 'batchSise'; did you mean 'batchSize'?",
+        ),
+        ("batchSize: 16", "batchSize: many", "line 12: batchSize must be a whole number, got 'many'"),
+        ("numWorkers: 2", "numWorkers: 0", "line 13: numWorkers must be at least 1, got 0"),
+        ("in_features: 1", "in_featurs: 1", "line 8: model 'linear' does not take these arguments"),
+        ("save:", "saves:", "line 15: saves is not known to a job; did you mean 'save'?"),
+        ("  parquet", "  parket", "line 3: data.parket is not known to data; did you mean 'parquet'?"),
+        ("stage: TorchRegressor", "stage: Torch", "line 1: stage must be one of"),
+        ("runUri:", "labelCol:", "line 14: 'labelCol' stands here twice; keep one"),
+        ("features:", "features", "this is no YAML"),
+        ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "not shards"),
+    ],
+)
+def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    done = _run("train", _job(tmp_path, old, new))
+    assert done.returncode == 2
+    assert done.stderr.startswith("ringspark train: error: job.yaml")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_printed_job_is_a_job_again_and_json_is_read_alike(tmp_path: Path) -> None:
+    import yaml
+
+    job = _job(tmp_path)
+    (tmp_path / "job.json").write_text(json.dumps(yaml.safe_load(job.read_text()), indent=1))
+    first = _run("train", job, "--set", "params.epochs=7", "--print")
+    assert first.returncode == 0, first.stderr
+    assert "epochs: 7\n" in first.stdout
+    (tmp_path / "printed.yaml").write_text(first.stdout)
+    assert _run("train", tmp_path / "printed.yaml", "--print").stdout == first.stdout
+    assert _run("train", tmp_path / "job.json", "--set", "params.epochs=7", "--print").stdout == first.stdout
+
+
+def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_path: Path) -> None:
+    done = _run_folder(tmp_path / "done", finished=True)
+    busy, dead = _run_folder(tmp_path / "busy"), _run_folder(tmp_path / "dead", hours=2)
+    other = _run_folder(tmp_path / "other", finished=True)
+    (other / "thesis.tex").write_text("")
+    listed = _run("runs", "list", tmp_path)
+    states = {line.split()[0]: line for line in listed.stdout.splitlines()}
+    assert "finished" in states["done"]
+    assert "in use" in states["busy"]
+    assert "stopped" in states["dead"]
+    for folder, message, options in (
+        (done, "not removed unasked; give --yes", []),
+        (busy, "its driver may be alive; stop it and give --stopped", ["--yes"]),
+        (other, "holds 'thesis.tex', which belongs to no run", ["--yes"]),
+        (tmp_path, "is no run folder", ["--yes"]),
+        (done / "run.json", "is no run folder", ["--yes"]),
+    ):
+        refused = _run("runs", "remove", folder, *options)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+        assert message in refused.stderr
+        assert folder.exists()
+    for folder, options in ((done, []), (dead, []), (busy, ["--stopped"])):
+        assert _run("runs", "remove", folder, "--yes", *options).returncode == 0
+        assert not folder.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_the_job_of_the_docs_trains_scores_and_is_looked_after(tmp_path: Path) -> None:
-    rows = [f"{1 + i % 12},{i % 24},{i * 37 % 5000},{int(i % 24 > 12)}\n" for i in range(2400)]
-    (tmp_path / "flights.csv").write_text("month,hour,distance,late\n" + "".join(rows))
-    file = job_file(tmp_path)
-
-    printed = command("train", str(file), "--print")
-    assert printed.returncode == 0, printed.stderr
-    again = tmp_path / "resolved.yaml"
-    again.write_text(printed.stdout)
-    assert command("train", str(again), "--print").stdout == printed.stdout, "what is printed is a job again"
-    planned = command("plan", str(file), "--budget", "1g")
-    assert "512 rows per step on each of 2 workers" in planned.stdout, planned.stderr
-
-    trained = command("train", str(file), "--set", "params.epochs=8", "--set", "params.learningRate=0.01")
+def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path) -> None:
+    spark.range(64).write.parquet(str(tmp_path / "rows"))  # type: ignore[attr-defined]
+    job = _job(tmp_path)
+    trained = _run("train", job)
     assert trained.returncode == 0, trained.stderr
-    assert float(re.search(r"auroc ([\d.]+)", trained.stdout)[1]) > 0.9  # type: ignore[index]
-    refused = command("train", str(file))
-    assert refused.returncode == 2
-    assert re.search(r"job.yaml, line \d+: save.model: \S+ is there; set save.overwrite", refused.stderr)
-
-    output = str(tmp_path / "predictions")
-    options = ("--option", "header=true", "--option", "inferSchema=true", "--columns", "hour,prediction")
-    scored = command(
-        "score", str(tmp_path / "model"), "--csv", str(tmp_path / "flights.csv"), *options, "--output", output
-    )
+    assert f"train: model saved to {tmp_path}/model" in trained.stdout
+    assert "train: rmse " in trained.stdout or "train: " in trained.stdout.splitlines()[-1]
+    again = _run("train", job)
+    assert again.returncode == 2
+    assert "job.yaml, line 16: save.model: " in again.stderr
+    assert "batchSize = 16" in _run("runs", "show", tmp_path / "run").stdout
+    assert "rows per step on each of 2 workers" in _run("plan", job).stdout
+    scored = _run("score", tmp_path / "model", "--parquet", tmp_path / "rows", "--output", tmp_path / "out")
     assert scored.returncode == 0, scored.stderr
-    assert f"predictions in {output}" in scored.stdout
-
-    store = tmp_path / "ringspark"
-    (run,) = store.iterdir()
-    assert run.name in command("runs", "list", str(store)).stdout
-    shown = command("runs", "show", str(run)).stdout
-    assert "8" in re.search(r"epochs?\D+(\d+)", shown)[1], shown  # type: ignore[index]
-    page = tmp_path / "report.html"
-    assert command("report", str(run), str(page)).returncode == 0
-    assert "<svg" in page.read_text()
-    kept = command("runs", "remove", str(run), given="n\n")
-    assert run.exists(), kept.stdout
-    assert command("runs", "remove", str(tmp_path), "--yes").returncode == 2, "no run, and it has our files"
-    assert page.exists()
-    assert command("runs", "remove", str(run), "--yes").returncode == 0
-    assert not run.exists()
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "sentence"),
-    [
-        (
-            "stage: TorchClassifier",
-            "stage: TorchClasifier",
-            r"line 1: stage .*did you mean 'TorchClassifier'",
-        ),
-        ("epochs: 5", "epoch: 5", r"line 14: .*'epoch'.* did you mean 'epochs'"),
-        ("epochs: 5", "epochs: five", r"line 14: epochs must be a whole number, got 'five'"),
-        (
-            "hidden: [32, 32]",
-            "layers: [32]",
-            r"line 11: model 'mlp' does not take these arguments.*'hidden'",
-        ),
-        ("save:\n  model", "save:\n  models", r"save.models is not known to save; did you mean 'model'"),
-        ("epochs: 5", "epochs: 5\n  epochs: 6", r"line 15: 'epochs' stands here twice"),
-        ("csv: ", "parquet: a\n  csv: ", r"data must have one of the keys .*, got parquet and csv"),
-        ("stage: ", "stage: [", r"job.yaml, line \d+: this is no YAML"),
-    ],
-)
-def test_a_mistake_is_one_sentence_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, sentence: str
-) -> None:
-    from ringspark.jobs import command as ringspark
-
-    file = job_file(tmp_path)
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
-    assert ringspark.main(["train", str(file), "--print"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(sentence, line), line
-
-
-def test_a_file_in_json_is_the_same_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
-
-    from ringspark.jobs import command as ringspark
-
-    file = job_file(tmp_path)
-    assert ringspark.main(["train", str(file), "--print"]) == 0
-    expected = capsys.readouterr().out
-    other = tmp_path / "job.json"
-    other.write_text(json.dumps(yaml.safe_load(file.read_text())))
-    assert ringspark.main(["train", str(other), "--print"]) == 0
-    assert capsys.readouterr().out == expected
-
-
-def test_help_and_completion_import_neither_spark_nor_torch() -> None:
-    code = (
-        "import sys\nfrom ringspark.jobs import command\n"
-        "try:\n    command.main(sys.argv[1:])\n"
-        "finally:\n    print(sorted({'torch', 'pyspark', 'numpy'} & set(sys.modules)), file=sys.stderr)"
-    )
-    for words in (["--help"], ["train", "--help"], ["--print-completion", "bash"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0
-        assert done.stderr.endswith("[]\n"), done.stderr
-        assert "train" in done.stdout
+    written = spark.read.parquet(str(tmp_path / "out"))  # type: ignore[attr-defined]
+    assert (written.count(), "prediction" in written.columns) == (64, True)
