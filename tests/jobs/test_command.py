@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ params:
   batchSize: 16
   numWorkers: 2
   runUri: {folder}/run
+  metrics: [rmse]
 save:
   model: {folder}/model
 evaluation:
@@ -91,16 +93,17 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         (
             "batchSize",
             "batchSise",
-            "line 12: TorchRegressor has no Param 'batchSise'; did you mean 'batchSize'?",
+            "line 13: TorchRegressor has no Param 'batchSise'; did you mean 'batchSize'?",
         ),
-        ("batchSize: 16", "batchSize: many", "line 12: batchSize must be a whole number, got 'many'"),
-        ("numWorkers: 2", "numWorkers: 0", "line 13: numWorkers must be at least 1, got 0"),
+        ("batchSize: 16", "batchSize: many", "line 13: batchSize must be a whole number, got 'many'"),
+        ("numWorkers: 2", "numWorkers: 0", "line 14: numWorkers must be at least 1, got 0"),
         ("in_features: 1", "in_featurs: 1", "line 8: model 'linear' does not take these arguments"),
-        ("save:", "saves:", "line 15: saves is not known to a job; did you mean 'save'?"),
+        ("save:", "saves:", "line 17: saves is not known to a job; did you mean 'save'?"),
         ("  parquet", "  parket", "line 3: data.parket is not known to data; did you mean 'parquet'?"),
         ("stage: TorchRegressor", "stage: Torch", "line 1: stage must be one of"),
-        ("runUri:", "labelCol:", "line 14: 'labelCol' stands here twice; keep one"),
+        ("runUri:", "labelCol:", "line 15: 'labelCol' stands here twice; keep one"),
         ("features:", "features", "this is no YAML"),
+        ("  metrics: [rmse]\n", "", "line 18: evaluation needs params.metrics"),
         ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "not shards"),
     ],
 )
@@ -161,10 +164,10 @@ def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path
     trained = _run("train", job)
     assert trained.returncode == 0, trained.stderr
     assert f"train: model saved to {tmp_path}/model" in trained.stdout
-    assert "train: rmse " in trained.stdout or "train: " in trained.stdout.splitlines()[-1]
+    assert re.search(r"^train: \w+ [0-9.]+$", trained.stdout, re.MULTILINE), "the metrics of the evaluation"
     again = _run("train", job)
     assert again.returncode == 2
-    assert "job.yaml, line 16: save.model: " in again.stderr
+    assert "job.yaml, line 18: save.model: " in again.stderr
     assert "batchSize = 16" in _run("runs", "show", tmp_path / "run").stdout
     assert "rows per step on each of 2 workers" in _run("plan", job).stdout
     scored = _run("score", tmp_path / "model", "--parquet", tmp_path / "rows", "--output", tmp_path / "out")
