@@ -115,6 +115,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Number of features of the one vector that the network was trained on; -1 if it takes others."""
         return num_features(self._inputs)
 
+    def _told_in_notebook(self) -> str:
+        return "" if self._summary is None else self._summary.sentence
+
     def module(self) -> nn.Module:
         """Returns the trained network as a new plain `nn.Module` on the CPU, in eval mode.
 

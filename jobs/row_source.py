@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,7 @@ class RowSource:
                    for name, value in self.options.items()}  # fmt: skip
         if self.version is not None:
             options["versionAsOf"] = self.version
+        quiet_refusals()
         try:
             reader = spark.read.options(**options)
             frame = reader.table(uri) if kind == "table" else reader.format(kind).load(uri)
@@ -106,3 +109,11 @@ class RowSource:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error of Spark's, whose others show its plan."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def quiet_refusals() -> None:
+    """Lets Spark not print a refused query as JSON with a trace; the job says it in one sentence."""
+    with suppress(ImportError):  # Spark 3.5 prints none
+        from pyspark.logger import PySparkLogger
+
+        PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)

@@ -61,7 +61,7 @@ def build_parser() -> cli.JobParser:
     """Returns the parser of the job's options."""
     parser = cli.JobParser(
         "train",
-        "Train the entity-embedding network on the shards of jobs/etl.py; `train FILE`: by a job file.",
+        "Train the entity-embedding network on the shards of jobs/etl.py; `train FILE`: by a job.",
     )
     parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="folder that etl wrote")
     parser.add_argument("--output", metavar="URI", help="saved pipeline; without it DATA/model")

@@ -159,6 +159,11 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
         config_of(estimator)
     except ValueError as error:
         raise file.error(("params",), str(error)) from None
+    if job.evaluation is not None and not estimator.getMetrics():
+        # Else the evaluation would refuse it, after the training.
+        raise file.error(
+            ("evaluation",), "evaluation needs params.metrics; name some, or leave evaluation out"
+        )
     return estimator
 
 

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.pipelines.lanes import Deal, Int64Array, OrderedDeal, ShuffledDeal
+from ringspark.pipelines.notebook_table import notebook_table
 from ringspark.pipelines.shuffle import MAX_LENGTH, permutation
 
 # The first part of every key: without it a row group could draw the order of the row groups.
@@ -93,6 +94,18 @@ class EpochPlan:
     def num_rows(self) -> int:
         """Number of rows in the epoch, over all shards."""
         return int(self.row_groups.sum())
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the numbers of the epoch."""
+        rows = [
+            ("rows", f"{self.num_rows:,}"),
+            ("row groups", f"{len(self.row_groups):,}"),
+            ("steps", f"{self.num_steps:,}"),
+            ("rows of a step, over all shards", f"{self.batch_size:,}"),
+            ("shards", f"{self.num_shards:,}"),
+            ("shuffled", f"by seed {self.seed}" if self.shuffle else "no"),
+        ]
+        return notebook_table(f"Plan of epoch {self.epoch}", ["", ""], rows)
 
     @property
     def num_steps(self) -> int:

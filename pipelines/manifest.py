@@ -23,6 +23,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.kinds.base import BatchArray
+from ringspark.pipelines.notebook_table import notebook_table
 from ringspark.pipelines.table_files import TABLE_REMEDY, TableFile, TableSource, changed_problem
 from ringspark.pipelines.typed_json import added, record, versioned
 
@@ -131,6 +132,22 @@ class ShardManifest:
     def num_rows(self) -> int:
         """Number of rows in all files of this manifest or view."""
         return sum(file.num_rows for file in self.files)
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: sizes and columns. Reads no file."""
+        rows = []
+        for column in self.columns:
+            stats = self.stats.get("train", {}).get(column.name)
+            numbers = ("", "", "") if stats is None else (stats.minimum, stats.maximum, stats.mean)
+            told = ("" if value is None else value for value in numbers)
+            rows.append((column.name, column.kind, column.source, *told))
+        sizes = [
+            f"{split}: {view.num_rows:,} rows in {len(view.files):,} files."
+            for split, view in ((split, self.select(split)) for split in SPLITS)
+            if view.files
+        ]
+        header = ["column", "in a batch", "Spark type", "min", "max", "mean"]
+        return notebook_table(f"Shards in {self.uri}", header, rows, " ".join(sizes))
 
     def column_of(self, name: str) -> Column:
         """Returns the column that gives a batch the array `name`: as a rule the column of that name.

@@ -54,7 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/trained_model",
         "estimators/sequence_windows",
     ),
-    ("estimators/search",),
+    ("estimators/search", "estimators/tuning"),
     ("estimators",),  # the public names, each imported when it is asked for
     ("jobs",),
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.pipelines.notebook_table import notebook_table
 
 # Part -> its title in a table.
 TITLES = {
@@ -81,6 +82,20 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the table, and the settings that would fit."""
+        rows = [
+            (title, show_bytes(getattr(self, part)), show_bytes(self.at_peak[part]))
+            for part, title in TITLES.items()
+        ]
+        told = [self.verdict, *(f"{_label(plan)}: {show_bytes(plan.peak)}." for plan in self.suggest)]
+        return notebook_table(
+            f"Memory of a step of {self.rows:,} rows: {_label(self)}",
+            ["", "most", "at the peak"],
+            [*rows, ("peak", "", show_bytes(self.peak))],
+            " ".join(filter(None, told)),
+        )
 
 
 def draw(plans: Mapping[str, MemoryPlan], path: str, budget: int | None = None) -> None:

@@ -12,6 +12,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ringspark.estimators.report.facts import Facts
     from ringspark.estimators.report.held_out.findings import HeldOut
 
@@ -42,6 +44,24 @@ def summary_facts(summary: Any, held_out: HeldOut | None = None) -> Facts:
     from ringspark.estimators.report.facts import Facts, run_of_summary
 
     return Facts(run=run_of_summary(summary), held_out=held_out)
+
+
+def loss_figure(summary: Any) -> Figure:
+    """Returns a figure of a `TrainingSummary`'s losses and learning rate by epoch; reads no file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from ringspark.estimators.report.drawing import figure_of
+    from ringspark.estimators.report.facts import Outcome, RunFacts
+    from ringspark.estimators.report.page import check_packages
+    from ringspark.estimators.report.sections.curves import draw_losses
+
+    check_packages("a plot", ("matplotlib",))
+    run = RunFacts(
+        run_uri=summary.run_uri, outcome=Outcome.of_summary(summary), history=tuple(summary.epochs)
+    )
+    return figure_of(lambda figure: draw_losses(figure, run), 3.4)
 
 
 def write_report(facts: Facts, path: str | os.PathLike[str]) -> None:

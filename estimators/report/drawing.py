@@ -30,6 +30,20 @@ WIDTH = 10.0
 
 Numbers = npt.NDArray[np.float64]
 
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    # Names in the SVG are the same for the same drawing.
+    "svg.hashsalt": "ringspark",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "path.simplify": True,
+}
+
 
 def plain(text: str, most: int = 40) -> str:
     """Returns a user's text in the form that matplotlib draws as it is, of bounded length."""
@@ -45,24 +59,21 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def figure_of(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -> Figure:
+    """Returns the figure that `draw` draws."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE):
+        figure = new_figure(height, width)
+        draw(figure)
+    return figure
+
+
 def drawn(draw: Callable[[Figure], None], height: float, width: float = WIDTH) -> str:
     """Returns the SVG of what `draw` draws."""
     import matplotlib as mpl
 
-    settings: Any = {
-        "svg.fonttype": "none",
-        # Names in the SVG are the same for the same drawing.
-        "svg.hashsalt": "ringspark",
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-        "path.simplify": True,
-    }
-    with mpl.rc_context(settings), warnings.catch_warnings():
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
         # The browser has letters that matplotlib's font has not.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = new_figure(height, width)

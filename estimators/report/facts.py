@@ -126,9 +126,14 @@ class RunFacts:
 
     @property
     def rows_per_second(self) -> float:
-        """As `TrainingSummary.rows_per_second`, of the training so far; NaN before it began."""
-        rows, _, seconds = self._so_far
-        return rows / seconds if seconds else math.nan
+        """Rate over the epochs, their validation included; NaN before the first rows.
+
+        The start of a training, with its imports and its first connections, is no part of the rate.
+        """
+        rows, seconds = sum(r.rows for r in self.history), sum(r.seconds for r in self.history)
+        if not rows:
+            rows, _, seconds = self._so_far
+        return rows / seconds if rows and seconds else math.nan
 
     @property
     def _so_far(self) -> tuple[int, int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ringspark.estimators.report.facts import Facts
@@ -10,16 +11,19 @@ from ringspark.estimators.report.template import PAGE
 from ringspark.pipelines import storage
 
 
-def check_packages() -> None:
+def check_packages(subject: str = "a report", names: Sequence[str] = ("jinja2", "matplotlib")) -> None:
     """Refuses to begin without the packages of a report.
+
+    Args:
+        subject: What needs them, for the message.
 
     Raises:
         ImportError: One is not installed; the message says how to install it.
     """
-    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"a report needs jinja2 and matplotlib, and {' and '.join(missing)} is not installed; "
+            f"{subject} needs {' and '.join(names)}, and {' and '.join(missing)} is not installed; "
             "pip install 'ringspark[report]'"
         )
 

@@ -17,6 +17,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.settings.declaration import Kind, Setting
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.pipelines.notebook_table import notebook_table
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -112,8 +113,18 @@ def plain_values(stage: Params) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values_of(stage).items() if value is not None}
 
 
+def changed_values(stage: Params) -> dict[str, tuple[Any, Any]]:
+    """Returns the settings that are not at their defaults, as people read them: name -> (value, default)."""
+    defaults = {name: SETTINGS[name].default for name in values_of(stage)}
+    return {
+        name: (_plain(value), _plain(defaults[name]))
+        for name, value in values_of(stage).items()
+        if value is not defaults[name] and _plain(value) != _plain(defaults[name])
+    }
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
@@ -145,6 +156,21 @@ class DeclaredParams(Params):
                 if setting.default is not None and self.hasParam(name)
             }
         )
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the settings that are not at their defaults. Asks Spark nothing."""
+        rows = [
+            (name, value, "unset" if default is None else default)
+            for name, (value, default) in changed_values(self).items()
+        ]
+        told = self._told_in_notebook()
+        note = told if rows else f"All settings are at their defaults. {told}".strip()
+        title = f"{type(self).__name__} {self.uid}"
+        return notebook_table(title, ["setting", "value", "default"], rows, note)
+
+    def _told_in_notebook(self) -> str:
+        """Returns what a stage tells below its settings."""
+        return ""
 
     def _set(self: S, **values: Any) -> S:
         """Sets Params by name; None clears one, in setters as in constructors."""

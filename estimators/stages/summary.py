@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.report import summary_facts, write_report
+from ringspark.estimators.report import loss_figure, summary_facts, write_report
 from ringspark.estimators.tracking.timeline import write_trace
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.finished import Finished
@@ -17,6 +17,9 @@ from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import added, parse_object, record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,30 @@ class TrainingSummary:
     @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def sentence(self) -> str:
+        """What the training came to, in a sentence."""
+        last = [record for record in self.epochs if record.epoch == self.model_epoch] or [*self.epochs[-1:]]
+        losses = "".join(
+            f", training loss {record.train_loss:.4g}"
+            + ("" if record.validation_loss is None else f", validation loss {record.validation_loss:.4g}")
+            for record in last
+        )
+        return (
+            f"Trained {len(self.epochs):,} epochs, {self.steps:,} steps, {self.rows:,} rows in "
+            f"{self.seconds:,.1f} s; the model is of epoch {self.model_epoch:,}{losses}."
+        )
+
+    def plot(self) -> Figure:
+        """Returns a figure of the losses and the learning rate, which a notebook shows.
+
+        It needs matplotlib, which `pip install 'ringspark[report]'` brings; `savefig` writes it to a file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return loss_figure(self)
 
     def timeline(self, path: str) -> str:
         """Writes where the time of the recorded steps went as a trace for Perfetto; returns `path`.

@@ -8,7 +8,7 @@ So a listener may be slow, and what it raises is a warning and ends no training.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
 from ringspark.estimators.training.history import EpochRecord, Progress
@@ -94,8 +94,9 @@ class Tracker:
 
     def as_setting(self) -> dict[str, Any] | None:
         """Returns name and options that differ from their defaults; None if they are no plain data."""
-        if not self.name:
+        # A user's own class may have a name and be no dataclass.
+        if not self.name or not is_dataclass(self):
             return None
-        options = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        defaults = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self)}
         return {"name": self.name} | {k: v for k, v in options.items() if v != defaults[k]}

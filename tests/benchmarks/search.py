@@ -198,12 +198,12 @@ def main() -> None:
         return
     options = harness.parse(
         __doc__,
-        rows=(20_000, 3_000),
+        rows=(12_000, 3_000),
         epochs=(9, 3),
         trials=(40, 3),
-        kills=(3, 1),
+        kills=(2, 1),
         short_epochs=(3, 2),
-        short_trials=(12, 3),
+        short_trials=(8, 3),
     )
     root = harness.flights_root(options)
     lines: list[list[str]] = []

@@ -281,6 +281,8 @@ class Training:
         # The temporary files of this process's own, and what a committed run must not hold.
         if Path(plan.run).is_absolute():
             left = names_below(Path(plan.run)) - self._lab.names(plan.collective, self._fault.place)
+            # What a rank said of its end, and the losses of one more start, are to stay.
+            left = {name for name in left if not name.startswith(("logs/rank-", "steps/"))}
             problems += [f"left over in the finished run: {name}" for name in sorted(left)]
             # The diaries are small, the runs are not needed any more.
             shutil.rmtree(plan.run, ignore_errors=True)

@@ -36,6 +36,7 @@ from ringspark.estimators import (
     TorchRegressor,
     plan_memory,
 )
+from ringspark.estimators.run.folder import RunRefusedError
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.jobs import cli, etl, score, shards, train
 from ringspark.models import ModelSpec
@@ -693,11 +694,12 @@ RECOVERY = [
     R("resume: unwritable folder", lambda p: p.train(runUri=blocked(p)),
       "cannot be written", "choose a folder"),
     R("resume: other settings", lambda p: go_on(p, "run", learningRate=0.5),
-      "cannot be resumed, .* learningRate: 0.001 -> 0.5", "set them back, or give another folder"),
+      "cannot be resumed, .* learningRate: 0.001 -> 0.5", "set them back, or give another folder",
+      RunRefusedError),
     R("resume: other network", lambda p: go_on(p, "run", model=nn.Linear(2, 1)),
-      "cannot be resumed, .* model: ", "set them back"),
+      "cannot be resumed, .* model: ", "set them back", RunRefusedError),
     R("resume: damaged record", lambda p: p.train(runUri=p.prepared("run", cut("run.json")), resume=True),
-      "run.json is damaged", "give another folder"),
+      "run.json is damaged", "give another folder", RunRefusedError),
     R("resume: one folder for two fits",
       lambda p: p.fit(run=lambda e: e.fit(p.pair, [{e.epochs: 1}, {e.epochs: 2}]), runUri=p.prepared()),
       "is the folder of one training, and 2 parameter maps", "leave runUri unset"),

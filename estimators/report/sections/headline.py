@@ -44,8 +44,8 @@ def _make(facts: Facts) -> Sequence[Block]:
         ("epochs", f"{len(run.history):,}" + (f" of {planned:,}" if planned else "")),
         ("optimizer steps", show(run.num_steps)),
         ("rows seen", show(run.rows)),
-        ("training time", seconds(run.seconds)),
-        ("rows/s", f"{rate:,.0f}" if math.isfinite(rate) else ""),
+        ("training time, start included", seconds(run.seconds)),
+        ("rows/s in epochs", f"{rate:,.0f}" if math.isfinite(rate) else ""),
     ]
     if run.config is not None:
         cards.append(("workers", show(run.config.num_workers)))

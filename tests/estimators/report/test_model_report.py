@@ -62,7 +62,7 @@ def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
     page = Page.at(tmp_path / "page.html")
     told = page.tables["curves"][0]
     assert told.column("train_loss") == [show(loss) for loss in summary.history["train_loss"]]
-    assert page.cards["rows/s"] == f"{summary.rows_per_second:,.0f}"
+    assert page.cards["rows seen"] == f"{summary.rows:,}"
     assert {"settings", "data", "environment"} <= set(page.tables)
     saved = tmp_path / "model"
     classifier.write().save(str(saved))

@@ -28,6 +28,17 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.filterwarnings("i
 STEP_METRICS = {"step/train_loss", "step/learning_rate"}
 
 
+class BreakWhile(Callback):
+    """Fails at the end of the third epoch while a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 3 and os.path.exists(self._path):
+            raise RuntimeError("the power went")
+
+
 class WaitFor(Callback):
     """Holds the training after an epoch until a file is there."""
 
@@ -116,13 +127,10 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
 def test_a_resumed_training_goes_on_in_its_run(server: MlflowServer, table: Any, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=server.uri)
     options = {"tracking_uri": server.uri, "experiment": "resumed", "log_model": False}
+    broken = tmp_path / "broken"
+    broken.touch()
 
-    class Broken(Callback):
-        def on_epoch_end(self, state: TrainingState) -> None:
-            if state.epoch == 3:
-                raise RuntimeError("the power went")
-
-    def fit(*callbacks: Callback, resume: bool) -> Any:
+    def fit(resume: bool) -> Any:
         return classifier(
             tmp_path,
             epochs=4,
@@ -130,15 +138,16 @@ def test_a_resumed_training_goes_on_in_its_run(server: MlflowServer, table: Any,
             resume=resume,
             maxRestarts=0,
             checkpointEverySteps=1,
-            callbacks=list(callbacks),
+            callbacks=[BreakWhile(broken)],
             tracking=[{"name": "mlflow", **options}],
         ).fit(table)
 
     with pytest.raises(Exception, match="the power went"):
-        fit(Broken(), resume=False)
+        fit(resume=False)
     (failed,) = runs_of(client, "resumed")
     assert failed.info.status == "FAILED"
     assert "the power went" in failed.data.tags["ringspark.error"]
+    broken.unlink()
     fit(resume=True)
     (run,) = runs_of(client, "resumed")
     assert (run.info.run_id, run.info.status) == (failed.info.run_id, "FINISHED")
@@ -160,7 +169,7 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
 
         def kill(event: dict[str, Any]) -> None:
             if event["event"] == "epoch" and event["epoch"] == 1:
-                wait_for("epoch 1 in MLflow", lambda: [r for r in runs_of(client, "k") if r.data.metrics])
+                wait_for("epoch 1 in MLflow", lambda: any(r.data.metrics for r in runs_of(client, "k")))
                 server.kill()
                 dead.touch()
 

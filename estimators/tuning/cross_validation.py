@@ -1,0 +1,103 @@
+"""`cross_validate`: what an estimator reaches on each of several folds, as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+from pyspark.sql import DataFrame
+
+from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.torch_model import TorchModel
+from ringspark.pipelines.columns import check_frame
+
+_FOLD, _SECONDS = "fold", "seconds"
+
+
+def cross_validate(
+    estimator: Any, folds: Iterable[tuple[DataFrame, DataFrame]], evaluator: Any
+) -> pd.DataFrame:
+    """Fits an estimator on each fold, one after the other, and evaluates its model on the fold's other rows.
+
+    The models are not kept, nor are the folders of their runs. For a search over settings with folds, give
+    the column of `stratified_folds` or `grouped_folds` to Spark's `CrossValidator` as its `foldCol`.
+
+    Args:
+        estimator: Any Spark ML estimator, also a `Pipeline` or a search.
+        folds: (training rows, validation rows) of each fold, as `fold_pairs` and `time_folds` return.
+        evaluator: A Spark ML evaluator, or a mapping of names to evaluators.
+
+    Returns:
+        A row for each fold: "fold", the metrics by the evaluators' names for them, and "seconds".
+
+    Raises:
+        ValueError: An argument does not suit; the message says why.
+    """
+    evaluators = _named(evaluator)
+    for stage in _stages(estimator, "getStages"):
+        if getattr(stage, "hasParam", lambda _: False)("runUri") and stage.isSet("runUri"):
+            raise ValueError(
+                "runUri is the folder of one training, and cross_validate fits once per fold; leave it unset"
+            )
+    pairs = list(folds)
+    if not pairs:
+        raise ValueError("folds must hold at least one pair (training rows, validation rows), got none")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"folds must hold pairs (training rows, validation rows), got {type(pair).__name__}; "
+                "see fold_pairs and time_folds"
+            )
+        for rows in pair:
+            check_frame(rows, "cross_validate")
+    return pd.DataFrame([_row(number, estimator, *pair, evaluators) for number, pair in enumerate(pairs)])
+
+
+def _row(
+    number: int, estimator: Any, train: DataFrame, validation: DataFrame, evaluators: Mapping[str, Any]
+) -> dict[str, float]:
+    begun = time.monotonic()
+    model = estimator.fit(train)
+    try:
+        predicted = model.transform(validation)
+        if len(evaluators) > 1:
+            predicted = predicted.cache()
+        metrics = {name: float(each.evaluate(predicted)) for name, each in evaluators.items()}
+        if len(evaluators) > 1:
+            predicted.unpersist()
+    finally:
+        for stage in _stages(model, "stages"):
+            if isinstance(stage, TorchModel):
+                discard(stage.summary.run_uri)
+    return {_FOLD: number, **metrics, _SECONDS: time.monotonic() - begun}
+
+
+def _stages(whole: Any, name: str) -> list[Any]:
+    """Returns an estimator's or a model's stages; itself if it has none."""
+    found = getattr(whole, name, None)
+    if found is None:
+        return [whole]
+    parts = found() if callable(found) else found
+    return [stage for part in parts for stage in _stages(part, name)]
+
+
+def _named(evaluator: Any) -> dict[str, Any]:
+    if isinstance(evaluator, Mapping):
+        named = dict(evaluator)
+    elif hasattr(evaluator, "getMetricName"):
+        named = {evaluator.getMetricName(): evaluator}
+    else:
+        named = {"metric": evaluator}
+    for name, each in named.items():
+        if not hasattr(each, "evaluate"):
+            raise ValueError(
+                f"evaluator must be an evaluator of Spark ML or a mapping of names to them, got "
+                f"{type(each).__name__} for {name!r}"
+            )
+        if name in (_FOLD, _SECONDS):
+            raise ValueError(f"evaluator must not be named {name!r}, a column of the table; rename it")
+    if not named:
+        raise ValueError("evaluator must name at least one evaluator, got an empty mapping")
+    return named

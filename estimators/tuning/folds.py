@@ -1,0 +1,146 @@
+"""Folds as a column of numbers 0..k-1, which Spark's `CrossValidator(foldCol=...)` and `fold_pairs` read.
+
+The fold of a row follows from the rows and the seed alone, not from their order or partitions. Both functions
+deal in an order and not by a hash modulo k, so that they can promise how large the folds are:
+
+- `stratified_folds`: the rows of a class are ordered by a 128-bit hash over seed and all columns (`keyCols`
+  if given) and dealt in turn, each class from where the one before ended. Any two folds differ by at most one
+  row in each class, and by at most one row in all.
+- `grouped_folds`: the groups are ordered by size, largest first, and by a hash over seed and key, and dealt
+  in turn. Any two folds differ by at most the largest group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+from pyspark.sql.types import DataType
+
+from ringspark.estimators.columns.schema import field_named, fields_named
+from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
+
+FOLD = "fold"
+
+# Names within a plan; none reaches the result.
+_KEY, _ROWS, _START, _FIRST, _SECOND = (f"__ringspark_{name}" for name in ("key", "rows", "start", "a", "b"))
+
+
+def stratified_folds(
+    df: DataFrame,
+    labelCol: str,
+    k: int,
+    seed: int = 0,
+    *,
+    keyCols: Sequence[str] | None = None,
+    foldCol: str = FOLD,
+) -> DataFrame:
+    """Adds a column of folds in which every class has the same share, up to one row.
+
+    Runs one job, which counts the classes.
+
+    Args:
+        df: The rows. If it is not the same each time it is computed, neither are the folds.
+        k: Number of folds, at least 2.
+        keyCols: Columns that tell rows apart. None takes all but those that hold maps, which have no hash;
+            naming a key saves hashing wide columns.
+        foldCol: Name of the new column, of integers from 0.
+
+    Raises:
+        ValueError: An argument or the rows do not suit; the message says why.
+    """
+    label = _checked(df, "stratified_folds", "labelCol", labelCol, k, foldCol)
+    exact = is_case_sensitive(df.sparkSession)
+    if keyCols is None:
+        keys = [field.name for field in df.schema.fields if _has_hash(field.dataType)]
+    else:
+        keys = [field_named(name, "keyCols", df.schema, exact).name for name in keyCols]
+    classes = df.groupBy(F.col(quote(label)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
+    _refuse_nulls(classes, "labelCol", label)
+    smallest = classes.orderBy(_ROWS, _KEY).first()
+    if smallest is None or smallest[_ROWS] < k:
+        found = "no rows" if smallest is None else f"{smallest[_ROWS]} of class {smallest[_KEY]!r}"
+        raise ValueError(
+            f"stratified_folds needs at least one row of each class per fold ({k}), got {found}; lower k, or "
+            "drop or join rare classes"
+        )
+    # The classes' starts; one row each, so one partition holds them.
+    before = Window.orderBy(_KEY).rowsBetween(Window.unboundedPreceding, -1)
+    starts = classes.select(_KEY, F.coalesce(F.sum(_ROWS).over(before), F.lit(0)).alias(_START))
+    # A hash passes over nulls, so that (null, 1) and (1, null) would be alike without the flags.
+    parts = [part for name in keys for part in (F.col(quote(name)), F.isnull(quote(name)))]
+    hashed = df.select(
+        "*",
+        F.xxhash64(F.lit(seed), *parts).alias(_FIRST),
+        F.xxhash64(F.lit(~seed), *parts).alias(_SECOND),
+    )
+    place = F.row_number().over(Window.partitionBy(quote(label)).orderBy(_FIRST, _SECOND))
+    dealt = hashed.join(F.broadcast(starts), F.col(quote(label)) == F.col(_KEY))
+    fold = F.pmod(F.col(_START) + place - 1, F.lit(k)).cast("int")
+    return dealt.withColumn(foldCol, fold).drop(_KEY, _START, _FIRST, _SECOND)
+
+
+def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCol: str = FOLD) -> DataFrame:
+    """Adds a column of folds of which no two have rows of one group.
+
+    Runs one job, which counts the groups.
+
+    Args:
+        df: The rows. If it is not the same each time it is computed, neither are the folds.
+        k: Number of folds, at least 2.
+        foldCol: Name of the new column, of integers from 0.
+
+    Raises:
+        ValueError: An argument or the rows do not suit; the message says why.
+    """
+    group = _checked(df, "grouped_folds", "groupCol", groupCol, k, foldCol)
+    groups = df.groupBy(F.col(quote(group)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
+    _refuse_nulls(groups, "groupCol", group)
+    # Counts no further than needed.
+    found = groups.limit(k).count()
+    if found < k:
+        raise ValueError(
+            f"grouped_folds needs at least one group per fold ({k}), got {found} in column {group!r}; lower k"
+        )
+    hashed = F.xxhash64(F.lit(seed), F.col(_KEY))
+    place = F.row_number().over(Window.orderBy(F.desc(_ROWS), hashed, F.col(_KEY)))
+    dealt = groups.select(_KEY, F.pmod(place - 1, F.lit(k)).cast("int").alias(foldCol))
+    return df.join(dealt, F.col(quote(group)) == F.col(_KEY)).drop(_KEY)
+
+
+def check_count(name: str, k: Any) -> None:
+    """Raises ValueError if `k` is no number of folds."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 2:
+        raise ValueError(f"k of {name} must be a whole number of at least 2 folds, got {k!r}")
+
+
+def _checked(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: str) -> str:
+    """Checks what both functions are given; returns the column's name as the DataFrame has it."""
+    check_frame(df, name)
+    check_count(name, k)
+    exact = is_case_sensitive(df.sparkSession)
+    if fields_named(fold_col, df.schema, exact):
+        raise ValueError(f"foldCol {fold_col!r} is a column of the DataFrame already; give another name")
+    field = field_named(column, param, df.schema, exact)
+    if not _has_hash(field.dataType):
+        raise ValueError(
+            f"{param} {field.name!r} must have values that can be compared, got "
+            f"{field.dataType.simpleString()}; take another column"
+        )
+    return field.name
+
+
+def _has_hash(data_type: DataType) -> bool:
+    text = data_type.simpleString()
+    return "map<" not in text and "variant" not in text
+
+
+def _refuse_nulls(counts: DataFrame, param: str, name: str) -> None:
+    found = counts.where(F.isnull(_KEY)).first()
+    if found is not None:
+        raise ValueError(
+            f"{param} {name!r} must have a value in every row, got {found[_ROWS]} rows with null; drop or "
+            "fill them"
+        )

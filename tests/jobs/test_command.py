@@ -1,0 +1,176 @@
+"""The command `ringspark` as a process: help, completion, refusals, run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = """stage: TorchRegressor
+data:
+  parquet: {folder}/rows
+features:
+  x: array(double(id) / 64)
+  y: double(id) / 32
+params:
+  model:
+    target: linear
+    kwargs: {{in_features: 1, out_features: 1}}
+  featuresCol: x
+  labelCol: y
+  batchSize: 16
+  numWorkers: 2
+  runUri: {folder}/run
+  metrics: [rmse]
+save:
+  model: {folder}/model
+evaluation:
+  data:
+    parquet: {folder}/rows
+"""
+
+
+def _run(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ringspark.jobs.command", *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def _job(folder: Path, old: str = "", new: str = "", name: str = "job.yaml") -> Path:
+    text = JOB.format(folder=folder)
+    assert old in text
+    path = folder / name
+    path.write_text(text.replace(old, new, 1) if old else text)
+    return path
+
+
+def _run_folder(folder: Path, *, finished: bool = False, hours: float = 0.0) -> Path:
+    for name in ["owner.json", "run.json", *(["result.json"] if finished else [])]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+        changed = time.time() - hours * 3600
+        os.utime(folder / name, (changed, changed))
+    return folder
+
+
+HEAVY = """
+import sys
+from ringspark.jobs import command
+try:
+    command.main([sys.argv[1], *sys.argv[2:]])
+except SystemExit:
+    pass
+print([name for name in ("pyspark", "torch", "numpy", "pyarrow") if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("options", [["--help"], ["train", "--help"], ["--print-completion", "bash"]])
+def test_help_and_completion_import_neither_spark_nor_torch(options: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", HEAVY, *options], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+    assert "ringspark" in done.stdout
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    (tmp_path / "complete").write_text(_run("--print-completion", "bash").stdout)
+    script = (
+        f"source {tmp_path}/complete; COMP_WORDS=($1); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+        '_shtab_ringspark; echo "${COMPREPLY[@]}"'
+    )
+    for words, found in (("ringspark ru", "runs"), ("ringspark runs re", "remove")):
+        done = subprocess.run(["bash", "-c", script, "-", words], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [found]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "batchSize",
+            "batchSise",
+            "line 13: TorchRegressor has no Param 'batchSise'; did you mean 'batchSize'?",
+        ),
+        ("batchSize: 16", "batchSize: many", "line 13: batchSize must be a whole number, got 'many'"),
+        ("numWorkers: 2", "numWorkers: 0", "line 14: numWorkers must be at least 1, got 0"),
+        ("in_features: 1", "in_featurs: 1", "line 8: model 'linear' does not take these arguments"),
+        ("save:", "saves:", "line 17: saves is not known to a job; did you mean 'save'?"),
+        ("  parquet", "  parket", "line 3: data.parket is not known to data; did you mean 'parquet'?"),
+        ("stage: TorchRegressor", "stage: Torch", "line 1: stage must be one of"),
+        ("runUri:", "labelCol:", "line 15: 'labelCol' stands here twice; keep one"),
+        ("features:", "features", "this is no YAML"),
+        ("  metrics: [rmse]\n", "", "line 18: evaluation needs params.metrics"),
+        ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "not shards"),
+    ],
+)
+def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    done = _run("train", _job(tmp_path, old, new))
+    assert done.returncode == 2
+    assert done.stderr.startswith("ringspark train: error: job.yaml")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_printed_job_is_a_job_again_and_json_is_read_alike(tmp_path: Path) -> None:
+    import yaml
+
+    job = _job(tmp_path)
+    (tmp_path / "job.json").write_text(json.dumps(yaml.safe_load(job.read_text()), indent=1))
+    first = _run("train", job, "--set", "params.epochs=7", "--print")
+    assert first.returncode == 0, first.stderr
+    assert "epochs: 7\n" in first.stdout
+    (tmp_path / "printed.yaml").write_text(first.stdout)
+    assert _run("train", tmp_path / "printed.yaml", "--print").stdout == first.stdout
+    assert _run("train", tmp_path / "job.json", "--set", "params.epochs=7", "--print").stdout == first.stdout
+
+
+def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_path: Path) -> None:
+    done = _run_folder(tmp_path / "done", finished=True)
+    busy, dead = _run_folder(tmp_path / "busy"), _run_folder(tmp_path / "dead", hours=2)
+    other = _run_folder(tmp_path / "other", finished=True)
+    (other / "thesis.tex").write_text("")
+    listed = _run("runs", "list", tmp_path)
+    states = {line.split()[0]: line for line in listed.stdout.splitlines()}
+    assert "finished" in states["done"]
+    assert "in use" in states["busy"]
+    assert "stopped" in states["dead"]
+    for folder, message, options in (
+        (done, "not removed unasked; give --yes", []),
+        (busy, "its driver may be alive; stop it and give --stopped", ["--yes"]),
+        (other, "holds 'thesis.tex', which belongs to no run", ["--yes"]),
+        (tmp_path, "is no run folder", ["--yes"]),
+        (done / "run.json", "is no run folder", ["--yes"]),
+    ):
+        refused = _run("runs", "remove", folder, *options)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+        assert message in refused.stderr
+        assert folder.exists()
+    for folder, options in ((done, []), (dead, []), (busy, ["--stopped"])):
+        assert _run("runs", "remove", folder, "--yes", *options).returncode == 0
+        assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path) -> None:
+    spark.range(64).write.parquet(str(tmp_path / "rows"))  # type: ignore[attr-defined]
+    job = _job(tmp_path)
+    trained = _run("train", job)
+    assert trained.returncode == 0, trained.stderr
+    assert f"train: model saved to {tmp_path}/model" in trained.stdout
+    assert re.search(r"^train: \w+ [0-9.]+$", trained.stdout, re.MULTILINE), "the metrics of the evaluation"
+    again = _run("train", job)
+    assert again.returncode == 2
+    assert "job.yaml, line 18: save.model: " in again.stderr
+    assert "batchSize = 16" in _run("runs", "show", tmp_path / "run").stdout
+    assert "rows per step on each of 2 workers" in _run("plan", job).stdout
+    scored = _run("score", tmp_path / "model", "--parquet", tmp_path / "rows", "--output", tmp_path / "out")
+    assert scored.returncode == 0, scored.stderr
+    written = spark.read.parquet(str(tmp_path / "out"))  # type: ignore[attr-defined]
+    assert (written.count(), "prediction" in written.columns) == (64, True)
