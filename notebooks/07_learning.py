@@ -2,9 +2,10 @@
 # MAGIC %md
 # MAGIC # What a training computes, and what it costs
 # MAGIC
-# MAGIC Linear regression three ways, derivatives in two directions, a convolution as a matrix product, and the
-# MAGIC sum over all ranks. Each with its *work* (all operations together: the time on one processor) and its
-# MAGIC *depth* (the longest chain of operations that wait for each other: the time on any number of them).
+# MAGIC Linear regression three ways, derivatives in two directions, a convolution as a matrix product, and
+# MAGIC the sum over all ranks. Each with its *work* (all operations together: the time on one processor)
+# MAGIC and its *depth* (the longest chain of operations that wait for each other: the time on any number of
+# MAGIC them).
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -33,8 +34,9 @@ ROWS, STEPS, RATE = 2048, 30, 0.3
 
 # MAGIC %md
 # MAGIC ## Work and depth
-# MAGIC What runs one after another adds both numbers up; copies beside each other add up the work alone. A sum
-# MAGIC of n numbers as a tree has n - 1 additions in log2(n) layers. All else follows from these three lines.
+# MAGIC What runs one after another adds both numbers up; copies beside each other add up the work alone. A
+# MAGIC sum of n numbers as a tree has n - 1 additions in log2(n) layers. All else follows from these three
+# MAGIC lines.
 
 # COMMAND ----------
 
@@ -161,9 +163,9 @@ for name, weights in ways.items():
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC The closed form is one pass over the rows, and not deep; descent pays for every step with a chain as long
-# MAGIC as a sum over all rows. It pays off where no closed form is, and where columns are many: the closed form's
-# MAGIC work grows with their square, and that of the elimination with the cube.
+# MAGIC The closed form is one pass over the rows, and not deep; descent pays for every step with a chain as
+# MAGIC long as a sum over all rows. It pays off where no closed form is, and where columns are many: the
+# MAGIC closed form's work grows with their square, and that of the elimination with the cube.
 
 # COMMAND ----------
 
@@ -234,9 +236,9 @@ print(f"dual numbers {dual:.12f}, torch.func.jvp {jvp:.12f}, autograd {reverse:.
 
 # MAGIC %md
 # MAGIC ## And in reverse
-# MAGIC For f: R^n -> R^m, a forward pass gives a column of the Jacobian, one in reverse gives a row. A loss is one
-# MAGIC number of many weights, m = 1: hence `backward`. Reverse has to keep what the forward pass computed, which
-# MAGIC is the memory that checkpointing saves.
+# MAGIC For f: R^n -> R^m, a forward pass gives a column of the Jacobian, one in reverse gives a row. A loss
+# MAGIC is one number of many weights, m = 1: hence `backward`. Reverse has to keep what the forward pass
+# MAGIC computed, which is the memory that checkpointing saves.
 
 # COMMAND ----------
 
@@ -274,8 +276,8 @@ print(f"largest difference of the Jacobians: {jacobian_difference:.1e}")
 
 # MAGIC %md
 # MAGIC ## A convolution is a matrix product
-# MAGIC *im2col* copies every patch of the image into a column, and multiplies by the kernels as rows. The other
-# MAGIC way round, the image is a plain vector and the kernels become a Toeplitz matrix, mostly zeros.
+# MAGIC *im2col* copies every patch of the image into a column, and multiplies by the kernels as rows. The
+# MAGIC other way round, the image is a plain vector and the kernels become a Toeplitz matrix, mostly zeros.
 
 # COMMAND ----------
 
@@ -317,10 +319,10 @@ show(
 
 # MAGIC %md
 # MAGIC ## The sum over all ranks
-# MAGIC A ring all-reduce cuts the gradient into as many pieces as ranks. In each round every rank hands one piece
-# MAGIC to its neighbour: first they add up on the way, then the finished pieces go round. Here it is played
-# MAGIC through and counted. A rank sends less than two gradients whatever the number of ranks; the rounds grow
-# MAGIC with it, where a tree would need their logarithm.
+# MAGIC A ring all-reduce cuts the gradient into as many pieces as ranks. In each round every rank hands one
+# MAGIC piece to its neighbour: first they add up on the way, then the finished pieces go round. Here it is
+# MAGIC played through and counted. A rank sends less than two gradients whatever the number of ranks; the
+# MAGIC rounds grow with it, where a tree would need their logarithm.
 
 # COMMAND ----------
 

@@ -25,6 +25,8 @@ def cells(source: str) -> list[str]:
 
 @pytest.mark.spark
 @pytest.mark.slow
+# Torch's own forward mode still loads what it calls deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, spark: Any, capsys: Any) -> None:
     names: dict[str, Any] = {"spark": spark, "__name__": "__main__"}
@@ -58,6 +60,32 @@ def check_tables(names: dict[str, Any], printed: str) -> None:
     assert names["error"] < 8
     assert names["tomorrow"].count() == 8
     assert f"RMSE of the forecasts for June: {names['error']:.2f} trips" in printed
+
+
+def check_search(names: dict[str, Any], printed: str) -> None:
+    trials = names["model"].trials
+    assert len(trials) == names["TRIALS"]
+    assert set(trials["state"]) == {"complete", "pruned"}
+    assert names["auc"] > 0.8
+    assert names["found"].suggestion is not None
+    assert f"ROC AUC of rows that no trial has seen: {names['auc']:.3f}" in printed
+
+
+def check_memory(names: dict[str, Any], printed: str) -> None:
+    planned = names["planned"]
+    assert planned["recompute every block"] < 0.5 * planned["nothing"]
+    assert planned["all blocks and 4 micro-batches"] == min(planned.values())
+    assert "gradientCheckpointing" in names["refusal"]
+    assert "weights are equal to the bit: True" in printed
+
+
+def check_faults(names: dict[str, Any], printed: str) -> None:
+    assert names["killed"].summary.restarts == 1
+    assert printed.count("the same weights: True") == 2
+    assert "about to be killed" in printed
+    assert "the power is off" in names["ended"]
+    assert sorted(names["sentences"]) == sorted(names["mistakes"])
+    assert "did you mean 'features'" in names["sentences"]["a mistyped column"]
 
 
 def check_learning(names: dict[str, Any], printed: str) -> None:
@@ -94,7 +122,10 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "02_text": check_texts,
     "03_images": check_images,
     "04_tables": check_tables,
+    "05_search": check_search,
+    "06_memory": check_memory,
     "07_learning": check_learning,
+    "08_faults": check_faults,
 }
 
 

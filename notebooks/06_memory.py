@@ -1,0 +1,123 @@
+# Databricks notebook source
+# MAGIC %md
+# MAGIC # A network that does not fit, made to fit
+# MAGIC
+# MAGIC What a training step keeps in memory, told before it runs; what each technique saves and costs; and
+# MAGIC the same network trained within a budget.
+# MAGIC
+# MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
+
+# COMMAND ----------
+
+import os
+import tempfile
+
+import pandas as pd
+import torch
+from pyspark.sql import functions as F
+
+from ringspark.estimators import TorchClassifier
+from ringspark.estimators.memory import plan_memory
+from ringspark.models import ModelSpec
+
+# A folder that the driver and all workers reach.
+FOLDER = "/dbfs/tmp/ringspark-memory" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="memory-")
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## What a step keeps
+# MAGIC Parameters, their gradients, the optimizer's state, and the activations that the backward pass
+# MAGIC needs. The plan runs one step on tensors without numbers, so it allocates nothing.
+
+# COMMAND ----------
+
+TOKENS, WORDS = 48, 200
+network = ModelSpec(
+    "transformer_classifier",
+    {"vocab_size": WORDS, "out_features": 2, "dim": 64, "depth": 8, "num_heads": 4, "max_seq_len": TOKENS},
+)
+ROWS = 64
+batch = (((ROWS, TOKENS), "int64"), ((ROWS,), "int64"))
+plan = plan_memory(network, batch, optimizer="adamw")
+print(plan.table())
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## What would help
+# MAGIC Recomputing keeps only the inputs of blocks. Micro-batches compute a part of the rows at a time.
+# MAGIC Packing keeps activations in 8 bits. An optimizer with less state helps where parameters are many,
+# MAGIC which is not so here.
+
+# COMMAND ----------
+
+TECHNIQUES = {
+    "nothing": {},
+    "recompute by segments": {"gradientCheckpointing": "sqrt"},
+    "recompute every block": {"gradientCheckpointing": "all"},
+    "4 micro-batches": {"gradientAccumulation": 4},
+    "activations in 8 bits": {"activationCompression": "int8"},
+    "adafactor": {"optimizer": "adafactor"},
+    "all blocks and 4 micro-batches": {"gradientCheckpointing": "all", "gradientAccumulation": 4},
+}
+planned = {
+    name: plan_memory(network, batch, **{"optimizer": "adamw"} | settings).peak / 2**20
+    for name, settings in TECHNIQUES.items()
+}
+table = pd.DataFrame({"MiB of a step": planned}).round(1)
+table
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## A budget
+# MAGIC With a budget the plan says what fits into it, the cheapest first; `fit` refuses to start what does
+# MAGIC not.
+
+# COMMAND ----------
+
+budget = int(planned["nothing"] * 0.5) * 2**20
+advice = plan_memory(network, batch, optimizer="adamw", budget=budget)
+print(advice.verdict)
+
+words = F.transform(
+    F.sequence(F.lit(0), F.lit(TOKENS - 1)), lambda i: F.pmod(F.xxhash64("id", i), F.lit(WORDS))
+)
+rows = spark.range(1024).select("id", words.cast("array<int>").alias("words"))
+rows = rows.withColumn(
+    "label", (F.aggregate("words", F.lit(0), lambda a, w: a + w) > TOKENS * WORDS / 2).cast("int")
+)
+estimator = TorchClassifier(
+    model=network,
+    inputCols=["words"],
+    optimizer="adamw",
+    batchSize=ROWS,
+    epochs=1,
+    memoryBudget=budget,
+    storageUri=FOLDER,
+)
+try:
+    estimator.fit(rows)
+    refusal = ""
+except ValueError as error:
+    refusal = str(error)
+print(refusal)
+
+# COMMAND ----------
+
+# MAGIC %md
+# MAGIC ## The same training, smaller
+# MAGIC Recomputing changes no number: the weights are equal to the bit, and the price is one more forward
+# MAGIC pass.
+
+# COMMAND ----------
+
+small = estimator.copy({estimator.gradientCheckpointing: "all"}).fit(rows)
+plain = estimator.copy()
+plain.clear(plain.memoryBudget)
+whole = plain.fit(rows)
+pairs = zip(small.module().parameters(), whole.module().parameters(), strict=True)
+equal = all(torch.equal(left, right) for left, right in pairs)
+print(f"weights are equal to the bit: {equal}")
+print(f"seconds: {small.summary.seconds:.1f} with recomputing, {whole.summary.seconds:.1f} without")
