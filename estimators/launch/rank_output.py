@@ -126,8 +126,8 @@ class RankOutput:
         # The user may have put another object there.
         with suppress(AttributeError, ValueError, OSError):
             if value:
-                self._was_line_buffered = sys.stdout.line_buffering  # type: ignore[union-attr]
-            sys.stdout.reconfigure(line_buffering=value or self._was_line_buffered)
+                self._was_line_buffered = sys.stdout.line_buffering
+            sys.stdout.reconfigure(line_buffering=value or self._was_line_buffered)  # type: ignore[union-attr]
 
     def _run(self, witness: subprocess.Popen[bytes], answers: IO[bytes]) -> None:
         is_local = storage.is_local(self._pulse.run_uri)
