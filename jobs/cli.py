@@ -74,16 +74,16 @@ def main(
     *,
     refused: int = 1,
 ) -> int:
-    """Parses the options and runs the job, or the command that `set_defaults(call=..., prog=...)` names.
+    """Parses the options and runs the job, or the command that `command_run` names.
 
     Returns:
         The exit code: 0, or `refused` where the job could not use its input (a ValueError, an OSError or an
         ImportError, printed as one line). Any other exception is a defect and keeps its traceback.
     """
     args = parser.parse_args(argv)
-    prog = getattr(args, "prog", parser.prog)
+    prog = getattr(args, "command_prog", parser.prog)
     try:
-        getattr(args, "call", run)(args)
+        getattr(args, "command_run", run)(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # As in `ringspark runs list URI | head`. What is left cannot be written at the end either.

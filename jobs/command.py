@@ -54,7 +54,7 @@ def build_parser() -> cli.JobParser:
             name, help=f"{first_word.lower()} {rest}", description=command.DESCRIPTION
         )
         command.add_arguments(added)
-        added.set_defaults(call=command.run, prog=added.prog)
+        added.set_defaults(command_run=command.run, command_prog=added.prog)
     return parser
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="bytes that a worker may take, such as 4g; says what would fit. Without it params.memoryBudget",
+        help="bytes that a worker may take, such as 4g; says what would fit; without it the file's own",
     )
     cli.add_master(parser)
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 action="store_true",
                 help="the driver of this unfinished run is known to have ended, however new its files are",
             )
-        added.set_defaults(prog=added.prog)
+        added.set_defaults(command_prog=added.prog)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -260,3 +260,26 @@ def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path: Path) -> Non
     # Only of the start that is asked for, not of one before it.
     assert rank_log.last_lines(str(tmp_path), 0, "token.3") == ("3",) * 10
     assert rank_log.last_lines(str(tmp_path), 0, "token.4") == ()
+
+
+LEAVES_A_CHILD = """
+import subprocess, sys
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.rank_output import RankOutput
+
+with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host"):
+    child = subprocess.Popen(["sleep", "600"])
+    print(child.pid)
+print("after")
+"""
+
+
+def test_a_rank_ends_although_a_child_holds_its_output_open(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)]
+        # Far less than the child's life, far more than the rank waits for its witness.
+        assert subprocess.call(command, stdout=log, stderr=log, timeout=120) == 0
+    child, after = (tmp_path / "log").read_text().splitlines()[:2]
+    os.kill(int(child), signal.SIGKILL)
+    assert after == "after"
+    assert rank_log.read_lines(str(tmp_path)) == [f"[rank 0 host] {child}"]
