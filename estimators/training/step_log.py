@@ -159,8 +159,12 @@ def read_steps(run_uri: str) -> list[StepRecord]:
 
 
 def _read(uri: str) -> list[StepRecord]:
-    # A loss that overflowed is stored as NaN.
-    records: list[StepRecord] = fit(list[StepRecord], parse(storage.read_bytes(uri), allow_nan=True), uri)
+    data = storage.read_bytes(uri)
+    try:
+        # A loss that overflowed is stored as NaN.
+        records: list[StepRecord] = fit(list[StepRecord], parse(data, allow_nan=True), "records")
+    except ValueError as error:
+        raise ValueError(f"{uri} is damaged ({error}); remove it to see the other records") from None
     return records
 
 

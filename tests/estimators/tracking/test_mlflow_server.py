@@ -169,7 +169,10 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
 
         def kill(event: dict[str, Any]) -> None:
             if event["event"] == "epoch" and event["epoch"] == 1:
-                wait_for("epoch 1 in MLflow", lambda: any(r.data.metrics for r in runs_of(client, "k")))
+                wait_for(
+                    "epoch 1 in MLflow",
+                    lambda: any("train_loss" in r.data.metrics for r in runs_of(client, "k")),
+                )
                 server.kill()
                 dead.touch()
 
