@@ -35,6 +35,7 @@ from ringspark.pipelines.columns import check_frame, quote
 _DIVERGED, _CALM = 3.0, 1.0
 # Parts of the sweep after which it may end.
 _PARTS = 10
+_REASON = "the loss diverged"
 
 # Settings that have no place in a sweep.
 _CLEARED: tuple[Setting[Any], ...] = (
@@ -75,7 +76,7 @@ class StopsDiverged(Callback):
         losses = [record.train_loss for record in state.history]
         lowest = min(losses)
         if losses[-1] > lowest + _DIVERGED * abs(lowest):
-            state.stop("the loss diverged")
+            state.stop(_REASON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +158,17 @@ def lr_range_test(
         records = read_steps(model.summary.run_uri)
     finally:
         discard(model.summary.run_uri)
-    return rate_range([r.learning_rate for r in records], [r.train_loss for r in records])
+    has_diverged = model.summary.stop_reason == _REASON
+    return rate_range([r.learning_rate for r in records], [r.train_loss for r in records], has_diverged)
 
 
-def rate_range(rates: list[float], losses: list[float]) -> RateRange:
+def rate_range(rates: list[float], losses: list[float], has_diverged: bool = False) -> RateRange:
     """Judges the losses of a sweep.
 
     Args:
         rates: The rate of each step, rising.
         losses: The loss of each step; the first one that is not finite ends what is judged.
+        has_diverged: Whether the sweep ended early for that; it may have, before the smoothed loss shows it.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})
@@ -180,7 +183,7 @@ def rate_range(rates: list[float], losses: list[float]) -> RateRange:
         return RateRange(table=table, suggestion=None, diverges_at=None)
     low = int(np.argmin(judged))
     bound = abs(judged[low])
-    diverged = end < len(loss) or bool((judged[low:] > judged[low] + _DIVERGED * bound).any())
+    diverged = has_diverged or end < len(loss) or bool((judged[low:] > judged[low] + _DIVERGED * bound).any())
     last = int(np.flatnonzero(judged <= judged[low] + _CALM * bound)[-1]) if diverged else end - 1
     suggestion = None
     if last >= 1:

@@ -67,6 +67,7 @@ def test_no_group_is_in_two_folds_and_folds_differ_by_at_most_the_largest_group(
     assert max(sizes.values()) - min(sizes.values()) <= max(Counter(row[0] for row in rows).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deal",
     [
@@ -95,6 +96,7 @@ def _times(rows: Any, name: str) -> list[Any]:
     return [row[0] for row in rows.select(name).collect()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gap"),
     [("t", timedelta(hours=5)), ("d", timedelta(days=2)), ("n", 3), ("n", 0), ("id", 2.5)],
@@ -170,6 +172,7 @@ def _classifier(folder: Path, **params: Any) -> TorchClassifier:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_cross_validation_is_a_table_and_leaves_no_folder(classes: Any, tmp_path: Path) -> None:
     folds = fold_pairs(stratified_folds(classes, "label", 2), 2)
     evaluators = {"auc": BinaryClassificationEvaluator(), "accuracy": MulticlassClassificationEvaluator(

@@ -32,13 +32,14 @@ def test_the_judgement_of_a_sweep_with_noise() -> None:
 @pytest.mark.spark
 @pytest.mark.slow
 def test_a_quadratic_diverges_where_it_must(spark: Any, tmp_path: Path) -> None:
-    rows = spark.range(0, 128, 1, 2).selectExpr("2.0 * sin(id) AS a", "cos(1.7 * id) AS b")
-    rows = rows.withColumn("label", F.expr("3 * a - 2 * b + 1")).cache()
+    rows = spark.range(0, 512, 1, 2).selectExpr("id", "2.0 * sin(id) AS a", "cos(1.7 * id) AS b")
+    # Noise keeps the weights moving; without it nothing is left to grow once the rate is too large.
+    rows = rows.withColumn("label", F.expr("3 * a - 2 * b + 1 + 0.5 * sin(7.3 * id * id)")).cache()
     x = np.array([[r.a, r.b, 1.0] for r in rows.collect()])
     stable = 2 / np.linalg.eigvalsh(2 * x.T @ x / len(x)).max()
     estimator = TorchRegressor(
         model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-        featuresCol="features", optimizer="sgd", batchSize=128, collective="torch",
+        featuresCol="features", optimizer="sgd", batchSize=32, collective="torch",
         reader="arrow", storageUri=str(tmp_path), showProgress=False, numWorkers=2,
     )  # fmt: skip
     data = rows.withColumn("features", F.array("a", "b"))
