@@ -1,0 +1,69 @@
+"""Goes the way of docs/install.md and docs/quickstart.md in an empty folder, and prints what each step took.
+
+    python scripts/newcomers_path.py
+
+An environment of its own, the pinned torch, this checkout, and the code of the page, with nothing else of the
+checkout in reach. Packages come from where pip finds them; its cache makes the second time faster.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def quickstart(folder: Path) -> str:
+    """Returns the page's program, with its `/shared` in the folder."""
+    text = (ROOT / "docs" / "quickstart.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return str(code).replace("/shared/", f"{folder}/")
+
+
+def main() -> int:
+    """Runs the steps one after the other; 1 at the first that fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "first.py").write_text(quickstart(folder))
+        python = str(folder / "venv" / "bin" / "python")
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        steps = {
+            "an environment": [sys.executable, "-m", "venv", str(folder / "venv")],
+            "torch": [
+                *install,
+                re.findall(r"pip install (torch==\S+)", (ROOT / "docs/install.md").read_text())[0],
+            ],
+            "ringspark": [*install, f"{ROOT}[metrics]"],
+            "the first program": [python, "first.py"],
+            "the same again": [python, "first.py"],
+        }
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PYSPARK", "PYTHON"))
+        }
+        # As in an activated environment, where Spark finds this Python for its workers.
+        environment["PATH"] = f"{folder / 'venv' / 'bin'}{os.pathsep}{environment['PATH']}"
+        total = 0.0
+        for what, command in steps.items():
+            start = time.perf_counter()
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+            )
+            seconds = time.perf_counter() - start
+            total += seconds
+            print(f"{what:20} {seconds:6.1f} s", flush=True)
+            if done.returncode:
+                print(done.stdout[-2000:] + done.stderr[-2000:], file=sys.stderr)
+                return 1
+        print(f"{'in all':20} {total:6.1f} s\n\nthe program's last lines:")
+        print("\n".join(done.stdout.splitlines()[-20:]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
