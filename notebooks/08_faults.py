@@ -126,7 +126,7 @@ print("the same weights:", same(resumed))
 # COMMAND ----------
 
 mistakes = {
-    "a mistyped column": lambda: network.copy({network.featuresCol: "featurs"}).fit(rows),
+    "a mistyped column": lambda: network.copy({network.featuresCol: "feature"}).fit(rows),
     "too many workers": lambda: network.copy({network.numWorkers: 500}).fit(rows),
     "other settings for a run": lambda: named.copy({named.learningRate: 0.5}).fit(rows),
 }
