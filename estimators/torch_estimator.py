@@ -225,7 +225,7 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
                 states = ShardStates(manifest, run.uri)
                 states.note()
                 finished = self._supervised(spark, run, config, packed, states)
-                run.finish(finished)
+                run.finish(finished, keeps_checkpoints=config.pause_after is not None)
             model = self._trained_model(spark, run, config, objects, manifest, names, shapes, finished)
             watcher.end(RunEnd(status="finished", model=model))
         return model

@@ -189,11 +189,16 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def finish(self, result: str) -> None:
-        """Marks the training as finished; keeps only the manifest of the rows, which tells them apart."""
+    def finish(self, result: str, *, keeps_checkpoints: bool = False) -> None:
+        """Marks the training as finished; keeps only the manifest of the rows, which tells them apart.
+
+        Args:
+            keeps_checkpoints: Whether another training is to go on from the last one.
+        """
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
         # Up to here, a later driver could resume from these files if this one died.
-        discard(checkpoints_uri(self.uri))
+        if not keeps_checkpoints:
+            discard(checkpoints_uri(self.uri))
         discard(storage.join(self.uri, run_layout.HEARTBEAT))
         discard(storage.join(self.uri, run_layout.SHARD_STATES))
         discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))

@@ -26,8 +26,8 @@ from ringspark.pipelines import ShardManifest
 FORMAT_VERSION = 2
 
 # Config fields that may differ between the starts of one run: the folders, and settings that declare it.
-# What was found out about the metrics follows from them.
-_FREE = {"shards_uri", "run_uri", "own_metrics"} | {
+# What was found out about the metrics follows from them, and a pause changes no number.
+_FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {

@@ -1,6 +1,6 @@
-"""Hyperparameter search over gangs: trials that train beside each other on one write of the data.
+"""Hyperparameter search over gangs: trainings beside each other on one write of the data.
 
-Each name is imported when it is asked for; only a search itself needs optuna.
+Each name is imported when it is asked for; only `OptunaSearch` needs optuna.
 """
 
 from importlib import import_module
@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringspark.estimators.search.optuna_search import OptunaSearch
+    from ringspark.estimators.search.population_search import PopulationSearch
     from ringspark.estimators.search.ranges import Choice, IntRange, Uniform
-    from ringspark.estimators.search.search_model import OptunaSearchModel
+    from ringspark.estimators.search.search_model import SearchModel
 
 _MODULES = {
     "Choice": "ranges",
     "IntRange": "ranges",
     "OptunaSearch": "optuna_search",
-    "OptunaSearchModel": "search_model",
+    "PopulationSearch": "population_search",
+    "SearchModel": "search_model",
     "Uniform": "ranges",
 }
 
-__all__ = ["Choice", "IntRange", "OptunaSearch", "OptunaSearchModel", "Uniform"]
+__all__ = ["Choice", "IntRange", "OptunaSearch", "PopulationSearch", "SearchModel", "Uniform"]
 
 
 def __getattr__(name: str) -> Any:

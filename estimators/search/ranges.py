@@ -18,6 +18,9 @@ class Range(Protocol):
     def suggest(self, trial: Any, name: str) -> Any:
         """Returns the trial's value, which optuna draws at the first call."""
 
+    def scaled(self, value: Any, factor: float) -> Any:
+        """Returns the value times a factor, within the range; as it is if it is no number."""
+
     def ends(self) -> list[Any]:
         """Returns the values whose acceptance shows that the whole range is accepted."""
 
@@ -42,6 +45,17 @@ class Uniform:
 
     def suggest(self, trial: Any, name: str) -> float:
         return float(trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log))
+
+    def scaled(self, value: float, factor: float) -> float:
+        scaled = value * factor
+        if self.step is not None:
+            moved = round((scaled - value) / self.step) or (
+                1 if scaled > value else -1 if scaled < value else 0
+            )
+            scaled = value + moved * self.step
+            last = self.low + math.floor((self.high - self.low) / self.step + 1e-9) * self.step
+            return min(last, max(float(self.low), scaled))
+        return float(min(self.high, max(self.low, scaled)))
 
     def ends(self) -> list[Any]:
         return [float(self.low), float(self.high)]
@@ -68,11 +82,21 @@ class IntRange:
     def suggest(self, trial: Any, name: str) -> int:
         return int(trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log))
 
+    def scaled(self, value: int, factor: float) -> int:
+        scaled = value * factor
+        last = self.low + (self.high - self.low) // self.step * self.step
+        return min(last, max(self.low, value + _moved(value, scaled, self.step) * self.step))
+
     def ends(self) -> list[Any]:
         return [self.low, self.high]
 
     def to_json(self) -> dict[str, Any] | None:
         return {"int_range": asdict(self)}
+
+
+def _moved(old: float, new: float, step: float) -> int:
+    """Returns the steps from one value to another: at least one, or small numbers would never change."""
+    return round((new - old) / step) or (new > old) - (new < old)
 
 
 def _check(given: Uniform | IntRange, low: float) -> None:
@@ -101,6 +125,9 @@ class Choice:
     def suggest(self, trial: Any, name: str) -> Any:
         labels = self._labels()
         return self.values[labels.index(trial.suggest_categorical(name, labels))]
+
+    def scaled(self, value: Any, factor: float) -> Any:
+        return value
 
     def ends(self) -> list[Any]:
         return list(self.values)

@@ -1,7 +1,8 @@
-"""The Params of a search."""
+"""The Params of the searches: those that all have, and those of each."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 from pyspark.ml import Estimator
@@ -13,7 +14,7 @@ from ringspark.estimators.stages.declared import DeclaredParams, declared, param
 from ringspark.estimators.training.settings.declaration import Range, Setting, at_least
 from ringspark.estimators.training.settings.places import without_secrets
 
-S = TypeVar("S", bound="_SearchParams")
+S = TypeVar("S", bound="_OptunaParams")
 
 
 def _of_class(name: str, kind: type, rule: str) -> Any:
@@ -47,7 +48,7 @@ _NUM_TRIALS = _setting(
 )
 _PARALLELISM = _setting(
     "parallelism",
-    "trials that train beside each other, as far as slots are free",
+    "trainings beside each other, as far as slots are free",
     default=1,
     accepts=at_least(1),
 )
@@ -65,7 +66,31 @@ _PRUNER = _setting(
     default="median",
     convert=_any,
 )
-_SEED = _setting("seed", "seed of the trials that are drawn, and of the rows held out", default=0)
+_SEED = _setting("seed", "seed of all that the search draws, and of the rows held out", default=0)
+_POPULATION = _setting(
+    "population",
+    "members that train in each round",
+    default=8,
+    accepts=at_least(2, "members"),
+)
+_EPOCHS_PER_ROUND = _setting(
+    "epochsPerRound",
+    "epochs that members train between two comparisons; the estimator's epochs are those of all rounds",
+    default=1,
+    accepts=at_least(1),
+)
+_QUANTILE = _setting(
+    "quantile",
+    "share of the population at either end: after a round, each of the worst goes on from one of the best",
+    default=0.25,
+    accepts=Range(lambda value: 0 < value <= 0.5, lambda: "must be above 0 and at most 0.5"),
+)
+_PERTURBATION = _setting(
+    "perturbation",
+    "factor by which a member that goes on from another one multiplies or divides each of its numbers",
+    default=1.2,
+    accepts=Range(lambda value: 1 < value < math.inf, lambda: "must be above 1 and finite"),
+)
 
 
 def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
@@ -74,12 +99,12 @@ def named_pruner(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class _SearchParams(DeclaredParams):
-    """The Params of a search."""
+    """The Params of every search."""
 
     estimator, getEstimator, setEstimator = declared(
         _setting(
             "estimator",
-            "estimator that each trial fits a copy of: a TorchClassifier, TorchRegressor or TorchEstimator",
+            "estimator that each training fits a copy of: a TorchClassifier, TorchRegressor, TorchEstimator",
             convert=_of_class("estimator", Estimator, "must be an estimator"),
         )
     )
@@ -87,41 +112,36 @@ class _SearchParams(DeclaredParams):
     evaluator, getEvaluator, setEvaluator = declared(
         _setting(
             "evaluator",
-            "evaluator whose metric on held-out rows is a trial's value; unset: `monitor`",
+            "evaluator whose metric on held-out rows is a training's value; unset: `monitor`",
             convert=_of_class("evaluator", Evaluator, "must be an Evaluator of Spark ML"),
         )
     )
     monitor, getMonitor, setMonitor = declared(
         _setting(
             "monitor",
-            "entry of the history that pruners see and, without an evaluator, a trial's value; unset: the "
+            "entry of the history that pruners see and, without an evaluator, a training's value; unset: the "
             "estimator's own, which is the loss of the held-out rows by default",
             kind="str",
         )
     )
-    numTrials, getNumTrials, setNumTrials = declared(_NUM_TRIALS)
     parallelism, getParallelism, setParallelism = declared(_PARALLELISM)
     trainRatio, getTrainRatio, setTrainRatio = declared(_TRAIN_RATIO)
-    sampler, getSampler, setSampler = declared(_SAMPLER)
-    pruner, getPruner, setPruner = declared(_PRUNER)
     seed, getSeed, setSeed = declared(_SEED)
     runUri, getRunUri, setRunUri = declared(
         _setting(
             "runUri",
-            "folder of this one search on a disk; a fit with the same folder goes on with it. Unset: a "
-            "search whose driver died is lost",
+            "folder of this one search; a fit with the same folder goes on with it. Unset: a search whose "
+            "driver died is lost",
             convert=without_secrets,
         )
     )
 
     def __init__(self) -> None:
         super().__init__()
-        defaults = (_NUM_TRIALS, _PARALLELISM, _TRAIN_RATIO, _SAMPLER, _PRUNER, _SEED)
-        self._setDefault(**{setting.name: setting.default for setting in defaults})
+        self._set_defaults(_PARALLELISM, _TRAIN_RATIO, _SEED)
 
-    def _set(self: S, **values: Any) -> S:
-        """Sets Params by name. None clears one, but as a pruner it means what it says: no pruning."""
-        return super()._set(**named_pruner(values))
+    def _set_defaults(self, *settings: Setting[Any]) -> None:
+        self._setDefault(**{setting.name: setting.default for setting in settings})
 
     def getSpace(self) -> Any:
         """Gets `space`: ranges by name, or the callable."""
@@ -132,3 +152,32 @@ class _SearchParams(DeclaredParams):
             name: ranges.from_json(value) if isinstance(value, dict) else value
             for name, value in held.items()
         }
+
+
+class _OptunaParams(_SearchParams):
+    """The Params of `OptunaSearch`."""
+
+    numTrials, getNumTrials, setNumTrials = declared(_NUM_TRIALS)
+    sampler, getSampler, setSampler = declared(_SAMPLER)
+    pruner, getPruner, setPruner = declared(_PRUNER)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_defaults(_NUM_TRIALS, _SAMPLER, _PRUNER)
+
+    def _set(self: S, **values: Any) -> S:
+        """Sets Params by name. None clears one, but as a pruner it means what it says: no pruning."""
+        return super()._set(**named_pruner(values))
+
+
+class _PopulationParams(_SearchParams):
+    """The Params of `PopulationSearch`."""
+
+    population, getPopulation, setPopulation = declared(_POPULATION)
+    epochsPerRound, getEpochsPerRound, setEpochsPerRound = declared(_EPOCHS_PER_ROUND)
+    quantile, getQuantile, setQuantile = declared(_QUANTILE)
+    perturbation, getPerturbation, setPerturbation = declared(_PERTURBATION)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_defaults(_POPULATION, _EPOCHS_PER_ROUND, _QUANTILE, _PERTURBATION)

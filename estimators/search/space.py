@@ -6,16 +6,23 @@ ranges are checked before anything starts; a callable is checked with each of it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from pyspark.ml.param import Param
 
+from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.names import nearest
+from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.search import ranges
 from ringspark.estimators.search.ranges import Choice, IntRange, Range, Uniform
+from ringspark.estimators.training.arguments import with_arguments
+from ringspark.estimators.training.driver_check import check_training
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import build_skeleton
+from ringspark.pipelines import ShardManifest
 
 # What a search gives each trial itself.
 _OWN = {"runUri": "folder", "resume": "way of going on", "storageUri": "place", "showProgress": "output"}
@@ -85,6 +92,29 @@ class Space:
         if self._draw is not None:
             return str(getattr(self._draw, "__qualname__", type(self._draw).__qualname__))
         return ", ".join(f"{name}: {value!r}" for name, value in sorted(self._ranges.items()))
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The ranges by name; none of a callable."""
+        return dict(self._ranges)
+
+    def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
+        """Returns the settings and the model that all trainings share, in words, by the names users know.
+
+        Raises:
+            ValueError: The settings cannot be trained with.
+        """
+        if self._draw is not None:
+            return {}  # nobody knows what it leaves
+        config = with_arguments(replace(fit.config, shards_uri=manifest.uri), manifest)
+        config, _ = check_training(config, fit.objects, manifest)
+        identity = identity_of(config, fit.objects, manifest)
+        varied = {name.partition(".")[0] for name in self._ranges}
+        settings = {**identity["settings"], **identity["model"]}
+        if "model" in varied:
+            # Such as the widths of its outputs.
+            settings = {n: v for n, v in settings.items() if n not in identity["model"] and "model" not in n}
+        return {name: json.dumps(value) for name, value in settings.items() if name not in varied}
 
     def varies(self, name: str) -> bool:
         """Whether trials may differ in this Param; of a callable nobody knows."""

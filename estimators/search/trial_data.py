@@ -22,7 +22,9 @@ from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.reuse.cached_shards import rows_key
 
-_KEYS = "rows.json"
+# In the folder of a search: the keys of its rows, and its rows.
+KEYS = "rows.json"
+SHARDS = "shards"
 
 
 class TrialData:
@@ -43,7 +45,7 @@ class TrialData:
         with self._lock:
             if data not in self._written:
                 if self._run_uri is None:
-                    uri = storage.join(data.root, f"shards-{uuid.uuid4().hex[:12]}")
+                    uri = storage.join(data.root, f"{SHARDS}-{uuid.uuid4().hex[:12]}")
                     self._written[data] = data.write(self._dataset, uri)
                 else:
                     self._written[data] = self._kept(data, self._run_uri)
@@ -60,7 +62,7 @@ class TrialData:
         for name in ("root", "imports"):
             settings.pop(name)
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        uri = storage.join(run_uri, f"shards-{digest}")
+        uri = storage.join(run_uri, f"{SHARDS}-{digest}")
         key = rows_key(self._dataset, **settings)
         if not storage.exists(storage.join(uri, MANIFEST_NAME)):
             discard(uri)  # of a driver that was killed while it wrote
@@ -86,11 +88,11 @@ class TrialData:
 
     def _keys(self, run_uri: str) -> Mapping[str, Any]:
         try:
-            found = json.loads(storage.read_bytes(storage.join(run_uri, _KEYS)))
+            found = json.loads(storage.read_bytes(storage.join(run_uri, KEYS)))
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def _note(self, run_uri: str, digest: str, key: str | None) -> None:
         keys = {**self._keys(run_uri), digest: key}
-        storage.write_atomic(storage.join(run_uri, _KEYS), json.dumps(keys).encode())
+        storage.write_atomic(storage.join(run_uri, KEYS), json.dumps(keys).encode())

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 
 from ringspark.estimators.checked_fit import CheckedFit
@@ -22,17 +21,17 @@ from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.run.owner import read_owner, write_owner
 from ringspark.estimators.search.objective import Objective
+from ringspark.estimators.search.one_training import train_in
 from ringspark.estimators.search.running_trial import RunningTrial
 from ringspark.estimators.search.space import Space
-from ringspark.estimators.search.stop_file import STOP, StopFile, forget_stop
 from ringspark.estimators.search.study import import_optuna
 from ringspark.estimators.search.trial_data import TrialData
 from ringspark.estimators.search.trial_table import EPOCHS, REASON, SECONDS
+from ringspark.estimators.search.trial_threads import run_in_threads
 from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
-from ringspark.pipelines.spark_paths import is_remote
 
-POLL_SECONDS = 0.1
 TRIALS = "trials"
 
 _logger = logging.getLogger(__name__)
@@ -78,24 +77,13 @@ class TrialLoop:
         """
         if self._run_uri is not None:
             write_owner(self._run_uri, self._token, 0)
-        kind = threading.Thread if is_remote(self._spark) else InheritableThread
-        threads = [
-            kind(target=self._work, args=(num_trials,), name=f"ringspark-search-{i}", daemon=True)
-            for i in range(min(parallelism, num_trials))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
-                self._watch()
-                time.sleep(POLL_SECONDS)
-        except BaseException as error:
-            self._end(error)
-            raise
-        finally:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(1.0)
+        run_in_threads(
+            self._spark,
+            lambda: self._work(num_trials),
+            min(parallelism, num_trials),
+            watch=self._watch,
+            end=self._end,
+        )
         if self._errors:
             raise self._errors[0]
 
@@ -206,14 +194,8 @@ class TrialLoop:
             run = RunFolder.new(estimator._storage_root(self._spark))
         else:
             run = RunFolder.given(storage.join(self._run_uri, TRIALS, str(trial.number)), resume=True)
-        stop_uri = storage.join(run.uri, STOP)
-        with run.guarded():
-            estimator = estimator.copy(
-                {estimator.callbacks: [*estimator.getOrDefault("callbacks"), StopFile(stop_uri)]}
-            )
-            fit = CheckedFit.of(estimator, self._dataset)
-            manifest = self._data.manifest(fit.data)
-            forget_stop(stop_uri)
+
+        def begin(fit: CheckedFit, stop_uri: str) -> TrainConfig:
             if running is not None:
                 watched = RunningTrial(trial, run.uri, stop_uri, fit.config.epochs, self._objective)
                 running.append(watched)
@@ -221,9 +203,9 @@ class TrialLoop:
                     if self._is_over:
                         watched.stop()
                     self._running[trial.number] = watched
-            estimator._check_held_out(fit, manifest)
-            model = estimator._train_on(self._spark, run, fit.config, fit.objects, fit.packed, manifest)
-        return model, run.uri
+            return fit.config
+
+        return train_in(run, estimator, self._dataset, self._data, begin), run.uri
 
     def _tell(self, trial: Any, value: float, reason: str, is_pruned: bool) -> None:
         self._check_owner()

@@ -30,18 +30,18 @@ def rows_of(study: Any) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Returns the table: a line per trial, a column per parameter."""
+    """Returns the table: a line per row, a column per entry, and one per parameter in place of "params"."""
     names = list(dict.fromkeys(name for row in rows for name in row["params"]))
-    lines = [
-        {
-            "number": row["number"],
-            "state": row["state"],
-            "value": row["value"],
-            **{name: row["params"].get(name) for name in names},
-            SECONDS: row[SECONDS],
-            EPOCHS: row[EPOCHS],
-            REASON: row[REASON],
-        }
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        line: dict[str, Any] = {}
+        for key, value in row.items():
+            line |= {name: value.get(name) for name in names} if key == "params" else {key: value}
+        lines.append(line)
     return pd.DataFrame(lines)
+
+
+def in_words(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values by name, in words where JSON has no form of them."""
+    plain = (bool, int, float, str, list, dict, type(None))
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}

@@ -75,9 +75,10 @@ class Trainer:
 
     def _epoch(self, train: ShardReader, validation: ShardReader | None) -> bool:
         """Runs the rest of an epoch; returns whether it was the last one. Runs on every rank."""
-        running, epochs = self._running, self._config.epochs
+        running, pause = self._running, self._config.pause_after
+        last = self._config.epochs if pause is None else pause
         epoch = running.finished_epochs
-        if epoch >= epochs:
+        if epoch >= last:
             return True
         self._state.epoch = epoch + 1
         is_due = self._train_epoch(epoch, train)
@@ -108,7 +109,9 @@ class Trainer:
         )
         running.end_epoch()
         self._call("on_epoch_end")
-        if self._all_stop() or epoch + 1 == epochs:
+        if self._all_stop() or epoch + 1 == last:
+            if pause is not None:
+                self._save()
             return True  # the final weights are written next
         if self._recovery.due.after_epoch(epoch + 1) or is_due:
             self._save()

@@ -105,4 +105,5 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         "task",
         "output_widths",
         "own_metrics",
+        "pause_after",
     }

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.snapshot import verify
-from ringspark.estimators.training.checkpoint.weights import COMMIT
+from ringspark.estimators.training.checkpoint.weights import COMMIT, replacing
 from ringspark.pipelines import storage
 
 _NAME = re.compile(r"step-([0-9]{10})")
@@ -59,6 +61,20 @@ def newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple
         except (ValueError, OSError) as error:
             _log.warning("the checkpoint of step %d is passed over: %s", step, error)
     return None
+
+
+def copy_checkpoint(source: str, target: str, step: int) -> None:
+    """Copies the checkpoint of `step` from one list to another. Runs on the driver.
+
+    Raises:
+        ValueError: There is none, or it is damaged.
+    """
+    old, new = step_uri(source, step), step_uri(target, step)
+    verify(old)
+    # What commits it comes last: what is left of an interrupted copy is no checkpoint.
+    for name in sorted(storage.list_names(old), key=lambda name: name == COMMIT):
+        with storage.open_file(storage.join(old, name)) as file, replacing(new, name) as copy:
+            shutil.copyfileobj(file, copy, tensor_file.BLOCK_BYTES)
 
 
 def remove_unfinished(root: str, step: int) -> None:

@@ -31,7 +31,7 @@ class Due:
         self._seconds = config.checkpoint_every_seconds
         self._mesh = mesh
         self._clock = clock
-        self.is_asked = bool(self._steps or self._epochs or self._seconds)
+        self.is_asked = bool(self._steps or self._epochs or self._seconds or config.pause_after)
         self.written(0)
 
     def written(self, step: int) -> None:

@@ -62,6 +62,8 @@ class TrainConfig:
         patience: Epochs without a better `monitor` before the training stops; None for no such stop.
         min_delta: Least difference in `monitor` that counts as better.
         keep: Whether the model is that of the last epoch or of the best.
+        pause_after: Epoch after which the training ends with a checkpoint, from which another one of all
+            `epochs` goes on; None for none. A population's trainings use it.
         batch_size: Rows per optimizer step over all ranks together.
         learning_rate: Rate of the optimizer; never scaled by the number of ranks.
         compile: Whether the network is trained compiled; a mode of torch.compile, or True for its default.
@@ -110,6 +112,7 @@ class TrainConfig:
     patience: int | None = optimization.PATIENCE.default
     min_delta: float = optimization.MIN_DELTA.default
     keep: Keep = optimization.KEEP.default
+    pause_after: int | None = None
     epochs: int = optimization.EPOCHS.default
     batch_size: int = optimization.BATCH_SIZE.default
     seed: int = optimization.SEED.default

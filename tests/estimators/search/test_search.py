@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TrainingState
 from ringspark.estimators.checked_fit import CheckedFit
-from ringspark.estimators.search import Choice, IntRange, OptunaSearch, OptunaSearchModel, Uniform
+from ringspark.estimators.search import Choice, IntRange, OptunaSearch, SearchModel, Uniform
 from ringspark.estimators.stages import fit_data
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
@@ -68,9 +68,7 @@ def estimator(folder: Path, **params: Any) -> TorchClassifier:
 
 
 @pytest.fixture(scope="module")
-def found(
-    table: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[OptunaSearch, OptunaSearchModel, Path]:
+def found(table: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptunaSearch, SearchModel, Path]:
     """A search, its result and the folder that it wrote into."""
     folder = tmp_path_factory.mktemp("search")
     writes: list[str] = []
@@ -122,7 +120,7 @@ def test_a_search_and_its_result_survive_a_save_without_pickle(
     assert again.getEstimator().getModel() == MLP
     assert again.getEvaluator().getMetricName() == "areaUnderROC"
     assert again.getNumTrials() == 4
-    loaded = OptunaSearchModel.load(str(tmp_path / "model"))
+    loaded = SearchModel.load(str(tmp_path / "model"))
     pd.testing.assert_frame_equal(loaded.trials, model.trials)
     assert loaded.bestParams == model.bestParams
     expected = model.transform(table).select("id", "probability").collect()
@@ -341,7 +339,7 @@ OptunaSearch(estimator=trainer, runUri=str(folder / "search"), **SEARCH).fit(sma
 """
 
 
-def without_seconds(model: OptunaSearchModel) -> pd.DataFrame:
+def without_seconds(model: SearchModel) -> pd.DataFrame:
     return model.trials.drop(columns="seconds")
 
 

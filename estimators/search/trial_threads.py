@@ -1,0 +1,48 @@
+"""Threads that train beside each other, each with its own Spark jobs, and a driver that waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from pyspark import InheritableThread
+from pyspark.sql import SparkSession
+
+from ringspark.pipelines.spark_paths import is_remote
+
+POLL_SECONDS = 0.1
+
+
+def run_in_threads(
+    spark: SparkSession,
+    work: Callable[[], None],
+    number: int,
+    *,
+    watch: Callable[[], None],
+    end: Callable[[BaseException], None],
+) -> None:
+    """Runs `work` in `number` threads; blocks until all have ended, also after an error or an interrupt.
+
+    Args:
+        work: Must not raise; it keeps its errors.
+        watch: Called every `POLL_SECONDS` in the calling thread.
+        end: Told of an error of the calling thread, such as a KeyboardInterrupt: makes `work` return soon.
+    """
+    kind = threading.Thread if is_remote(spark) else InheritableThread
+    threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(number)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+        while any(thread.is_alive() for thread in threads):
+            watch()
+            time.sleep(POLL_SECONDS)
+    except BaseException as error:
+        end(error)
+        raise
+    finally:
+        for thread in started:
+            while thread.is_alive():
+                thread.join(1.0)
