@@ -5,7 +5,8 @@ value is the ROC AUC of month 9. "random" draws by the seed alone, so its trials
 the same but for their length. TrainValidationSplit of Spark fits the settings that "random" drew, with as
 many rows held out, by chance since it takes no column for it, and then the best ones once more on all rows; a
 CrossValidator of k folds takes about k times as long. The last column is the best model's ROC AUC on a sample
-of months 10 to 12, which no search has seen.
+of months 10 to 12, which no search has seen. Then a population, and random search with as many epochs: both
+change learning rate and dropout alone, of the estimator's own network.
 
 Then a smaller search whose driver is killed at `--kills` random moments, and started again each time, against
 one that nobody disturbed: the same trials, no value lost, none counted twice.
@@ -35,7 +36,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.search import Choice, OptunaSearch, Uniform
+from ringspark.estimators.search import Choice, OptunaSearch, PopulationSearch, Uniform
 from ringspark.jobs import cli, flights
 from ringspark.models import ModelSpec
 
@@ -48,6 +49,8 @@ SPACE = {
     "model.hidden": Choice([[32], [128, 64], [256, 128]]),
     "model.dropout": Uniform(0.0, 0.5),
 }
+# What a training can change between two rounds.
+CHANGEABLE = {name: SPACE[name] for name in ("learningRate", "model.dropout")}
 VALUE = "validation_auroc"
 
 
@@ -201,6 +204,7 @@ def main() -> None:
         rows=(12_000, 3_000),
         epochs=(9, 3),
         trials=(40, 3),
+        members=(8, 2),
         kills=(2, 1),
         short_epochs=(3, 2),
         short_trials=(8, 3),
@@ -248,6 +252,21 @@ def main() -> None:
                 line(f"{sampler}, {pruner}", partial(made.fit, rows), epochs_of)
             epochs = f"{(options.trials + 1) * options.epochs}"
             line("TrainValidationSplit", lambda: by_spark(trainer, rows, drawn), lambda _: epochs)
+            few = search(trainer, options.members, space=CHANGEABLE)
+            line(f"random, {options.members} trials of 2 settings", partial(few.fit, rows), epochs_of)
+            grown = PopulationSearch(
+                estimator=trainer,
+                space=CHANGEABLE,
+                monitor=VALUE,
+                population=options.members,
+                parallelism=PARALLELISM,
+                seed=SEED,
+            )
+            line(
+                f"population of {options.members}, the same settings",
+                partial(grown.fit, rows),
+                lambda found: f"{int(found.trials.groupby('member')['epochs'].max().sum())}",
+            )
             short = estimator(root, folder, options.short_epochs)
             undisturbed = search(short, options.short_trials).fit(rows)
         harness.print_table(
