@@ -13,6 +13,8 @@ from ringspark.pipelines.typed_json import added, parse_object, record
 
 # Type of the failure of a rank that could not report it itself.
 LOST = "WorkerLost"
+# How torch says, by a RuntimeError, that an allocation failed: on the CPU, in cuBLAS, in C++.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "bad_alloc")
 
 
 class WorkerStoppedError(RuntimeError):
@@ -83,6 +85,14 @@ class Failure:
             ValueError: The text does not describe a failure.
         """
         return record(cls, parse_object(text))
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether an allocation failed: Python's, Arrow's, or torch's on any device."""
+        if self.type in ("MemoryError", "ArrowMemoryError", "OutOfMemoryError"):
+            return True
+        said = self.message.lower()
+        return self.type == "RuntimeError" and any(words in said for words in _NO_MEMORY)
 
     @property
     def sentence(self) -> str:

@@ -270,6 +270,7 @@ class Trainer:
     def _validate(self, epoch: int, reader: ShardReader) -> dict[str, float]:
         """Returns losses and metrics over the validation rows, each counted once. Runs on every rank."""
         running, network = self._running, self._sync.network
+        parts = self._config.gradient_accumulation
         self._status.phase = f"validation after epoch {epoch + 1}"
         self._share_buffers()
         network.eval()
@@ -281,14 +282,18 @@ class Trainer:
             for batch in self._on_device(reader, batches):
                 self._status.tick()
                 batch = replace(batch, inputs=prepare_inputs(running.prepare, batch.inputs, batch.layout))
-                if not batch.num_rows:
-                    # The other ranks may need this rank's parts of the weights.
+                # What does not fit in training does not fit here.
+                micro_batches = batch.split(parts) if batch.num_rows else []
+                for micro_batch in micro_batches:
+                    keeps_outputs = running.validation.takes_outputs
+                    _, seen = forward(
+                        running.recipe, network, network, micro_batch, keeps_outputs=keeps_outputs
+                    )
+                    running.validation.add([seen])
+                # The other ranks may need this rank's parts of the weights in each of their passes.
+                for _ in range(parts - len(micro_batches)):
                     with backward_errors():
                         self._sync.forward_without_rows(batch.inputs)
-                    continue
-                keeps_outputs = running.validation.takes_outputs
-                _, seen = forward(running.recipe, network, network, batch, keeps_outputs=keeps_outputs)
-                running.validation.add([seen])
         return running.validation.take(self._mesh.data)
 
     def _share_buffers(self) -> None:

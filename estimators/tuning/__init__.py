@@ -1,4 +1,4 @@
-"""Choosing settings by hand: folds and a learning rate. It stands beside `pyspark.ml.tuning`.
+"""Choosing settings by hand: folds, a learning rate, a batch that fits. It stands beside `pyspark.ml.tuning`.
 
 Each name is imported when it is asked for.
 """
@@ -7,14 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringspark.estimators.tuning.batch_fit import BatchFit, batch_that_fits
     from ringspark.estimators.tuning.cross_validation import cross_validate
     from ringspark.estimators.tuning.folds import grouped_folds, stratified_folds
     from ringspark.estimators.tuning.over_time import Fold, fold_pairs, time_folds
     from ringspark.estimators.tuning.rate_range import RateRange, lr_range_test
 
 _MODULES = {
+    "BatchFit": "batch_fit",
     "Fold": "over_time",
     "RateRange": "rate_range",
+    "batch_that_fits": "batch_fit",
     "cross_validate": "cross_validation",
     "fold_pairs": "over_time",
     "grouped_folds": "folds",
@@ -24,8 +27,10 @@ _MODULES = {
 }
 
 __all__ = [
+    "BatchFit",
     "Fold",
     "RateRange",
+    "batch_that_fits",
     "cross_validate",
     "fold_pairs",
     "grouped_folds",

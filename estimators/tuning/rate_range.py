@@ -14,49 +14,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F
 
-from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.stages.fit_data import discard
-from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.settings import (
-    columns,
-    observation,
-    optimization,
-    python_objects,
-    recovery,
-)
-from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.estimators.training.step_log import read_steps
-from ringspark.pipelines.columns import check_frame, quote
+from ringspark.estimators.tuning.short_training import check_estimator, plain_copy, training_rows
+from ringspark.pipelines.columns import check_frame
 
 # Of the lowest loss so far: a mean loss above is divergence, one below twice the lowest is still calm.
 _DIVERGED, _CALM = 3.0, 1.0
 # Parts of the sweep after which it may end.
 _PARTS = 10
 _REASON = "the loss diverged"
-
-# Settings that have no place in a sweep.
-_CLEARED: tuple[Setting[Any], ...] = (
-    recovery.RUN_URI,
-    recovery.RESUME,
-    recovery.CHECKPOINT_EVERY_STEPS,
-    recovery.CHECKPOINT_EVERY_EPOCHS,
-    recovery.CHECKPOINT_EVERY_SECONDS,
-    recovery.KEEP_CHECKPOINTS,
-    optimization.VALIDATION_FRACTION,
-    optimization.MONITOR,
-    optimization.PATIENCE,
-    optimization.MIN_DELTA,
-    optimization.KEEP,
-    optimization.WARMUP_STEPS,
-    columns.VALIDATION_INDICATOR_COL,
-    python_objects.METRICS,
-    observation.TRACKING,
-    observation.TIMELINE_EVERY_STEPS,
-    observation.PROFILE_STEPS,
-)
 
 
 @dataclass(frozen=True)
@@ -131,19 +100,14 @@ def lr_range_test(
     """
     _check(estimator, lowest, highest, steps)
     check_frame(df, "lr_range_test")
-    data = CheckedFit.of(estimator, df).data
-    if data.validation_col is not None:
-        df = df.where(~F.col(quote(data.validation_col)).cast("boolean"))
+    df = training_rows(estimator, df)
     batch, rows = estimator.getBatchSize(), df.count()
     if rows == 0:
         raise ValueError("lr_range_test needs training rows, got none")
     wanted = math.ceil(steps / _PARTS) * batch
     if rows > 1.2 * wanted:
         df, rows = df.sample(wanted / rows, estimator.getOrDefault("seed")), wanted
-    sweep = estimator.copy()
-    for setting in _CLEARED:
-        if sweep.hasParam(setting.name):
-            sweep.clear(sweep.getParam(setting.name))
+    sweep = plain_copy(estimator)
     sweep.setParams(
         learningRate=highest,
         lrSchedule=Sweep(lowest / highest),
@@ -152,7 +116,6 @@ def lr_range_test(
         onNonFinite="skip",
         callbacks=[*estimator.getOrDefault("callbacks"), StopsDiverged()],
     )
-    sweep.set(sweep.getParam(observation.SHOW_PROGRESS.name), False)
     model = sweep.fit(df)
     try:
         records = read_steps(model.summary.run_uri)
@@ -194,11 +157,7 @@ def rate_range(rates: list[float], losses: list[float], has_diverged: bool = Fal
 
 
 def _check(estimator: Any, lowest: Any, highest: Any, steps: Any) -> None:
-    if not isinstance(estimator, _TorchEstimator):
-        raise ValueError(
-            f"lr_range_test needs an estimator of ringspark, such as a TorchClassifier, got "
-            f"{type(estimator).__name__}"
-        )
+    check_estimator(estimator, "lr_range_test")
     for name, value in (("lowest", lowest), ("highest", highest)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be a finite learning rate above 0, got {value!r}")

@@ -68,7 +68,7 @@ BATCH_SIZE = Setting(
 GRADIENT_ACCUMULATION = Setting(
     name="gradientAccumulation",
     field="gradient_accumulation",
-    words="micro-batches per optimizer step",
+    words="micro-batches per optimizer step, and per batch of validation",
     default=1,
     accepts=at_least(1, "micro-batch per step"),
 )

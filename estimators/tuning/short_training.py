@@ -1,0 +1,73 @@
+"""Short trainings that try something out: the estimator's own, without what has no place in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.torch_estimator import _TorchEstimator
+from ringspark.estimators.training.settings import (
+    columns,
+    observation,
+    optimization,
+    python_objects,
+    recovery,
+)
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.pipelines.columns import quote
+
+_CLEARED: tuple[Setting[Any], ...] = (
+    recovery.RUN_URI,
+    recovery.RESUME,
+    recovery.CHECKPOINT_EVERY_STEPS,
+    recovery.CHECKPOINT_EVERY_EPOCHS,
+    recovery.CHECKPOINT_EVERY_SECONDS,
+    recovery.KEEP_CHECKPOINTS,
+    optimization.VALIDATION_FRACTION,
+    optimization.MONITOR,
+    optimization.PATIENCE,
+    optimization.MIN_DELTA,
+    optimization.KEEP,
+    optimization.WARMUP_STEPS,
+    columns.VALIDATION_INDICATOR_COL,
+    python_objects.METRICS,
+    observation.TRACKING,
+    observation.TIMELINE_EVERY_STEPS,
+    observation.PROFILE_STEPS,
+)
+
+
+def check_estimator(estimator: Any, function: str) -> None:
+    """Refuses what is no estimator of ringspark.
+
+    Raises:
+        ValueError: See above.
+    """
+    if not isinstance(estimator, _TorchEstimator):
+        raise ValueError(
+            f"{function} needs an estimator of ringspark, such as a TorchClassifier, got "
+            f"{type(estimator).__name__}"
+        )
+
+
+def plain_copy(estimator: Any) -> Any:
+    """Returns a copy without folder, checkpoints, validation, warm-up, trackers and progress."""
+    made = estimator.copy()
+    for setting in _CLEARED:
+        if made.hasParam(setting.name):
+            made.clear(made.getParam(setting.name))
+    made.set(made.getParam(observation.SHOW_PROGRESS.name), False)
+    return made
+
+
+def training_rows(estimator: Any, df: DataFrame) -> DataFrame:
+    """Returns the rows that `validationIndicatorCol` leaves for the training.
+
+    Raises:
+        ValueError: The settings or the columns cannot be used; the message says why.
+    """
+    indicator = CheckedFit.of(estimator, df).data.validation_col
+    return df if indicator is None else df.where(~F.col(quote(indicator)).cast("boolean"))
