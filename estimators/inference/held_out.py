@@ -116,6 +116,13 @@ def held_out_findings(
 
     outputs = outputs_of(arrays)
     notes = [_told_of_sample(len(outputs), is_part, asked, rows, seed)]
+    of_rows = given.reshape(len(outputs), -1)
+    finite = np.isfinite(outputs).all(axis=1) & np.isfinite(of_rows).all(axis=1)
+    if not finite.all():
+        # They have no place in a mean or a bin.
+        outputs, given, infinite = outputs[finite], of_rows[finite].reshape(-1), int((~finite).sum())
+        skipped += infinite
+        notes.append(f"{infinite:,} of them, whose prediction or label is not finite, are left out below.")
     classes = question.classes
     if classes is None:
         numbers = number_findings(outputs.reshape(-1), given, seed=seed, skipped=skipped)
@@ -139,7 +146,7 @@ def held_out_findings(
     if question.predictor.layout:
         notes.append("Rows vary in length, so there is no account of the features.")
         return found
-    told = [array[:ATTRIBUTED_ROWS] for array in arrays]
+    told = [array[finite][:ATTRIBUTED_ROWS] for array in arrays]
     names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
     features = features_of([field.name for field in question.fields], told, names)
     if attributions == "captum":

@@ -120,6 +120,7 @@ class MlflowRun(Listener):
             "epoch": float(record.epoch),
             "epoch_seconds": record.seconds,
             "skipped_steps": float(record.skipped_steps),
+            **record.known_costs(),
             **record.metrics,
         }
         there = {name: value for name, value in values.items() if value is not None}

@@ -137,6 +137,7 @@ def _values(record: EpochRecord) -> dict[str, float]:
         "validation_loss": record.validation_loss,
         "learning_rate": record.learning_rate,
         "seconds": record.seconds,
+        **record.known_costs(),
         **record.metrics,
     }
     return {name: float(value) for name, value in values.items() if value is not None}

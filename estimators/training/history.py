@@ -89,6 +89,11 @@ class EpochRecord:
         del values["cost"]
         return values | ({} if self.cost is None else self.cost.row(self.rows)) | metrics
 
+    def known_costs(self) -> dict[str, float]:
+        """Returns the columns of the cost that are known."""
+        row = {} if self.cost is None else self.cost.row(self.rows)
+        return {name: float(value) for name, value in row.items() if value is not None}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:

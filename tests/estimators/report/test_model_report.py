@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import functions as F
 from read_page import Page
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
@@ -128,6 +129,24 @@ def test_a_regression_is_told_as_spark_evaluates_it(frame: Any, tmp_path: Path) 
     (features,) = page.tables["features"]
     assert features.header == ["feature", "mean absolute attribution"]
     assert features.column("feature")[0] == EVIL
+
+
+def test_rows_whose_output_is_not_finite_are_left_out_and_counted(
+    classifier: Any, frame: Any, tmp_path: Path
+) -> None:
+    good = frame.limit(90).cache()
+    spoilt = VectorAssembler(inputCols=["endless", "noise"], outputCol="features", handleInvalid="keep")
+    bad = spoilt.transform(frame.limit(7).drop("features").withColumn("endless", F.lit(float("-inf"))))
+    regressor = TorchRegressor(model=_spec(1), labelCol="amount").fit(frame)
+    for model in (classifier, regressor):
+        model.report(tmp_path / "good.html", good)
+        model.report(tmp_path / "all.html", good.unionByName(bad.drop("endless")))
+        first, both = (Page.at(tmp_path / name) for name in ("good.html", "all.html"))
+        told = "7 of them, whose prediction or label is not finite, are left out below."
+        assert told in both.text["headline"]
+        assert told not in first.text["headline"]
+        for name in ("held-out rows", "log loss", "held-out numbers", "RMSE"):
+            assert both.cards.get(name) == first.cards.get(name)
 
 
 @pytest.mark.parametrize(

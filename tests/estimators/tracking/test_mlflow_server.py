@@ -99,6 +99,9 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
         history = client.get_metric_history(run_id, name)
         expected = [(3 * record.epoch, getattr(record, name)) for record in records]
         assert [(metric.step, metric.value) for metric in history] == expected
+    for name in ("rows_per_second", "bytes_sent", "flops"):
+        history = client.get_metric_history(run_id, name)
+        assert [metric.value for metric in history] == list(model.summary.history[name])
     for name in STEP_METRICS:
         history = client.get_metric_history(run_id, name)
         assert [metric.step for metric in history] == [1, 2, 3, 4, 5, 6]

@@ -129,6 +129,7 @@ def test_one_fit_is_told_to_mlflow_and_tensorboard(spark: Any, tmp_path: Path) -
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.json", "history.json"}
     shown = _scalars(run_uri / "tracking" / "tensorboard")
     assert shown["epoch/train_loss"] == [(3, round(losses[0], 5)), (6, round(losses[1], 5))]
+    assert [step for step, _ in shown["epoch/rows_per_second"]] == [3, 6]
 
     version = client.get_model_version("m", "1")
     served = mlflow.pyfunc.load_model(version.source)
