@@ -95,6 +95,16 @@ class RowSource:
         except (AnalysisException, ParseException) as error:
             raise ValueError(f"Spark cannot read {kind} {uri!r}: {first_line(error)}") from None
 
+    def check_apart(self, spark: SparkSession, output: str) -> None:
+        """Refuses a folder to be written, and first removed, that is, holds or lies in that of the rows.
+
+        Raises:
+            ValueError: See above.
+        """
+        kind, uri = self.place
+        if kind != "table":
+            check_apart(spark, output, uri, "the rows")
+
     def to_json(self) -> dict[str, Any]:
         """Returns the source as a job file has it, with its defaults."""
         kind, uri = self.place
@@ -104,6 +114,23 @@ class RowSource:
         if kind == "delta":
             found["version"] = self.version
         return found
+
+
+def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
+    """Refuses a folder to be written that is, holds or lies in one that is read.
+
+    Args:
+        what: What lies in `uri`.
+
+    Raises:
+        ValueError: See above.
+    """
+    from ringspark.pipelines import storage
+    from ringspark.pipelines.spark_paths import resolve
+
+    written, read = (storage.normalize(resolve(spark, given)).rstrip("/") + "/" for given in (output, uri))
+    if written.startswith(read) or read.startswith(written):
+        raise ValueError(f"{output} would be written over {what} in {uri}; give another folder")
 
 
 def first_line(error: BaseException) -> str:

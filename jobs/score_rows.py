@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
-from ringspark.jobs.row_source import FORMATS, RowSource, first_line
+from ringspark.jobs.row_source import FORMATS, RowSource, check_apart, first_line
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -74,6 +74,8 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     output = resolve(spark, args.output)
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} is there; give --overwrite or another folder")
+    source.check_apart(spark, output)
+    check_apart(spark, output, args.model, "the model")
     model = _loaded(resolve(spark, args.model))
     scored = model.transform(source.frame(spark))
     scored = _chosen(scored, args.columns)

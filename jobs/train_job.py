@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
 from ringspark.jobs.job_file import JobFile, read_section, yaml_or_json
-from ringspark.jobs.row_source import RowSource, first_line
+from ringspark.jobs.row_source import RowSource, check_apart, first_line
 
 if TYPE_CHECKING:
     from pyspark.ml import Transformer
@@ -289,13 +289,21 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
         raise file.error(
             ("save", "model"), f"save.model: {output} is there; set save.overwrite or give another"
         )
+    try:
+        for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
+            source.check_apart(spark, output)
+        if estimator.getRunUri() is not None:
+            check_apart(spark, output, estimator.getRunUri(), "the run")
+    except ValueError as error:
+        raise file.error(("save", "model"), f"save.model: {error}") from None
     if estimator.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume are about the run in params.runUri, which is not set")
+    features = _features(job)
     if estimator.getRunUri() is not None:
+        _check_rows(spark, job, estimator, features)  # before a run that is in the way is removed
         resume = resume if resume is not None or not estimator.getResume() else True
         make_way(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
         estimator.setResume(bool(resume))
-    features = _features(job)
     try:
         model = _fit(spark, job, estimator, features)
     except WorkerError as error:
@@ -307,6 +315,26 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     cli.print_rate("train", model.summary.rows, model.summary.seconds)
     if job.evaluation is not None:
         _evaluate(spark, job.evaluation, features, model)
+
+
+def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
+    """Refuses rows that cannot be trained on, as far as that is known without reading one.
+
+    Raises:
+        ValueError: See above.
+    """
+    from ringspark.estimators.checked_fit import CheckedFit
+    from ringspark.pipelines import ShardManifest
+    from ringspark.pipelines.spark_paths import resolve
+
+    kind, uri = job.data.place
+    if kind == "shards":
+        ShardManifest.load(resolve(spark, uri)).verify_files()
+    elif kind != "delta" or not job.data.inPlace:  # which is read without Spark's part for Delta
+        alone = estimator.copy()
+        for param in (alone.runUri, alone.resume):
+            alone.clear(param)
+        CheckedFit.of(alone, _with_features(spark, job.data, features))
 
 
 def rows_of(spark: SparkSession, job: TrainJob) -> DataFrame:

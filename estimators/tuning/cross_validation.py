@@ -36,7 +36,7 @@ def cross_validate(
         ValueError: An argument does not suit; the message says why.
     """
     evaluators = _named(evaluator)
-    for stage in _stages(estimator, "getStages"):
+    for stage in _stages(estimator):
         if getattr(stage, "hasParam", lambda _: False)("runUri") and stage.isSet("runUri"):
             raise ValueError(
                 "runUri is the folder of one training, and cross_validate fits once per fold; leave it unset"
@@ -59,6 +59,8 @@ def _row(
     number: int, estimator: Any, train: DataFrame, validation: DataFrame, evaluators: Mapping[str, Any]
 ) -> dict[str, float]:
     begun = time.monotonic()
+    # A Pipeline may hold models that were fitted before; their folders are not ours.
+    known = {stage.summary.run_uri for stage in _stages(estimator) if isinstance(stage, TorchModel)}
     model = estimator.fit(train)
     try:
         predicted = model.transform(validation)
@@ -68,19 +70,21 @@ def _row(
         if len(evaluators) > 1:
             predicted.unpersist()
     finally:
-        for stage in _stages(model, "stages"):
-            if isinstance(stage, TorchModel):
+        for stage in _stages(model):
+            if isinstance(stage, TorchModel) and stage.summary.run_uri not in known:
                 discard(stage.summary.run_uri)
     return {_FOLD: number, **metrics, _SECONDS: time.monotonic() - begun}
 
 
-def _stages(whole: Any, name: str) -> list[Any]:
-    """Returns an estimator's or a model's stages; itself if it has none."""
-    found = getattr(whole, name, None)
-    if found is None:
-        return [whole]
-    parts = found() if callable(found) else found
-    return [stage for part in parts for stage in _stages(part, name)]
+def _stages(whole: Any) -> list[Any]:
+    """Returns the parts of an estimator or a model: of a Pipeline its stages, of a search its best model."""
+    for name in ("getStages", "stages", "bestModel"):
+        found = getattr(whole, name, None)
+        if found is not None:
+            parts = found() if callable(found) else found
+            listed = parts if isinstance(parts, list) else [parts]
+            return [stage for part in listed for stage in _stages(part)]
+    return [whole]
 
 
 def _named(evaluator: Any) -> dict[str, Any]:

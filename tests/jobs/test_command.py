@@ -168,6 +168,20 @@ def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path
     again = _run("train", job)
     assert again.returncode == 2
     assert "job.yaml, line 18: save.model: " in again.stderr
+    # What is refused removes nothing: neither the run that is in the way, nor what would be written over.
+    for file, what, message in (
+        (_job(tmp_path, "labelCol: y", "labelCol: z", "a.yaml"), "z", "labelCol"),
+        (_job(tmp_path, "/model", "/rows", "b.yaml"), "rows", "would be written over the rows"),
+    ):
+        refused = _run("train", file, "--set", "save.overwrite=true", "--no-resume")
+        assert refused.returncode == 2, what
+        assert message in refused.stderr, what
+    for place in ("rows", "model"):
+        again = _run("score", tmp_path / "model", "--parquet", tmp_path / "rows",
+                     "--output", tmp_path / place, "--overwrite")  # fmt: skip
+        assert f"would be written over the {place}" in again.stderr
+    assert (tmp_path / "run" / "result.json").exists()
+    assert spark.read.parquet(str(tmp_path / "rows")).count() == 64  # type: ignore[attr-defined]
     assert "batchSize = 16" in _run("runs", "show", tmp_path / "run").stdout
     assert "rows per step on each of 2 workers" in _run("plan", job).stdout
     scored = _run("score", tmp_path / "model", "--parquet", tmp_path / "rows", "--output", tmp_path / "out")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
@@ -183,6 +184,23 @@ def test_cross_validation_is_a_table_and_leaves_no_folder(classes: Any, tmp_path
     assert (table["auc"] > 0.99).all()
     assert (table["accuracy"] > 0.8).all()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_cross_validation_removes_what_it_fitted_and_nothing_else(classes: Any, tmp_path: Path) -> None:
+    kept = _classifier(tmp_path / "mine", predictionCol="first", rawPredictionCol="", probabilityCol="")
+    mine = kept.fit(classes)
+    own = _classifier(tmp_path / "theirs")
+    search = TrainValidationSplit(
+        estimator=own,
+        estimatorParamMaps=[{own.epochs: 1}],
+        evaluator=BinaryClassificationEvaluator(),
+    )
+    pair = (classes, classes)
+    cross_validate(Pipeline(stages=[mine, search]), [pair], BinaryClassificationEvaluator())
+    assert mine.transform(classes).count() == classes.count()
+    # What Spark's own search leaves of its trials, which are not its best model, is known to nobody.
+    assert len(list((tmp_path / "theirs").iterdir())) <= 1
 
 
 @pytest.mark.slow
