@@ -102,8 +102,9 @@ class RowSource:
             ValueError: See above.
         """
         kind, uri = self.place
-        if kind != "table":
-            check_apart(spark, output, uri, "the rows")
+        places = self.frame(spark).inputFiles() if kind == "table" else [uri]
+        for place in places:
+            check_apart(spark, output, place, "the rows")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the source as a job file has it, with its defaults."""

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspark.jobs import cli, recipes
+from ringspark.jobs.row_source import check_apart
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.spark_paths import resolve
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
         for name, job in (("model", "train"), ("test", "etl")):
             if not storage.exists(where[name]):
                 raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
+            check_apart(spark, where["output"], where[name], f"the {name}")
         manifest = ShardManifest.load(where["shards"]) if args.baseline else None
         history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
         model = PipelineModel.load(where["model"])

@@ -33,6 +33,8 @@ spark.stop()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.telling
 @pytest.mark.spark
 @pytest.mark.distributed
 @pytest.mark.usefixtures("spark")

@@ -18,6 +18,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.run.identity import FORMAT_VERSION, differences
 from ringspark.estimators.run.owner import read_owner, write_owner
+from ringspark.estimators.run.stored_runs import store_clock
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, steps_in
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -25,6 +26,9 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 _logger = logging.getLogger(__name__)
+
+# Every worker gives a sign of life every few seconds.
+_LIVES_SECONDS = 60.0
 
 
 class RunRefusedError(ValueError):
@@ -64,7 +68,8 @@ def make_way(uri: str, resume: bool | None) -> None:
         resume: Whether to resume the run; None if the user has not said.
 
     Raises:
-        ValueError: The folder holds an unfinished run, and nobody said what to do with it.
+        ValueError: The folder holds an unfinished run that can be resumed or that may be training now, and
+            nobody said what to do with it.
     """
     names = storage.list_names(uri)
     # A folder that holds something else than a run is left to `check_run_uri`, which refuses it.
@@ -76,7 +81,25 @@ def make_way(uri: str, resume: bool | None) -> None:
             f"{uri} holds an unfinished run; give --resume to go on with it, --no-resume to start anew, or "
             "name another folder"
         )
+    if resume is None and folder.result() is None and (seconds := _seconds_since_a_sign(uri)) is not None:
+        raise ValueError(
+            f"a worker of the run in {uri} gave a sign of life {seconds:.0f} s ago, so it may be training; "
+            f"wait {_LIVES_SECONDS:.0f} s if it is not, give --no-resume to start anew, or name another "
+            "folder"
+        )
     storage.remove(uri, recursive=True)
+
+
+def _seconds_since_a_sign(uri: str) -> float | None:
+    """Returns the seconds since a worker's last sign of life; None if that is long ago, or there is none."""
+    try:
+        changed = storage.newest_change(storage.join(uri, run_layout.HEARTBEAT))
+    except FileNotFoundError:
+        return None
+    if changed is None:
+        return None
+    seconds = max(0.0, store_clock(uri) - changed)
+    return seconds if seconds < _LIVES_SECONDS else None
 
 
 @dataclass(frozen=True, kw_only=True)

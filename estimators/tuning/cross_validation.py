@@ -21,7 +21,8 @@ def cross_validate(
 ) -> pd.DataFrame:
     """Fits an estimator on each fold, one after the other, and evaluates its model on the fold's other rows.
 
-    The models are not kept, nor are the folders of their runs. For a search over settings with folds, give
+    The models are not kept, nor are the folders of their runs; a search of Spark's leaves those of the models
+    that it did not choose in the estimator's storageUri. For a search over settings with folds, give
     the column of `stratified_folds` or `grouped_folds` to Spark's `CrossValidator` as its `foldCol`.
 
     Args:
@@ -60,7 +61,7 @@ def _row(
 ) -> dict[str, float]:
     begun = time.monotonic()
     # A Pipeline may hold models that were fitted before; their folders are not ours.
-    known = {stage.summary.run_uri for stage in _stages(estimator) if isinstance(stage, TorchModel)}
+    known = set(_runs_of(estimator))
     model = estimator.fit(train)
     try:
         predicted = model.transform(validation)
@@ -70,10 +71,15 @@ def _row(
         if len(evaluators) > 1:
             predicted.unpersist()
     finally:
-        for stage in _stages(model):
-            if isinstance(stage, TorchModel) and stage.summary.run_uri not in known:
-                discard(stage.summary.run_uri)
+        for run_uri in set(_runs_of(model)) - known:
+            discard(run_uri)
     return {_FOLD: number, **metrics, _SECONDS: time.monotonic() - begun}
+
+
+def _runs_of(whole: Any) -> list[str]:
+    """Returns the folders of the trainings of the models in an estimator or a model."""
+    models = [stage for stage in _stages(whole) if isinstance(stage, TorchModel)]
+    return [model.summary.run_uri for model in models if model.hasSummary]
 
 
 def _stages(whole: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -93,6 +94,15 @@ def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp
     for folder in (begun, finished, tmp_path / "not there"):
         make_way(str(folder), None)
         assert not folder.exists()
+    training = _run_folder(tmp_path / "training")
+    (training / "heartbeat").mkdir()
+    (training / "heartbeat" / "rank-0.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"gave a sign of life \d+ s ago, so it may be training; wait 60 s"):
+        make_way(str(training), None)
+    long_ago = time.time() - 100
+    os.utime(training / "heartbeat" / "rank-0.json", (long_ago, long_ago))
+    make_way(str(training), None)
+    assert not training.exists()
     stopped = _run_folder(tmp_path / "stopped", checkpoint=True)
     with pytest.raises(ValueError, match=r"an unfinished run; give --resume to go on with it, --no-resume"):
         make_way(str(stopped), None)
