@@ -123,7 +123,9 @@ def _show_epochs(facts: RunFacts) -> None:
     if not facts.history:
         return
     rows = [record.row() for record in facts.history]
-    names = [name for name in rows[0] if any(row.get(name) not in (None, 0) for row in rows)]
+    # A metric that is 0 in every epoch says something; steps that none was skipped of do not.
+    dull = {"skipped_steps": (None, 0), "bytes_sent": (None, 0)}
+    names = [name for name in rows[0] if any(row.get(name) not in dull.get(name, (None,)) for row in rows)]
     table = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(names))]
     print("epochs")

@@ -130,18 +130,19 @@ def rate_range(rates: list[float], losses: list[float], has_diverged: bool = Fal
 
     Args:
         rates: The rate of each step, rising.
-        losses: The loss of each step; the first one that is not finite ends what is judged.
+        losses: The loss of each step; one that is not finite is left out, or divergence if none follows.
         has_diverged: Whether the sweep ended early for that; it may have, before the smoothed loss shows it.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})
     width = max(3, len(rates) // 20 | 1)
-    # Centered, so that it does not lag behind the rate.
-    smoothed = table["train_loss"].rolling(width, center=True, min_periods=1).mean().to_numpy()
-    table["smoothed"] = smoothed
     finite = np.isfinite(loss)
-    end = len(loss) if finite.all() else int(np.argmin(finite))
-    judged = smoothed[:end]
+    # Centered, so that it does not lag behind the rate.
+    smoothed = table["train_loss"].where(finite).rolling(width, center=True, min_periods=1).mean()
+    table["smoothed"] = smoothed
+    # A bad batch is skipped and the sweep goes on; after a divergence no loss is finite any more.
+    end = int(np.flatnonzero(finite)[-1]) + 1 if finite.any() else 0
+    judged = smoothed[:end].interpolate(limit_direction="both").to_numpy()
     if not len(judged):
         return RateRange(table=table, suggestion=None, diverges_at=None)
     low = int(np.argmin(judged))

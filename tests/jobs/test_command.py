@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from ringspark.estimators.training.history import EpochRecord
 
 JOB = """stage: TorchRegressor
 data:
@@ -135,6 +138,13 @@ def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_pa
     busy, dead = _run_folder(tmp_path / "busy"), _run_folder(tmp_path / "dead", hours=2)
     other = _run_folder(tmp_path / "other", finished=True)
     (other / "thesis.tex").write_text("")
+    epochs = [EpochRecord(epoch=1, steps=2, rows=32, seconds=0.5, learning_rate=0.1, train_loss=0.25,
+                          validation_loss=None, metrics={"validation_f1": 0.0})]  # fmt: skip
+    (done / "history.json").write_text(json.dumps([asdict(record) for record in epochs]))
+    shown = _run("runs", "show", done).stdout
+    header = next(line.split() for line in shown.splitlines() if "train_loss" in line)
+    assert "validation_f1" in header, "a metric that was 0 was measured"
+    assert "validation_loss" not in header
     listed = _run("runs", "list", tmp_path)
     states = {line.split()[0]: line for line in listed.stdout.splitlines()}
     assert "finished" in states["done"]

@@ -87,7 +87,7 @@ def number_findings(
     """Compares numbers, each (numbers,)."""
     residuals = predicted - labels
     kept = np.random.default_rng(seed).permutation(len(labels))[:MOST_POINTS]
-    counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS)
+    counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS, range=_range(residuals))
     # Bins of equally many predictions; of equal ones some bins are empty.
     num_bins = min(PREDICTION_BINS, max(1, len(labels) // BIN_ROWS))
     ends: Numbers = np.zeros(0)
@@ -108,6 +108,16 @@ def number_findings(
         sample=np.stack([predicted, labels], axis=1)[kept],
         skipped=skipped,
     )
+
+
+def _range(values: Numbers) -> tuple[float, float]:
+    """Returns the ends of a histogram; wider than the values where these differ by rounding alone."""
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+    least = 2 * RESIDUAL_BINS * float(np.spacing(max(abs(low), abs(high))))
+    if high - low > least:
+        return low, high
+    half = max(0.5, least)
+    return (low + high) / 2 - half, (low + high) / 2 + half
 
 
 def _binned(confidence: Numbers, right: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Numbers:

@@ -96,7 +96,8 @@ def _draw(figure: Figure, found: ClassFindings) -> None:
     known = rows > 0
     upper.plot([0, 1], [0, 1], ":", color=GRAY, label="perfect")
     upper.plot(confidence[known] / rows[known], right[known] / rows[known], "o-", color=ORANGE, label="model")
-    upper.set(title="Calibration", ylabel="share that is right", xlim=(-0.01, 1.01), ylim=(-0.02, 1.02))
+    share = f"share of class {plain(found.name(1), 14)}" if found.num_classes == 2 else "share that is right"
+    upper.set(title="Calibration", ylabel=share, xlim=(-0.01, 1.01), ylim=(-0.02, 1.02))
     upper.tick_params(labelbottom=False)
     upper.legend()
     lower = figure.add_subplot(grid[1, -1], sharex=upper)

@@ -81,6 +81,15 @@ def _table(rows: int = 400) -> Array:
     return np.random.default_rng(2).normal(size=(rows, 3)).astype(np.float32)
 
 
+@pytest.mark.parametrize("distance", [0.0, 0.1, 1e17])
+def test_residuals_that_differ_by_rounding_alone_have_a_histogram(distance: float) -> None:
+    predicted = np.repeat([0.0, 1.0, 3.0], 500)
+    found = number_findings(predicted, predicted + distance)
+    assert found.residual_counts.sum() == 1500
+    assert found.residual_edges[0] <= -distance <= found.residual_edges[-1]
+    assert found.mae == pytest.approx(distance)
+
+
 def test_permutation_finds_the_label_among_noise() -> None:
     table = _table()
     label = table[:, 0]

@@ -25,6 +25,14 @@ def test_the_judgement_of_a_sweep_with_noise() -> None:
     assert found.diverges_at is not None
     assert 3e-4 < found.suggestion < 3e-3
     assert 0.25 < found.diverges_at < 1.0
+    spoilt = losses.copy()
+    spoilt[[0, 5, 6, 7, 8, 9, 10, 11]] = np.nan, *[np.inf] * 7  # batches that the sweep has skipped
+    again = rate_range(list(rates), list(spoilt))
+    assert again.suggestion == pytest.approx(found.suggestion, rel=0.3)
+    assert again.diverges_at == found.diverges_at
+    ended = rate_range(list(rates), [*losses[:90], *[np.nan] * 30])
+    assert ended.diverges_at == pytest.approx(rates[89])
+    assert rate_range(list(rates), [np.nan] * 120).suggestion is None
     assert rate_range(list(rates), list(0.3 + 0.7 / (1 + rates))).diverges_at is None
     assert rate_range(list(rates), list(1.0 + rates)).suggestion is None
 
