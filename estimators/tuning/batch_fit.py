@@ -76,7 +76,7 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
             `memoryBudget`, and without one plans nothing.
 
     Raises:
-        ValueError: An argument does not suit, or one row alone does not fit; the message says why.
+        ValueError: An argument does not suit, or the smallest micro-batch does not fit; the message says why.
         WorkerError: A worker failed for another reason.
     """
     check_estimator(estimator, "batch_that_fits")
@@ -109,7 +109,9 @@ def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> 
         per_worker = math.ceil(
             min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_workers
         )
-        parts = min(fit.config.gradient_accumulation, per_worker)
+        # Every worker has a row in each micro-batch of a whole batch.
+        most = min(per_worker, fit.config.batch_size // fit.config.num_workers)
+        parts = min(fit.config.gradient_accumulation, most)
         while True:
             needed = None if limit is None else _planned(fit, manifest, parts)
             if limit is not None and needed is not None and needed > limit:
@@ -121,12 +123,13 @@ def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> 
             if not outcome:
                 fitting = estimator.copy({estimator.gradientAccumulation: parts})
                 return BatchFit(estimator=fitting, **found, tries=pd.DataFrame(tries))
-            if parts >= per_worker:
+            if parts >= most:
                 raise ValueError(
-                    f"a micro-batch of one row does not fit a worker's memory ({outcome}); set "
-                    "gradientCheckpointing or sharding, or take a smaller network: see plan_memory"
+                    f"the smallest micro-batch, of {found['rows']} rows on a worker, does not fit its memory "
+                    f"({outcome}); set gradientCheckpointing or sharding, or take a smaller network: see "
+                    "plan_memory"
                 )
-            parts = min(2 * parts, per_worker)
+            parts = min(2 * parts, most)
             _log.warning(
                 "micro-batches of %d rows per worker do not fit (%s); trying %d rows, "
                 "gradientAccumulation=%d",

@@ -87,10 +87,12 @@ def test_the_batch_is_cut_until_a_real_limit_holds_it(
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_one_row_that_does_not_fit_and_another_error_end_the_search(spark: Any, tmp_path: Path) -> None:
+def test_a_smallest_part_that_does_not_fit_and_another_error_end_the_search(
+    spark: Any, tmp_path: Path
+) -> None:
     spec = ModelSpec("mlp", {"in_features": 1, "hidden": [64], "out_features": 1})
-    hopeless = regressor(tmp_path, model=spec, batchSize=4, numWorkers=1)
-    with pytest.raises(ValueError, match=r"a micro-batch of one row does not fit .* the budget is 1000 B"):
+    hopeless = regressor(tmp_path, model=spec, batchSize=7, numWorkers=2)
+    with pytest.raises(ValueError, match=r"of 2 rows on a worker, does not fit its memory .*is 1000 B\)"):
         batch_that_fits(hopeless, table(spark, 32), 1000)
     diverges = regressor(tmp_path, model=nn.Linear(1, 1), optimizer="sgd", learningRate=1e38)
     with pytest.raises(WorkerError, match="finite"):
