@@ -50,6 +50,7 @@ def predictions(model: Any, frame: Any) -> list[float]:
     return [row.prediction for row in model.transform(frame).orderBy("id").collect()]
 
 
+@pytest.mark.slow
 @pytest.mark.modes
 def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs: Any, tmp_path: Path) -> None:
     """Spark removes the folder before it asks the model for its weights."""

@@ -77,6 +77,7 @@ def by_hand(model: Any, texts: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.modes
 def test_texts_are_features_saved_loaded_and_streamed(spark: Any, table: Any, tmp_path: Path) -> None:
     fitted = Pipeline(stages=[classifier(tmp_path)]).fit(table)

@@ -120,6 +120,7 @@ def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_printed_job_is_a_job_again_and_json_is_read_alike(tmp_path: Path) -> None:
     import yaml
 

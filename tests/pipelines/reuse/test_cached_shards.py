@@ -66,6 +66,7 @@ def root(tmp_path: Path) -> str:
 # ------------------------------------------------------------------------------ reuse
 
 
+@pytest.mark.slow
 @spark_test
 @pytest.mark.modes
 def test_the_same_query_built_twice_is_written_once(spark: Any, source: Path, root: str) -> None:
