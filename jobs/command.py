@@ -2,7 +2,7 @@
 
     ringspark train job.yaml
     ringspark runs list /data/runs
-    spark-submit --py-files dist/ringspark.zip jobs/command.py train job.yaml
+    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 
 Invariant: help and completion import neither Spark nor torch. So each command is a module whose top imports
 nothing heavy, with `DESCRIPTION`, `add_arguments(parser)` and `run(args)`.

@@ -1,7 +1,7 @@
 """Turns the flights tables into training shards, test rows, and the fitted feature pipeline.
 
     python jobs/etl.py --output artifacts/flights
-    spark-submit --py-files dist/ringspark.zip jobs/etl.py --output s3a://bucket/flights
+    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
 
 The job writes below `--output`: `features`, the pipeline fitted on the training months; `test`, the
 last months, joined but not encoded; `shards`, the encoded training and validation rows. It writes the

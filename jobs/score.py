@@ -1,7 +1,7 @@
 """Predicts the test rows with the saved pipeline, and compares it with gradient boosting.
 
     python jobs/score.py --data artifacts/flights
-    spark-submit --py-files dist/ringspark.zip jobs/score.py --data s3a://bucket/flights
+    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/score.py --data s3a://bucket/flights
 
 The job reads `model`, `test`, `shards` and `history.json` below `--data`, and writes `predictions`
 (Parquet) and `report.png`. It trains the baseline in the same run, on the encoded rows of the network.

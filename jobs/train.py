@@ -1,7 +1,7 @@
 """Trains a network on the encoded shards, and saves it as one pipeline with the features.
 
     python jobs/train.py --data artifacts/flights
-    spark-submit --py-files dist/ringspark.zip jobs/train.py --data s3a://bucket/flights
+    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/train.py --data s3a://bucket/flights
     python jobs/train.py job.yaml
 
 With a job file it trains what that says, see `train_job`; all below is about the flights.

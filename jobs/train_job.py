@@ -2,7 +2,7 @@
 
     ringspark train job.yaml
     ringspark train job.yaml --print
-    spark-submit --py-files dist/ringspark.zip jobs/command.py train job.yaml
+    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 
 docs/jobs.md has a whole file. The values of `params` are the estimators' settings by their names; what they
 mean, their defaults and their ranges are declared with the settings alone.

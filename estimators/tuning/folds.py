@@ -3,9 +3,9 @@
 The fold of a row follows from the rows and the seed alone, not from their order or partitions. Both functions
 deal in an order and not by a hash modulo k, so that they can promise how large the folds are:
 
-- `stratified_folds`: the rows of a class are ordered by a 128-bit hash over seed and all columns (`keyCols`
-  if given) and dealt in turn, each class from where the one before ended. Any two folds differ by at most one
-  row in each class, and by at most one row in all.
+- `stratified_folds`: the rows of a class are ordered by a 128-bit hash over seed and all columns (after one
+  over `keyCols`, if given) and dealt in turn, each class from where the one before ended. Any two folds
+  differ by at most one row in each class, and by at most one row in all.
 - `grouped_folds`: the groups are ordered by size, largest first, and by a hash over seed and key, and dealt
   in turn. Any two folds differ by at most the largest group.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType
 
@@ -25,7 +25,9 @@ from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 FOLD = "fold"
 
 # Names within a plan; none reaches the result.
-_KEY, _ROWS, _START, _FIRST, _SECOND = (f"__ringspark_{name}" for name in ("key", "rows", "start", "a", "b"))
+_KEY, _ROWS, _START, _KEYED, _FIRST, _SECOND = (
+    f"__ringspark_{name}" for name in ("key", "rows", "start", "keyed", "a", "b")
+)
 
 
 def stratified_folds(
@@ -44,8 +46,8 @@ def stratified_folds(
     Args:
         df: The rows. If it is not the same each time it is computed, neither are the folds.
         k: Number of folds, at least 2.
-        keyCols: Columns that tell rows apart. None takes all but those that hold maps, which have no hash;
-            naming a key saves hashing wide columns.
+        keyCols: Columns by whose hash the rows are dealt, such as an id: then rows keep their folds when
+            other columns are added, as long as the key tells them apart. None takes all columns.
         foldCol: Name of the new column, of integers from 0.
 
     Raises:
@@ -53,10 +55,9 @@ def stratified_folds(
     """
     label = _checked(df, "stratified_folds", "labelCol", labelCol, k, foldCol)
     exact = is_case_sensitive(df.sparkSession)
-    if keyCols is None:
-        keys = [field.name for field in df.schema.fields if _has_hash(field.dataType)]
-    else:
-        keys = [field_named(name, "keyCols", df.schema, exact).name for name in keyCols]
+    if keyCols is not None and (isinstance(keyCols, str) or not keyCols):
+        raise ValueError(f"keyCols must be a list of at least one column, got {keyCols!r}; None takes all")
+    keys = [field_named(name, "keyCols", df.schema, exact).name for name in keyCols or ()]
     classes = df.groupBy(F.col(quote(label)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     _refuse_nulls(classes, "labelCol", label)
     smallest = classes.orderBy(_ROWS, _KEY).first()
@@ -69,17 +70,18 @@ def stratified_folds(
     # The classes' starts; one row each, so one partition holds them.
     before = Window.orderBy(_KEY).rowsBetween(Window.unboundedPreceding, -1)
     starts = classes.select(_KEY, F.coalesce(F.sum(_ROWS).over(before), F.lit(0)).alias(_START))
-    # A hash passes over nulls, so that (null, 1) and (1, null) would be alike without the flags.
-    parts = [part for name in keys for part in (F.col(quote(name)), F.isnull(quote(name)))]
+    # Rows of one key are told apart by all columns, so that the order in which they come decides nothing.
+    every = _hashed_parts(df, df.columns)
     hashed = df.select(
         "*",
-        F.xxhash64(F.lit(seed), *parts).alias(_FIRST),
-        F.xxhash64(F.lit(~seed), *parts).alias(_SECOND),
+        F.xxhash64(F.lit(seed), *(_hashed_parts(df, keys) if keys else every)).alias(_KEYED),
+        F.xxhash64(F.lit(seed), *every).alias(_FIRST),
+        F.xxhash64(F.lit(~seed), *every).alias(_SECOND),
     )
-    place = F.row_number().over(Window.partitionBy(quote(label)).orderBy(_FIRST, _SECOND))
+    place = F.row_number().over(Window.partitionBy(quote(label)).orderBy(_KEYED, _FIRST, _SECOND))
     dealt = hashed.join(F.broadcast(starts), F.col(quote(label)) == F.col(_KEY))
     fold = F.pmod(F.col(_START) + place - 1, F.lit(k)).cast("int")
-    return dealt.withColumn(foldCol, fold).drop(_KEY, _START, _FIRST, _SECOND)
+    return dealt.withColumn(foldCol, fold).drop(_KEY, _START, _KEYED, _FIRST, _SECOND)
 
 
 def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCol: str = FOLD) -> DataFrame:
@@ -130,6 +132,18 @@ def _checked(df: DataFrame, name: str, param: str, column: str, k: int, fold_col
             f"{field.dataType.simpleString()}; take another column"
         )
     return field.name
+
+
+def _hashed_parts(df: DataFrame, names: Sequence[str]) -> list[Column]:
+    """Returns what a hash takes of some columns."""
+    types = {field.name: field.dataType for field in df.schema.fields}
+    found = []
+    for name in names:
+        column = F.col(quote(name))
+        # A hash takes no maps, and passes over nulls: (null, 1) and (1, null) would be alike.
+        hashable = column if _has_hash(types[name]) else F.to_json(F.struct(column))
+        found += [hashable, F.isnull(column)]
+    return found
 
 
 def _has_hash(data_type: DataType) -> bool:

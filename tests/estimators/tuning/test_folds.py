@@ -74,9 +74,19 @@ def test_no_group_is_in_two_folds_and_folds_differ_by_at_most_the_largest_group(
     [
         lambda df, seed: stratified_folds(df, "label", K, seed),
         lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["id"]),
+        lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["n"]),
+        lambda df, seed: stratified_folds(
+            df.select("label", F.create_map(F.lit("id"), "id").alias("map")), "label", K, seed
+        ).withColumn("id", F.col("map")["id"]),
         lambda df, seed: grouped_folds(df, "id", K, seed),
     ],
-    ids=["stratified", "stratified by a key", "grouped"],
+    ids=[
+        "stratified",
+        "stratified by a key",
+        "of which many have the same",
+        "told apart by a map",
+        "grouped",
+    ],
 )
 def test_the_rows_and_the_seed_alone_decide(table: Any, deal: Any) -> None:
     def folds(df: Any, seed: int) -> list[Any]:
@@ -215,6 +225,11 @@ def test_spark_s_cross_validator_takes_the_folds(classes: Any, tmp_path: Path) -
         foldCol="fold",
     )
     assert max(validator.fit(dealt).avgMetrics) > 0.99
+
+
+def test_no_key_at_all_is_refused(table: Any) -> None:
+    with pytest.raises(ValueError, match=r"keyCols must be a list of at least one column, got \[\]"):
+        stratified_folds(table, "label", K, keyCols=[])
 
 
 def test_cross_validation_refuses_what_it_cannot_use(classes: Any, tmp_path: Path) -> None:
