@@ -2,6 +2,7 @@
 
 from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.parallel.sharded.zero import ShardedGradients, ShardedOptimizer
 
@@ -12,20 +13,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero3": FullySharded,
 }
 
-_OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}
-
-
-def strategy_key(sharding: str) -> str:
-    """Returns the key of `STRATEGIES` that the settings ask for."""
-    return _OF_SHARDING[sharding]
-
-
 __all__ = [
     "STRATEGIES",
     "DataParallel",
+    "Exchange",
     "FullySharded",
     "ShardedGradients",
     "ShardedOptimizer",
     "Strategy",
-    "strategy_key",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -46,12 +47,15 @@ class GradientSync(Protocol):
     Attributes:
         module: The module to call in training, in the wrapper that the exchange needs.
         network: The module without that wrapper; its names are those of the state dict.
+        loss_factor: What the loss of a rank is multiplied by before it is differentiated.
+        ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflows.
     """
 
     module: nn.Module
     network: nn.Module
     optimizer: torch.optim.Optimizer
     loss_factor: float
+    ranks_differ: bool
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Takes part in the exchange of a step in which this rank has no rows.
@@ -78,18 +82,39 @@ class GradientSync(Protocol):
     def step(self, scaler: Scaler) -> None:
         """Takes the optimizer step on reduced gradients."""
 
+    def settle(self) -> None:
+        """Ends what the ranks have under way, so that their weights are equal. Runs on every rank.
+
+        The trainer calls it after the last step of an epoch, before anybody validates or saves the network.
+        """
+
     def optimizer_state(self) -> OptimizerState:
         """Returns the optimizer state by parameter name, complete on rank 0. Runs on every rank."""
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         """Loads this rank's part of a whole optimizer state, saved by any number of ranks and sharding."""
 
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """Returns copies of what this rank alone knows, such as residuals, on the CPU. Runs on every rank.
+
+        A checkpoint asks for it first, before the weights and `optimizer_state`.
+        """
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
+        """Restores what the ranks alone knew, after the weights and the optimizer. Runs on every rank.
+
+        Args:
+            states: `rank_state` of all ranks at the checkpoint, in rank order; empty ones if the training
+                before had another kind of exchange.
+            is_same: Whether the gang has as many ranks as then, so that each finds its own.
+        """
+
 
 class Strategy(Protocol):
     """Spreads a module over the ranks."""
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
     ) -> GradientSync:
         """Ties the module to its copies or parts on the other ranks. Runs on every rank.
 
@@ -98,7 +123,7 @@ class Strategy(Protocol):
         Args:
             module: The module on the rank's device, with activation checkpointing applied.
             make_optimizer: Makes the optimizer over the trainable parameters of a module.
-            micro_batches: The most backward passes per optimizer step.
+            exchange: The settings of the exchange.
         """
 
 
@@ -110,6 +135,7 @@ class PlainSync:
         self.network = module
         self.optimizer = optimizer
         self.loss_factor = 1.0
+        self.ranks_differ = False
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         return
@@ -136,3 +162,12 @@ class PlainSync:
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         load_by_name(self.network, self.optimizer, state)
+
+    def settle(self) -> None:
+        return
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
+        return

@@ -64,7 +64,7 @@ class Running:
             steps_per_epoch: Optimizer steps per epoch with this data and batch size.
         """
         # Ranks that hold parts of the gradients must agree on overflows; else all see the same numbers.
-        combine = partial(mesh.world.all_reduce, op="max") if config.sharding != "none" else None
+        combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ else None
         self.transform: BatchTransform | None = None
         if objects.transform_batch is not None:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)

@@ -82,6 +82,8 @@ class Trainer:
             return True
         self._state.epoch = epoch + 1
         is_due = self._train_epoch(epoch, train)
+        with backward_errors():
+            self._sync.settle()
         values = running.sums.take(self._mesh.data)
         # Every rank sees the same mean, so all stop here together.
         if not np.isfinite(values["train_loss"]):

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel import STRATEGIES, strategy_key
+from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
@@ -132,8 +132,9 @@ def _train(
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
-    sync = STRATEGIES[strategy_key(config.sharding)]().prepare(
-        module, partial(own_optimizer, config, objects), mesh.data, config.gradient_accumulation
+    exchange = _exchange(config)
+    sync = STRATEGIES[exchange.strategy]().prepare(
+        module, partial(own_optimizer, config, objects), mesh.data, exchange
     )
     # Dropout differs between the ranks, like between the rows of one batch.
     seed_rank(config.seed, 0, mesh.data_rank)
@@ -187,6 +188,15 @@ def _train(
         resumed_steps=recovery.resumed_steps,
         checkpoint_errors=recovery.errors,
         non_finite=tuple(recovery.non_finite),
+    )
+
+
+def _exchange(config: TrainConfig) -> Exchange:
+    """Returns the settings of the exchange between the ranks."""
+    return Exchange(
+        micro_batches=config.gradient_accumulation,
+        sharding=config.sharding,
+        seed=config.seed,
     )
 
 

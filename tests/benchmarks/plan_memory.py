@@ -22,7 +22,7 @@ from peak_memory import peak_bytes
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
-from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -109,7 +109,7 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
         module,
         lambda net: build_optimizer(config.optimizer, net, (), config.learning_rate, config.weight_decay),
         collective,
-        config.gradient_accumulation,
+        Exchange(micro_batches=config.gradient_accumulation),
     )
     batch = Batch(inputs=(inputs,), labels=(labels,), weight=None)
     with tempfile.TemporaryDirectory() as folder:

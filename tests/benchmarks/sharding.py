@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES, strategy_key
+from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
@@ -40,8 +40,8 @@ class Training:
     def __init__(self, sharding: str, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
         make = partial(build_optimizer, "adamw", groups=None, learning_rate=1e-3, weight_decay=0.01)
-        self.sync: GradientSync = STRATEGIES[strategy_key(sharding)]().prepare(
-            SPEC.build(), make, collective, 1
+        self.sync: GradientSync = STRATEGIES[Exchange(sharding=sharding).strategy]().prepare(
+            SPEC.build(), make, collective, Exchange()
         )
         self.collective = collective
         self.rows = rows

@@ -8,13 +8,14 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.exchange import Exchange
 
 
 class DataParallel:
     """Keeps the weights equal: all ranks start with the same and sum the gradients in every step."""
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
     ) -> GradientSync:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))

@@ -24,6 +24,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE
 from ringspark.models.outputs import as_outputs
@@ -33,10 +34,10 @@ class FullySharded:
     """ZeRO 3: every rank holds its part of everything, and the whole of one block at a time."""
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
     ) -> GradientSync:
         if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, collective, micro_batches)
+            return DataParallel().prepare(module, make_optimizer, collective, exchange)
         if collective.name != "torch":
             raise ValueError(
                 f"sharding 'parameters' needs collective 'torch', got {collective.name!r}; set "
@@ -52,7 +53,7 @@ class FullySharded:
                 f"{type(optimizer).__name__} looks at whole ones; take one of "
                 f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sharding='gradients'"
             )
-        return FullySync(module, optimizer, units, collective, micro_batches)
+        return FullySync(module, optimizer, units, collective, exchange.micro_batches)
 
 
 def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
@@ -140,6 +141,7 @@ class FullySync(PlainSync):
         super().__init__(network, optimizer)
         # FSDP2 divides the sum by the number of ranks.
         self.loss_factor = float(collective.size)
+        self.ranks_differ = True
         self._collective = collective
         self._rounds = rounds
         self._round = 0

@@ -26,6 +26,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
 from ringspark.estimators.parallel.sharded.pieces import Shard
@@ -37,15 +38,17 @@ class ShardedOptimizer:
     during_backward = False
 
     def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, micro_batches: int
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
     ) -> GradientSync:
         if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, collective, micro_batches)
+            return DataParallel().prepare(module, make_optimizer, collective, exchange)
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
         # Made over all parameters, so that groups and settings are the same as without sharding.
         optimizer = make_optimizer(module)
-        return ShardedSync(module, optimizer, collective, micro_batches if self.during_backward else None)
+        return ShardedSync(
+            module, optimizer, collective, exchange.micro_batches if self.during_backward else None
+        )
 
 
 class ShardedGradients(ShardedOptimizer):
@@ -72,6 +75,7 @@ class ShardedSync(PlainSync):
                 exchange per step, after the last backward pass.
         """
         super().__init__(network, optimizer)
+        self.ranks_differ = True
         options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
         self._shard = Shard(network, optimizer, collective, **options)
         self._collective = collective

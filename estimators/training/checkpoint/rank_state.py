@@ -1,4 +1,4 @@
-"""Each rank's own state in a checkpoint: random numbers, buffers, sums of the epoch, callbacks.
+"""Each rank's own state in a checkpoint: random numbers, buffers, sums of the epoch, exchange, callbacks.
 
 It travels between ranks as JSON and safetensors. If the number of ranks is unchanged, each restores its own
 state bitwise. If not, rank 0 takes all sums of the epoch so far, every rank takes rank 0's buffers and
@@ -33,11 +33,13 @@ class RankState:
 
     @classmethod
     def of(cls, running: Running) -> RankState:
-        """Copies the present state.
+        """Copies the present state. Runs on every rank.
 
         Raises:
             ValueError: A callback's state has no JSON form.
         """
+        # First, because a strategy may end an exchange for it, which changes the network.
+        exchange = {f"exchange/{name}": tensor for name, tensor in running.sync.rank_state().items()}
         tensors, plain = random_state(running.device)
         result = {f"random/{name}": tensor for name, tensor in tensors.items()}
         for name, buffer in running.sync.network.named_buffers():
@@ -47,7 +49,7 @@ class RankState:
             "callbacks": running.callbacks.state_dicts(),
             "stop_reason": running.state.stop_reason,
         }
-        return cls(tensors=result | running.sums.state(), values=values)
+        return cls(tensors=exchange | result | running.sums.state(), values=values)
 
 
 def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
@@ -71,8 +73,11 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
     """
     if not states:
         raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
+    is_same = len(states) == mesh.world.size
     try:
-        if len(states) == mesh.world.size:
+        own = [section(state.tensors, "exchange") for state in states]
+        running.sync.load_rank_states(own, is_same=is_same)
+        if is_same:
             _restore_same(running, states[mesh.world.rank])
         else:
             _restore_other(running, states, mesh.data_rank)

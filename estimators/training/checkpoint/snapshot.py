@@ -5,6 +5,7 @@
       optimizer.safetensors     the whole optimizer state: "<parameter>/<key>" -> tensor
       average.safetensors       the moving average of the weights, where the training keeps one
       ranks.safetensors         "<rank>/random/<generator>", "<rank>/buffers/<name>", "<rank>/totals",
+                                "<rank>/exchange/<name>",
                                 "<rank>/metrics/<label>/<piece>/...": each rank's own state
       training.json             everything without a tensor: see `Record`; size and SHA-256 of the others
       checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits

@@ -18,7 +18,7 @@ from torch import nn
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
@@ -97,7 +97,7 @@ def _train(
     poison: Callable[[int], float] = lambda step: 1.0,
 ) -> GradientSync:
     """The trainer's steps on rows that each rank has its share of."""
-    sync = STRATEGIES[strategy]().prepare(Net(), make, collective, micro_batches)
+    sync = STRATEGIES[strategy]().prepare(Net(), make, collective, Exchange(micro_batches=micro_batches))
     scaler = scaler or LossScaler("fp32", torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -198,7 +198,7 @@ def _refusals(collective: Collective) -> list[str]:
     messages = []
     for module, make in cases:
         try:
-            STRATEGIES["zero3"]().prepare(module, make, collective, 1)
+            STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
         except ValueError as error:
             messages.append(str(error))
     return messages

@@ -15,7 +15,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES, strategy_key
+from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.record import Position
@@ -48,7 +48,7 @@ def _net() -> nn.Module:
 
 def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    return STRATEGIES[strategy_key(sharding)]().prepare(_net(), make, collective, 1)
+    return STRATEGIES[Exchange(sharding=sharding).strategy]().prepare(_net(), make, collective, Exchange())
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
@@ -142,7 +142,7 @@ def _gather(sharding: str, collective: Collective, device: str, status: Status) 
     """The most memory that a copy of the whole training takes on this rank, and the bytes it sends for it."""
     module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
-    sync = STRATEGIES[strategy_key(sharding)]().prepare(module, make, collective, 1)
+    sync = STRATEGIES[Exchange(sharding=sharding).strategy]().prepare(module, make, collective, Exchange())
     with sync.micro_batch(last=True):
         sync.module(torch.ones(1, 256)).sum().backward()
     sync.reduce()
@@ -177,14 +177,14 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
     _steps(sync, local, 0, 1)
     _write(str(tmp_path), sync, 1)
     other: Any = STRATEGIES["data_parallel"]().prepare(
-        nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, 1
+        nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), local, Exchange()
     )
     with pytest.raises(
         ValueError, match=r"with optimizer AdamW in 1 parameter groups, this one has Adam in 1"
     ):
         load_training_state(str(tmp_path), other)
     other = STRATEGIES["data_parallel"]().prepare(
-        nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), local, 1
+        nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), local, Exchange()
     )
     with pytest.raises(ValueError, match=r"of another network: it has '0.bias', which this one lacks"):
         load_training_state(str(tmp_path), other)

@@ -1,0 +1,32 @@
+"""The settings that decide how the ranks exchange what they learn; a strategy is chosen by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The settings of the exchange, equal on all ranks.
+
+    Attributes:
+        micro_batches: The most backward passes per optimizer step.
+        sharding: Parts of the training's state that are split over the ranks.
+        seed: Seed of random choices that an exchange makes.
+        compression: Name and options of the compressor of gradients, such as {"name": "powersgd", "rank": 2}.
+    """
+
+    micro_batches: int = 1
+    sharding: str = "none"
+    seed: int = 0
+    compression: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
+
+    @property
+    def strategy(self) -> str:
+        """The key of `STRATEGIES` that these settings ask for."""
+        return _OF_SHARDING[self.sharding]
+
+
+_OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}
