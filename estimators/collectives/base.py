@@ -115,6 +115,14 @@ class Collective(Protocol):
             tensor: On the CPU.
         """
 
+    def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Sends each rank its own piece; returns what all ranks sent to this one, in the order of ranks.
+
+        Args:
+            pieces: One for each rank; 1-D, of one dtype; lengths may differ and may be 0.
+            counts: Length of what each rank sends to this one.
+        """
+
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Begins to sum `tensor` over all ranks; each rank gets only its own part of the sum.
 

@@ -158,6 +158,13 @@ class HorovodCollective(SharingMember):
             result: torch.Tensor = self._hvd.allgather(tensor, name=self._name("allgather"))
         return result
 
+    def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
+        splits = torch.tensor(sent, dtype=torch.int32)
+        with peer_errors("all-to-all"):
+            received, _ = self._hvd.alltoall(joined, splits, name=self._name("alltoall"))
+        result: torch.Tensor = received
+        return result
+
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
         with peer_errors("broadcast"):
             handles = [

@@ -51,6 +51,9 @@ class LocalCollective(ConnectedMember):
 
     gather = all_gather
 
+    def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        return [piece.detach().clone() for piece in pieces]
+
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         return tensor.clone
 

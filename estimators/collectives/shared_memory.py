@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import reduce
 from tempfile import mkdtemp
@@ -104,6 +104,11 @@ class SharedMemory:
                     part.copy_(place[: len(part)])
             begin += _PIECE_BYTES
         return [whole.view(tensor.dtype) for whole in gathered]
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sends each rank its own piece; returns those for this rank, in the order of ranks."""
+        shown = [self.all_gather(piece, is_read=rank == self._rank) for rank, piece in enumerate(pieces)]
+        return shown[self._rank]
 
     def all_reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Overwrites a tensor with its reduction over all ranks, in the order of ranks."""

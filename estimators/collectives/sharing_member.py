@@ -76,6 +76,19 @@ class SharingMember(ConnectedMember, ABC):
             return memory.all_gather(tensor.detach().contiguous(), is_read=self.rank == 0)
         return self._gather(tensor.detach(), counts)
 
+    def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        self.traffic.all_to_all([num_bytes([piece]) for piece in pieces])
+        pieces = [piece.detach().contiguous() for piece in pieces]
+        memory = self._memory_for(*pieces)
+        if memory is not None:
+            return memory.all_to_all(pieces)
+        # As bytes, because not every library knows every dtype.
+        width = pieces[0].element_size()
+        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])
+        sent, arriving = [len(piece) * width for piece in pieces], [count * width for count in counts]
+        received = self._all_to_all(joined, sent, arriving)
+        return [part.clone().view(pieces[0].dtype) for part in received.split(arriving)]
+
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         with contiguous(tensors) as dense, torch.no_grad():
             if memory := self._memory_for(*dense):
@@ -116,6 +129,16 @@ class SharingMember(ConnectedMember, ABC):
 
     @abstractmethod
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
+        """Returns the pieces that arrive end to end.
+
+        Args:
+            joined: The pieces for all ranks end to end, as uint8.
+            sent: The bytes of each.
+            arriving: The bytes that each rank sends to this one.
+        """
 
     @abstractmethod
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:

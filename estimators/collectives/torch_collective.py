@@ -151,6 +151,12 @@ class TorchCollective(SharingMember):
 
         return wait
 
+    def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
+        received = joined.new_empty(sum(arriving))
+        with peer_errors("all-to-all"):
+            dist.all_to_all_single(received, joined, list(arriving), list(sent))
+        return received
+
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
         with peer_errors("broadcast"):
             for tensor in tensors:

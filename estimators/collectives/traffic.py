@@ -30,6 +30,7 @@ class Traffic:
     - all_gather: its own piece and those it passes on, each of the N - 1 times a piece moves;
     - gather: its own piece, but nothing by rank 0, which gets them;
     - reduce_scatter: a partial sum of every part but its own;
+    - all_to_all: its pieces for the others, straight to them;
     - broadcast of n bytes: n, but nothing by the last rank of the ring, the one before the root.
     """
 
@@ -54,6 +55,10 @@ class Traffic:
     def reduce_scatter(self, parts: list[int]) -> None:
         """Counts a reduce-scatter; `parts` holds the bytes of each rank's part."""
         self.bytes_sent += sum(parts) - parts[self._member.rank]
+
+    def all_to_all(self, pieces: list[int]) -> None:
+        """Counts an exchange of pieces; `pieces` holds the bytes of this rank's piece for each rank."""
+        self.bytes_sent += sum(pieces) - pieces[self._member.rank]
 
     def broadcast(self, num_bytes: int, root: int) -> None:
         if (self._member.rank + 1) % self._member.size != root:

@@ -1,6 +1,7 @@
 """Strategies that spread a network over the ranks: one file per strategy, one registry."""
 
 from ringspark.estimators.parallel.base import Strategy
+from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
@@ -8,6 +9,7 @@ from ringspark.estimators.parallel.sharded.zero import ShardedGradients, Sharded
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "data_parallel": DataParallel,
+    "compressed": CompressedGradients,
     "zero1": ShardedOptimizer,
     "zero2": ShardedGradients,
     "zero3": FullySharded,

@@ -73,8 +73,12 @@ class GradientSync(Protocol):
         Only the last one communicates, unless the rank may hold no more than its part of the gradients.
         """
 
-    def reduce(self) -> None:
-        """Waits until the gradients of this step are summed over all ranks."""
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
+        """Waits until the gradients of this step are summed over all ranks.
+
+        Args:
+            scale: Returns the factor that the gradients have from fp16's loss scale; it waits for the device.
+        """
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scales reduced gradients so that the 2-norm of all of them together is at most `max_norm`."""
@@ -146,7 +150,7 @@ class PlainSync:
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def reduce(self) -> None:
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         return
 
     def clip_gradients(self, max_norm: float) -> None:

@@ -26,7 +26,7 @@ class Exchange:
     @property
     def strategy(self) -> str:
         """The key of `STRATEGIES` that these settings ask for."""
-        return _OF_SHARDING[self.sharding]
+        return "compressed" if self.compression["name"] != "none" else _OF_SHARDING[self.sharding]
 
 
 _OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}

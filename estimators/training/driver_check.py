@@ -126,10 +126,10 @@ def check_training(
     do_without_compiler()
     # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
     optimizer = own_optimizer(config, objects, module)
-    if config.num_workers > 1 and isinstance(optimizer, torch.optim.SparseAdam):
+    if config.num_workers > 1 and config.sharding != "none" and isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            "optimizer SparseAdam takes sparse gradients alone, and several workers make them dense; take "
-            "'adam', or set numWorkers=1"
+            f"optimizer SparseAdam takes sparse gradients alone, and sharding {config.sharding!r} makes them "
+            "dense; set sharding='none', or take 'adam'"
         )
     num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
     make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)

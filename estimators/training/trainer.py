@@ -189,7 +189,7 @@ class Trainer:
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         seen = self._backward(batch, global_rows)
         with self._timeline.span("exchange"), backward_errors():
-            self._sync.reduce()
+            self._sync.reduce(self._scaler.gradient_scale)
         with self._timeline.span("step"):
             if self._config.max_grad_norm is not None:
                 # The check for non-finite gradients comes first: the norm would spread NaN over all of them.

@@ -196,6 +196,7 @@ def _exchange(config: TrainConfig) -> Exchange:
     return Exchange(
         micro_batches=config.gradient_accumulation,
         sharding=config.sharding,
+        compression=config.gradient_compression,
         seed=config.seed,
     )
 
@@ -223,21 +224,20 @@ def _build(
         solo.end()
     module = module.to(device)
     accept_single_rows(module)
-    if config.num_workers > 1:
-        # The exchange of whole gradients looks by itself, without the cost of a hook per parameter.
-        _make_gradients_dense(module, with_hooks=config.sharding != "none")
+    if config.num_workers > 1 and config.sharding != "none":
+        _make_gradients_dense(module)
     if config.precision != "fp32":
         keep_norms_fp32(module)
     return module
 
 
-def _make_gradients_dense(module: nn.Module, with_hooks: bool) -> None:
-    """Makes embeddings give dense gradients, since ranks would wait for the indices of one without rows."""
+def _make_gradients_dense(module: nn.Module) -> None:
+    """Makes embeddings give dense gradients, since a part of a network's gradients has no whole rows."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             layer.sparse = False
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and with_hooks:
+        if parameter.requires_grad:
             parameter.register_hook(partial(refuse_sparse, name))  # type: ignore[no-untyped-call]
 
 

@@ -31,7 +31,7 @@ class GradientBucket:
         first = self.parameters[0]
         self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         *pieces, self._counts = torch.split(self.buffer, [*sizes, len(sizes)])
-        self._views = [_shaped_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
+        self._views = [shaped_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
         self._missing: list[int] = []
         self.await_all()
 
@@ -79,7 +79,7 @@ class GradientBucket:
                     self.parameters[index].grad = None
 
 
-def _shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+def shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     """Returns the 1-D `piece` with the shape of `parameter`, and with its strides if it has no gaps."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return piece.as_strided(parameter.shape, strides)

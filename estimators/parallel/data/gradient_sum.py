@@ -22,6 +22,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal
+from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
 # Gradients of at most so many bytes travel in one exchange. From 2 to 250 MiB, `slope --sweep` finds both
@@ -46,6 +47,9 @@ class SummedGradients(PlainSync):
         self._collective = collective
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
+        tables = sparse_parameters(module)
+        self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
+        trained = {name: p for name, p in trained.items() if name not in tables}
         is_flat = num_bytes(trained.values()) <= flat_bytes
         self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
@@ -83,7 +87,7 @@ class SummedGradients(PlainSync):
         bucket.take()
         self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
 
-    def reduce(self) -> None:
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._reacts = False
         while len(self._sums) < len(self._buckets):
             self._send()
@@ -92,3 +96,4 @@ class SummedGradients(PlainSync):
             bucket.give()
             bucket.await_all()
         self._sums.clear()
+        self._rows.sum()

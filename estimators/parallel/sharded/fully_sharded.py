@@ -12,7 +12,7 @@ use counts as zeros there. A network must not skip a block of the chain on some 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -223,7 +223,7 @@ class FullySync(PlainSync):
             for buffer, values in kept:
                 buffer.copy_(values)
 
-    def reduce(self) -> None:
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         while self._round < self._rounds:
             self._run_without_rows()
             self._round += 1

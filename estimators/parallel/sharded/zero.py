@@ -151,7 +151,7 @@ class ShardedSync(PlainSync):
             for parameter in self._shard.parameters:
                 parameter.grad = None
 
-    def reduce(self) -> None:
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._begin_step()
         # A rank with fewer rows had fewer micro-batches, or none.
         while self._round < self._rounds:

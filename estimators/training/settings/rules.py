@@ -92,6 +92,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         "activations; set both to 'none', or sharding='gradients'",
     ),
     Combination(
+        "gradientCompression with sharding",
+        lambda c: c.gradient_compression["name"] != "none" and c.sharding != "none" and c.num_workers > 1,
+        "gradientCompression sums whole gradients on every rank, and sharding '{sharding}' leaves each a "
+        "part of them; set sharding='none', or gradientCompression='none'",
+    ),
+    Combination(
         "compile with sharding='parameters'",
         lambda c: bool(c.compile) and c.sharding == "parameters" and c.num_workers > 1,
         "compile fuses operations over the whole network, and sharding 'parameters' gathers its weights "

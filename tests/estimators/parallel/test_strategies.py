@@ -16,6 +16,7 @@ from held_bytes import held_bytes
 from torch import nn
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
+from ringspark.estimators.collectives.compressors import resolved_compression
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
@@ -76,6 +77,14 @@ class Net(nn.Module):
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
+def _exchange(strategy: str, micro_batches: int) -> Exchange:
+    """Settings under which every strategy computes what one rank would."""
+    settings: dict[str, Any] = {"micro_batches": micro_batches}
+    if strategy == "compressed":
+        settings["compression"] = resolved_compression({"name": "topk", "ratio": 1.0, "least": 1})
+    return Exchange(**settings)
+
+
 def _by_name(name: str, groups: Any = None, rate: float = 0.01) -> Make:
     return lambda module: build_optimizer(name, module, groups, rate, 0.1)
 
@@ -97,7 +106,7 @@ def _train(
     poison: Callable[[int], float] = lambda step: 1.0,
 ) -> GradientSync:
     """The trainer's steps on rows that each rank has its share of."""
-    sync = STRATEGIES[strategy]().prepare(Net(), make, collective, Exchange(micro_batches=micro_batches))
+    sync = STRATEGIES[strategy]().prepare(Net(), make, collective, _exchange(strategy, micro_batches))
     scaler = scaler or LossScaler("fp32", torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):

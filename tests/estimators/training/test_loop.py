@@ -432,15 +432,19 @@ def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(
         _gang(config, objects)
 
 
-def test_an_optimizer_that_takes_only_sparse_gradients_is_refused_in_a_gang(
+def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
+    """33 rows in batches of 32: the second batch is one row."""
     manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
     config = _config(manifest, tmp_path / "run", model=None, epochs=1)
     objects = UserObjects(module=nn.Embedding(9, 2, sparse=True), optimizer=torch.optim.SparseAdam)
-    assert train_here(config, objects).steps == 2
-    with pytest.raises(ValueError, match=r"optimizer SparseAdam takes .*; take 'adam', or set numWorkers=1"):
-        _gang(config, objects)
+    alone = train_here(config, objects)
+    two = _gang(replace(config, run_uri=str(tmp_path / "two")), objects)
+    expected, found = (_module(result, nn.Embedding(9, 2)).weight for result in (alone, two[0]))
+    assert torch.allclose(found, expected, atol=1e-6)
+    with pytest.raises(ValueError, match=r"SparseAdam takes .* sharding 'optimizer' .* take 'adam'"):
+        _gang(replace(config, sharding="optimizer"), objects)
 
 
 def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(

@@ -1,0 +1,85 @@
+"""Matrices of low rank in place of gradients (Vogels et al. 2019, "PowerSGD").
+
+One step of the power method: every rank multiplies its gradient M (a, b) by Q (b, r), the sum P of the
+products is orthonormalized, and the sum of M^T P gives the new Q. P and Q are sums, so a ring adds them up:
+r (a + b) numbers for a * b. Q is kept for the next step, whose gradient has nearly the same directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
+from ringspark.estimators.collectives.compressors.options import Option, feedback
+
+
+class PowerSgd(Compressor):
+    """P Q^T of rank r for each matrix; in a tensor of more dimensions all but the first are columns."""
+
+    OPTIONS = {
+        **COMMON,
+        "feedback": feedback(True),
+        "rank": Option(
+            default=2,
+            holds=lambda rank: bool(rank >= 1),
+            rule="a whole number of at least 1",
+            words="rank of the matrices that are sent",
+        ),
+    }
+
+    def __init__(self, shapes: list[torch.Size], seed: int, options: Mapping[str, Any]) -> None:
+        super().__init__(shapes, seed, options)
+        self._rank: int = options["rank"]
+        self._bases: list[torch.Tensor] = []
+
+    @classmethod
+    def helps(cls, shape: torch.Size, options: Mapping[str, Any]) -> bool:
+        return bool(options["rank"] * (shape[0] + shape[1:].numel()) < shape.numel())
+
+    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
+        matrices = [
+            piece.view(shape[0], -1) for piece, shape in zip(self._pieces(vector), self.shapes, strict=True)
+        ]
+        fresh = self._drawn(matrices, step)
+        if not self._bases:
+            self._bases = fresh
+        for basis, drawn in zip(self._bases, fresh, strict=True):
+            # A gradient of zeros leaves directions of zeros, from which no step would find others.
+            is_lost = basis.abs().amax(0) == 0
+            basis[:, is_lost] = drawn[:, is_lost]
+        left = _summed([m @ basis for m, basis in zip(matrices, self._bases, strict=True)], collective)
+        # Householder's method makes columns of the identity of a matrix of zeros, where others divide by 0.
+        left = [torch.linalg.qr(product).Q for product in left]
+        own = [m.T @ p for m, p in zip(matrices, left, strict=True)]
+        self._bases = _summed(own, collective)
+        pairs = zip(left, self._bases, strict=True)
+        total = torch.cat([(p @ q.T).view(-1) for p, q in pairs])
+        error = vector - torch.cat([(p @ q.T).view(-1) for p, q in zip(left, own, strict=True)])
+        return Sent(total, error)
+
+    def _drawn(self, matrices: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+        random = generator_for(matrices[0], self.seed, step)
+        options: dict[str, Any] = {"dtype": matrices[0].dtype, "device": matrices[0].device}
+        # No matrix has a higher rank than its shorter side.
+        ranks = [min(self._rank, *m.shape) for m in matrices]
+        return [
+            torch.randn(m.shape[1], rank, generator=random, **options)
+            for m, rank in zip(matrices, ranks, strict=True)
+        ]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {f"basis.{number}": basis for number, basis in enumerate(self._bases)}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._bases = [state[f"basis.{number}"].clone() for number in range(len(state))]
+
+
+def _summed(tensors: list[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
+    """Returns the sums over the ranks of all tensors, which travel in one message."""
+    joined = collective.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    parts = joined.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,70 @@
+"""Gradients in 16 bits: half the bytes of fp32, rounded to nearest, and sums in the gradients' dtype."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent, generator_for
+from ringspark.estimators.collectives.compressors.options import feedback
+from ringspark.estimators.collectives.compressors.two_rounds import Codec, as_bytes, sum_of_codes
+
+# A code in fp16 begins with the factor by which its numbers were multiplied, in fp32.
+_HEAD = 4
+# The largest number of a code lies below 2 to this power, so that nothing overflows: fp16 ends at 65504.
+_TOP = 15
+# The factor itself must be finite in fp32, and so must be its product with the largest number.
+_MOST = 100
+
+
+class _Fp16:
+    """10 bits of fraction; a factor, a power of 2, keeps small numbers from vanishing and large ones."""
+
+    def num_bytes(self, elements: int) -> int:
+        return _HEAD + 2 * elements
+
+    def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        largest = values.abs().max() if len(values) else values.new_zeros(())
+        _, exponent = torch.frexp(largest)
+        factor = torch.ldexp(torch.ones_like(largest), (_TOP - exponent).clamp(-_MOST, _MOST))
+        return torch.cat([as_bytes(factor.float()), as_bytes((values * factor).half())])
+
+    def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        # A copy, because a part of a message may lie where nothing but bytes can be read.
+        factor, values = code[:_HEAD].clone().view(torch.float32), code[_HEAD:].clone().view(torch.half)
+        return values.to(dtype) / factor.to(dtype)
+
+
+class _Bf16:
+    """7 bits of fraction and the range of fp32."""
+
+    def num_bytes(self, elements: int) -> int:
+        return 2 * elements
+
+    def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        return as_bytes(values.bfloat16())
+
+    def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return code.clone().view(torch.bfloat16).to(dtype)
+
+
+class _SixteenBits(Compressor):
+    OPTIONS = {**COMMON, "feedback": feedback(False)}
+    codec: ClassVar[Codec]
+
+    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
+        return sum_of_codes(vector, self.codec, collective, generator_for(vector))
+
+
+class Fp16(_SixteenBits):
+    """Numbers in fp16, with a common factor for each part of the vector: an error of 2^-11 at most, twice."""
+
+    codec = _Fp16()
+
+
+class Bf16(_SixteenBits):
+    """Numbers in bf16: an error of 2^-8 at most, twice; the collective's library need not know the type."""
+
+    codec = _Bf16()

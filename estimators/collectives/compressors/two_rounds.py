@@ -1,0 +1,70 @@
+"""Sums codes that cannot be added: each rank adds up one part for all, and sends the sum on as a code.
+
+Tang et al. 2021, "1-bit Adam". It takes as many codes as a ring takes numbers, 2 (N - 1) / N
+of a vector, so what is saved does not depend on the number of ranks. The second code's error belongs to the
+rank that made it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import Sent
+
+
+class Codec(Protocol):
+    """Numbers as bytes, each for itself or in small buckets."""
+
+    def num_bytes(self, elements: int) -> int:
+        """Returns the length of a code, which depends on nothing but the number of elements."""
+
+    def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        """Returns the code of (elements,) as uint8, (num_bytes,)."""
+
+    def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the numbers of a code, (elements,)."""
+
+
+def sum_of_codes(vector: torch.Tensor, codec: Codec, collective: Collective, random: torch.Generator) -> Sent:
+    """Sums the ranks' vectors by their codes; each rank adds up its part in the vector's own dtype."""
+    size, dtype = collective.size, vector.dtype
+    length = -(-len(vector) // size)
+    padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))
+    parts = padded.split(length)
+    codes = [codec.encode(part, random) for part in parts]
+    error = padded - torch.cat([codec.decode(code, length, dtype) for code in codes])
+    arrived = collective.all_to_all(codes, [codec.num_bytes(length)] * size)
+    mine = codec.decode(arrived[0], length, dtype)
+    for code in arrived[1:]:
+        mine += codec.decode(code, length, dtype)
+    answer = codec.encode(mine, random)
+    error.split(length)[collective.rank].add_(mine).sub_(codec.decode(answer, length, dtype))
+    answers = collective.all_gather(answer, [codec.num_bytes(length)] * size)
+    total = torch.cat([codec.decode(code, length, dtype) for code in answers])
+    return Sent(total[: len(vector)], error[: len(vector)])
+
+
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor, (num_bytes,), in the same memory."""
+    return values.reshape(-1).view(torch.uint8)
+
+
+def in_buckets(values: torch.Tensor, bucket: int) -> torch.Tensor:
+    """Returns (buckets, bucket), the last one filled up with zeros."""
+    missing = -len(values) % bucket
+    return torch.nn.functional.pad(values, (0, missing)).view(-1, bucket)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packs whole numbers of so many bits, (elements,) of uint8, into bytes, each from its lowest bits on."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes.view(-1, 8 // bits) << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Reverses `pack`."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)

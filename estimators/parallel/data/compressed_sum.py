@@ -1,0 +1,227 @@
+"""Sums gradients over the ranks in fewer bytes, with error feedback.
+
+Matrices of some size are compressed; biases and other small tensors travel whole, in one message for each
+dtype. What a compressor does not send is a rank's residual: it is added to the next step's gradient. The
+residuals are in units of the gradient without fp16's loss scale, which changes from step to step.
+
+Invariants: the sum of the ranks' residuals changes only by what was not sent. A residual is written once all
+ranks know that the step's gradients are finite, so it never holds inf or NaN, and a skipped step leaves it
+alone. A parameter that got a gradient on no rank takes no part in the step, and its residual waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, Sent
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, refuse_sparse
+from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal, shaped_like
+from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
+from ringspark.estimators.parallel.exchange import Exchange
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+class CompressedGradients:
+    """Data parallelism whose gradients are compressed."""
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+    ) -> GradientSync:
+        with torch.no_grad():
+            collective.broadcast(list(module.state_dict().values()))
+        return CompressedSum(module, make_optimizer(module), collective, exchange)
+
+
+class CompressedSum(PlainSync):
+    """Gradients summed through a compressor. A gang of one sends nothing, but keeps what was left of a larger
+    one's residuals for its first step."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(module, optimizer)
+        self._collective = collective
+        options = dict(exchange.compression)
+        kind = COMPRESSORS[options.pop("name")]
+        self._after: int = options["after"]
+        self._step = 0
+        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        trained = {name: p for name, p in module.named_parameters() if p in held}
+        tables = sparse_parameters(module) if collective.size > 1 else {}
+        self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
+        large = {
+            name: p
+            for name, p in trained.items()
+            if name not in tables
+            and p.dtype in _DTYPES
+            and p.dim() > 1
+            and p.numel() >= options["least"]
+            and kind.helps(p.shape, options)
+        }
+        rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
+        self._small = [GradientBucket(own) for own in deal(rest, None)]
+        self._groups = [
+            _Group(own, kind([p.shape for p in own.values()], exchange.seed, options))
+            for own in deal(large, None)
+        ]
+        self._waits: list[Callable[[], None]] = []
+        collective.on_leave(self._waits.clear)
+
+    @torch.no_grad()
+    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
+        for group in self._groups:
+            group.take()
+        counts = self._first_messages()
+        self._rows.sum()
+        is_compressed = self._step >= self._after
+        if self._step == self._after and hasattr(self.optimizer, "freeze_variance"):
+            self.optimizer.freeze_variance()
+        self._step += 1
+        factor = scale() if self._groups else 1.0
+        for group in self._groups:
+            *had, not_finite = counts[: len(group.parameters) + 1]
+            counts = counts[len(had) + 1 :]
+            if not_finite:
+                group.spoil(had)
+            else:
+                group.exchange(had, factor, self._send if is_compressed else self._send_whole)
+
+    def _first_messages(self) -> list[int]:
+        """Exchanges what is small; returns how many ranks had each large gradient, and then, for each group,
+        how many had one that is not finite."""
+        mine = torch.tensor([float(n) for group in self._groups for n in (*group.had, group.is_bad)])
+        if self._groups:
+            self._waits.append(self._collective.start_sum(mine, "compression.had"))
+        for number, bucket in enumerate(self._small):
+            bucket.take()
+            self._waits.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
+        for bucket in self._small:
+            bucket.give()
+        return [int(number) for number in mine.tolist()]
+
+    def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
+        if self._collective.size == 1:
+            return Sent(vector.clone(), torch.zeros_like(vector))
+        return compressor.sum(vector, self._collective, self._step)
+
+    def _send_whole(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
+        return Sent(self._collective.all_reduce(vector), torch.zeros_like(vector))
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        state = {"step": torch.tensor([self._step])}
+        for number, group in enumerate(self._groups):
+            state |= {f"{number}/{key}": t.detach().to("cpu", copy=True) for key, t in group.state().items()}
+        return state
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
+        rank = self._collective.rank
+        own = states[rank if is_same else 0]
+        if not own:
+            return
+        self._step = int(own["step"])
+        for number, group in enumerate(self._groups):
+            group.load({key: t for key, t in _below(own, number).items() if key != "residual"})
+            residuals = [_below(state, number)["residual"] for state in states]
+            if is_same:
+                group.residual.copy_(residuals[rank])
+            elif rank == 0:
+                # The ranks of then no longer exist; what they had not sent is sent by one.
+                group.residual.copy_(torch.stack(residuals).sum(0, dtype=torch.float64))
+            else:
+                group.residual.zero_()
+
+
+Send = Callable[[torch.Tensor, Compressor], Sent]
+
+
+class _Group:
+    """The compressed gradients of one dtype, end to end.
+
+    Attributes:
+        parameters: The parameters in that order.
+        residual: What this rank has not sent yet, (elements,); zeros without feedback.
+        had: Whether this rank has a gradient of each parameter, as 1 and 0.
+        is_bad: Whether one of them is not finite.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], compressor: Compressor) -> None:
+        self._names = list(named)
+        self.parameters = list(named.values())
+        self._compressor = compressor
+        first = self.parameters[0]
+        self._sizes = [p.numel() for p in self.parameters]
+        self._vector = torch.zeros(sum(self._sizes), dtype=first.dtype, device=first.device)
+        self._views = self._views_of(self._vector)
+        self.residual = torch.zeros_like(self._vector)
+        self.had = [0] * len(self.parameters)
+        self.is_bad = False
+
+    def _views_of(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        pieces = torch.split(vector, self._sizes)
+        return [shaped_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
+
+    def take(self) -> None:
+        """Moves this rank's gradients into the vector; one that it has not counts as zeros."""
+        self._vector.zero_()
+        for number, (name, parameter) in enumerate(zip(self._names, self.parameters, strict=True)):
+            gradient, parameter.grad = parameter.grad, None
+            self.had[number] = int(gradient is not None)
+            if gradient is not None:
+                refuse_sparse(name, gradient)
+                self._views[number].copy_(gradient)
+        self.is_bad = not bool(torch.isfinite(self._vector).all())
+
+    def spoil(self, had: Sequence[int]) -> None:
+        """Makes the gradients NaN, so that the step ends as one whose sum is not finite."""
+        self._give(torch.full_like(self._vector, torch.nan), had)
+
+    def exchange(self, had: Sequence[int], scale: float, send: Send) -> None:
+        """Sums the gradients; keeps what was not sent.
+
+        Args:
+            had: Number of ranks that had a gradient, for each parameter.
+            scale: Factor of the gradients; the residual has none.
+            send: Sums a vector over the ranks.
+        """
+        self._vector.add_(self.residual, alpha=scale)
+        absent = [number for number, count in enumerate(had) if not count]
+        for number in absent:
+            self._views[number].zero_()
+        sent = send(self._vector, self._compressor)
+        # The sum is equal on all ranks, so they all see whether it overflowed.
+        if self._compressor.options["feedback"] and bool(torch.isfinite(sent.total).all()):
+            kept = self._views_of(self.residual)
+            waiting = [(kept[number], kept[number].clone()) for number in absent]
+            self.residual.copy_(sent.error).div_(scale)
+            for view, values in waiting:
+                view.copy_(values)
+        self._give(sent.total, had)
+
+    def _give(self, total: torch.Tensor, had: Sequence[int]) -> None:
+        for parameter, view, count in zip(self.parameters, self._views_of(total), had, strict=True):
+            parameter.grad = view if count else None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"residual": self.residual, **self._compressor.state()}
+
+    def load(self, compressor: Mapping[str, torch.Tensor]) -> None:
+        if compressor:
+            self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})
+
+
+def _below(state: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:
+    start = f"{number}/"
+    return {key.removeprefix(start): t for key, t in state.items() if key.startswith(start)}

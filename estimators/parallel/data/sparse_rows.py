@@ -1,0 +1,83 @@
+"""Sums the gradients of embeddings whose rows are looked up: rows travel, not tables.
+
+It serves the layers that were made with `sparse=True`. A rank sends the rows that its batch used, each with
+its index, to all others, and a rank without rows sends none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+
+
+def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the trained tables of the layers made with `sparse=True`, by name."""
+    tables = {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+    return {name: p for name, p in module.named_parameters() if p in tables and p.requires_grad}
+
+
+class SparseRows:
+    """The tables of one network on one rank. `sum` runs on every rank."""
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, collective: Collective
+    ) -> None:
+        self._parameters = list(named.values())
+        self._collective = collective
+        # All others take dense gradients, most of them no sparse ones.
+        self._stays_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Makes the gradients sums over the ranks; None where no rank had one."""
+        if not self._parameters:
+            return
+        own = [_rows_of(parameter) for parameter in self._parameters]
+        # -1 stands for no gradient, which is not the same as one of no rows.
+        told = torch.tensor([-1 if rows is None else len(rows[0]) for rows in own])
+        counts = torch.stack(self._collective.all_gather(told, [len(told)] * self._collective.size))
+        for number, (parameter, rows) in enumerate(zip(self._parameters, own, strict=True)):
+            parameter.grad = None
+            lengths = counts[:, number].tolist()
+            if max(lengths) >= 0:
+                parameter.grad = self._summed(parameter, rows, [max(0, length) for length in lengths])
+
+    def _summed(
+        self, parameter: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, lengths: list[int]
+    ) -> torch.Tensor:
+        width = parameter.shape[1]
+        if rows is None:
+            rows = torch.zeros(0, dtype=torch.int64, device=parameter.device), parameter.new_zeros(0, width)
+        indices = self._collective.all_gather(rows[0].int(), lengths)
+        values = self._collective.all_gather(
+            rows[1].contiguous().view(-1), [length * width for length in lengths]
+        )
+        if self._stays_sparse:
+            joined = torch.cat([value.view(-1, width) for value in values])
+            found = torch.cat(indices).long()[None]
+            return torch.sparse_coo_tensor(found, joined, parameter.shape).coalesce()
+        total = torch.zeros_like(parameter)
+        for index, value in zip(indices, values, strict=True):
+            total.index_add_(0, index.long(), value.view(-1, width))
+        return total
+
+
+def _rows_of(parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns indices, (rows,), and values, (rows, width), of a gradient; None if there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        rows = gradient.coalesce()
+        return rows.indices()[0], rows.values()
+    # A table that is used densely too, as one that is tied to an output layer.
+    found = torch.nonzero(gradient.ne(0).any(1)).view(-1)
+    return found, gradient[found]

@@ -1,0 +1,313 @@
+"""One contract over every compressor and every collective, on real processes, and each one's own arithmetic.
+
+The ranks of one collective and size run all compressors in turn; each test looks at its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, resolved_compression
+from ringspark.estimators.collectives.compressors.sparsify import chances_for
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.training.phase import Status
+
+SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
+ELEMENTS = sum(shape.numel() for shape in SHAPES)
+GANGS = [("local", 1), *((name, size) for name in ("horovod", "torch") for size in (2, 3))]
+STEPS = 6
+DRAWS, DIRECTIONS = 100, 50
+# Shares at which a hundred draws show the mean.
+DRAWN = {"randomk": {"ratio": 0.3}, "sparsify": {"ratio": 0.3}}
+
+# What makes a compressor send everything; codes of few bits always round.
+WHOLE = {
+    "topk": {"ratio": 1.0},
+    "randomk": {"ratio": 1.0},
+    "sparsify": {"ratio": 1.0},
+    "powersgd": {"rank": 50},
+    "gradiveq": {"slice": 64, "components": 64, "samples": 1},
+}
+# The largest error of a number, relative to the largest of all.
+ROUNDING = {"fp16": 2**-11, "bf16": 2**-8}
+SMALL = {"gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3}, "powersgd": {"rank": 2}}
+
+
+def _made(name: str, **options: Any) -> Compressor:
+    values = resolved_compression({"name": name, **SMALL.get(name, {}), **options})
+    del values["name"]
+    return COMPRESSORS[name](SHAPES, 7, values)
+
+
+def _gradient(rank: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Numbers of very different sizes, alike in every step and on every rank, as gradients are."""
+    shared = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    own = torch.randn(
+        ELEMENTS, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64
+    )
+    return ((shared + own) * torch.logspace(-4, 1, ELEMENTS, dtype=torch.float64)).to(dtype)
+
+
+def _noise(rank: int) -> torch.Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def _contract(collective: Collective, device: str, status: Status) -> str:
+    results = [_of_all(collective)]
+    if isinstance(collective, SharingMember):
+        collective.share(None)
+        results.append(_of_all(collective))
+    return json.dumps(results)
+
+
+def _of_all(collective: Collective) -> dict[str, Any]:
+    return {name: _of_one(name, collective) for name in COMPRESSORS}
+
+
+def _of_one(name: str, collective: Collective) -> dict[str, Any]:
+    rank, size = collective.rank, collective.size
+    ranks = range(size)
+    # Error feedback, in fp64.
+    compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS, dtype=torch.float64)
+    sent_all, digest = torch.zeros(ELEMENTS, dtype=torch.float64), hashlib.sha256()
+    for step in range(STEPS):
+        vector = _gradient(rank, step) + residual
+        before = vector.clone()
+        total, residual = compressor.sum(vector, collective, step)
+        assert vector.equal(before)
+        sent_all += total
+        digest.update(total.numpy().tobytes())
+    wanted = sum(_gradient(r, step) for r in ranks for step in range(STEPS))
+    lost = collective.all_reduce(residual)
+    # A state that is copied in mid-way gives the same sum to the bit.
+    copied = _made(name, feedback=True)
+    copied.load({key: tensor.clone() for key, tensor in compressor.state().items()})
+    sums = [c.sum(_gradient(rank, STEPS), collective, STEPS).total for c in (compressor, copied)]
+    # Bytes and dtype, in the steady state.
+    single = _made(name)
+    for step in range(3):
+        collective.traffic.bytes_sent = 0
+        total, error = single.sum(_gradient(rank, step, torch.float32), collective, step)
+    assert total.dtype == error.dtype == torch.float32
+    bytes_sent = collective.bytes_sent
+    result = {
+        "telescopes": float((sent_all + lost - wanted).abs().max() / wanted.abs().max()),
+        "digest": digest.hexdigest(),
+        "resumes": sums[0].equal(sums[1]),
+        "bytes": bytes_sent,
+        "picked": int((error != _gradient(rank, 2, torch.float32)).sum()),
+    }
+    if name in WHOLE:
+        whole = _made(name, feedback=False, **WHOLE[name])
+        found = [whole.sum(_gradient(rank, step), collective, step).total for step in range(2)][1]
+        exact = sum(_gradient(r, 1) for r in ranks)
+        result["identity"] = float((found - exact).abs().max() / exact.abs().max())
+    if name in ROUNDING:
+        found = _made(name).sum(_gradient(rank, 0), collective, 0).total
+        exact = sum(_gradient(r, 0) for r in ranks)
+        largest = max(float(_gradient(r, 0).abs().max()) for r in ranks)
+        result["rounding"] = float((found - exact).abs().max()) / (2 * size * largest)
+    if COMPRESSORS[name].unbiased:
+        drawing = _made(name, feedback=False, **DRAWN.get(name, {}))
+        gradients = [_noise(r) for r in ranks]
+        # Along some directions, because a number that is rarely sent says little by itself.
+        along = torch.randn(ELEMENTS, DIRECTIONS, generator=torch.Generator().manual_seed(9)).double()
+        drawn = [drawing.sum(gradients[rank], collective, step).total @ along for step in range(DRAWS)]
+        found = torch.stack(drawn)
+        errors = found.mean(0) - sum(gradients) @ along
+        result["scores"] = (errors / (found.std(0) / math.sqrt(DRAWS))).tolist()
+    return result
+
+
+@cache
+def _results(name: str, size: int) -> list[list[dict[str, Any]]]:
+    """By road (shared memory, the library), then by rank."""
+    texts = (
+        [_contract(LocalCollective(), "cpu", Status())] if size == 1 else run_spawned(size, name, _contract)
+    )
+    return [list(road) for road in zip(*map(json.loads, texts), strict=True)]
+
+
+def _each(gang: tuple[str, int], compressor: str) -> list[list[dict[str, Any]]]:
+    return [[rank[compressor] for rank in road] for road in _results(*gang)]
+
+
+pytestmark = pytest.mark.distributed
+over_all = [
+    pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}"),
+    pytest.mark.parametrize("compressor", COMPRESSORS),
+]
+
+
+def _over_all(test: Any) -> Any:
+    for mark in over_all:
+        test = mark(test)
+    return test
+
+
+@_over_all
+def test_what_was_sent_and_what_is_left_is_the_sum_of_all_gradients(
+    gang: tuple[str, int], compressor: str
+) -> None:
+    for road in _each(gang, compressor):
+        assert max(rank["telescopes"] for rank in road) < 1e-13
+
+
+@_over_all
+def test_all_ranks_get_the_same_bits_and_a_copied_state_gives_them_again(
+    gang: tuple[str, int], compressor: str
+) -> None:
+    for road in _each(gang, compressor):
+        assert len({rank["digest"] for rank in road}) == 1
+        assert all(rank["resumes"] for rank in road)
+
+
+@pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}")
+def test_everything_is_sent_at_full_rank_and_at_a_share_of_one(gang: tuple[str, int]) -> None:
+    for compressor in WHOLE:
+        for road in _each(gang, compressor):
+            assert max(rank["identity"] for rank in road) < 1e-12, compressor
+
+
+@pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}")
+def test_sixteen_bits_round_no_more_than_their_fraction_allows(gang: tuple[str, int]) -> None:
+    for compressor, most in ROUNDING.items():
+        for road in _each(gang, compressor):
+            assert 0 < max(rank["rounding"] for rank in road) <= most, compressor
+
+
+@pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}")
+def test_random_compressors_are_right_on_average(gang: tuple[str, int]) -> None:
+    unbiased = [name for name, kind in COMPRESSORS.items() if kind.unbiased]
+    assert unbiased
+    for compressor in unbiased:
+        for road in _each(gang, compressor):
+            for rank in road:
+                # Their squares are near 1 if the mean is right, and about DRAWS times that if it is not.
+                assert sum(score**2 for score in rank["scores"]) / DIRECTIONS < 2, compressor
+
+
+def _closed_form(name: str, size: int, picked: list[int], rank: int) -> int:
+    """The bytes that a rank sends in one step of fp32 gradients."""
+    part = -(-ELEMENTS // size)
+
+    def two_rounds(code: int) -> int:
+        return 2 * (size - 1) * code
+
+    def ring(numbers: int) -> int:
+        return 2 * (size - 1) * 4 * numbers // size
+
+    def to_all(pieces: list[int]) -> int:
+        return sum(pieces) - pieces[(rank + 1) % size]
+
+    return {
+        "fp16": two_rounds(4 + 2 * part),
+        "bf16": two_rounds(2 * part),
+        "sign": two_rounds((4 + 2048 // 8) * -(-part // 2048)),
+        "qsgd": two_rounds((4 + 512 // 2) * -(-part // 512)),
+        "topk": to_all([4 + 6 * math.ceil(0.01 * ELEMENTS)] * size),
+        "sparsify": to_all([8] * size) + to_all([4 + 6 * p for p in picked]),
+        "randomk": ring(math.ceil(0.01 * ELEMENTS)),
+        "powersgd": ring(sum(2 * shape[0] for shape in SHAPES))
+        + ring(sum(2 * s[1:].numel() for s in SHAPES)),
+        "gradiveq": ring(sum(4 * -(-shape.numel() // 64) for shape in SHAPES)),
+    }[name]
+
+
+@_over_all
+def test_bytes_are_those_of_the_closed_form(gang: tuple[str, int], compressor: str) -> None:
+    for road in _each(gang, compressor):
+        picked = [rank["picked"] for rank in road]
+        for number, rank in enumerate(road):
+            assert rank["bytes"] == _closed_form(compressor, gang[1], picked, number)
+
+
+def test_the_ratios_of_powersgd_are_those_of_the_paper() -> None:
+    options = resolved_compression("powersgd")
+    kind = COMPRESSORS["powersgd"]
+    assert 512 * 512 / (options["rank"] * (512 + 512)) == 128
+    # Where nothing is won, a tensor travels whole: that is also the identity at full rank.
+    assert kind.helps(torch.Size((64, 64)), options)
+    assert not kind.helps(torch.Size((4, 4)), options)
+    assert not kind.helps(torch.Size((64, 64)), {**options, "rank": 32})
+
+
+def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> None:
+    compressor, local = _made("powersgd", rank=2), LocalCollective()
+    for step in range(3):
+        total, error = compressor.sum(torch.zeros(ELEMENTS), local, step)
+        assert not total.any()
+        assert not error.any()
+    gradient = torch.zeros(ELEMENTS)
+    gradient[: 60 * 50] = torch.outer(torch.randn(60), torch.randn(50)).view(-1)
+    for step in range(3, 5):
+        total, _ = compressor.sum(gradient, local, step)
+    # A matrix of rank 1 is sent whole by rank 2.
+    torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> None:
+    """A gradient of 4 in one step of four and of -1 in the others, beside a large one that sets the size."""
+    shape, local = [torch.Size((1, 2))], LocalCollective()
+    sums = {}
+    for feedback in (False, True):
+        values = resolved_compression({"name": "sign", "feedback": feedback})
+        compressor = COMPRESSORS["sign"](shape, 0, values)
+        residual, moved = torch.zeros(2), 0.0
+        for step in range(400):
+            gradient = torch.tensor([4.0 if step % 4 == 0 else -1.0, 3.0 * (-1) ** step])
+            total, error = compressor.sum(gradient + residual, local, step)
+            moved += float(total[0])
+            residual = error if feedback else residual
+        sums[feedback] = moved
+    assert sums[False] < -100
+    assert sums[True] == pytest.approx(100, abs=10)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> None:
+    values = resolved_compression({"name": "qsgd", "bits": bits})
+    compressor = COMPRESSORS["qsgd"]([torch.Size((1, 512))], 3, values)
+    vector = torch.randn(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    levels = 2 ** (bits - 1) - 1
+    drawn = [compressor.sum(vector, LocalCollective(), step).error.square().sum() for step in range(200)]
+    # On a gang of one the sum is coded again, which leaves levels alone: one rounding.
+    variance = float(torch.stack(drawn).mean() / vector.square().sum())
+    assert 0 < variance <= min(512 / levels**2, math.sqrt(512) / levels)
+
+
+def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
+    vector = torch.cat([torch.tensor([1e6, -1e6]), torch.linspace(0, 1, 998), torch.zeros(0)])
+    chances = chances_for(vector, 0.1)
+    assert float(chances.sum()) == pytest.approx(100, rel=1e-4)
+    assert chances[:2].tolist() == [1.0, 1.0]
+    assert bool((chances[2:].diff() >= 0).all())
+    assert not chances_for(torch.zeros(5), 0.5).any()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("topkk", "gradientCompression must be one of none, fp16, .*, got 'topkk'.*'topk'"),
+        ({"name": "topk", "ration": 0.1}, "gradientCompression 'topk' takes .*, got 'ration'.*'ratio'"),
+        ({"name": "topk", "ratio": 0}, "'topk': ratio must be a share above 0 and at most 1, got 0"),
+        ({"name": "topk", "ratio": True}, "ratio must be a share"),
+        ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number of at least 1, got 2.5"),
+        ({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3"),
+        ({"rank": 2}, "must be one of none"),
+        ({"name": "none", "rank": 2}, "'none' takes no options, got 'rank'"),
+    ],
+)
+def test_an_unknown_name_or_option_is_refused_with_what_there_is(value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        resolved_compression(value)
