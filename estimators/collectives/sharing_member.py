@@ -87,7 +87,7 @@ class SharingMember(ConnectedMember, ABC):
         joined = torch.cat([piece.view(torch.uint8) for piece in pieces])
         sent, arriving = [len(piece) * width for piece in pieces], [count * width for count in counts]
         received = self._all_to_all(joined, sent, arriving)
-        return [part.clone().view(pieces[0].dtype) for part in received.split(arriving)]
+        return [part.clone().view(pieces[0].dtype) for part in torch.split(received, arriving)]
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         with contiguous(tensors) as dense, torch.no_grad():

@@ -85,7 +85,8 @@ class GradiVeQ(Compressor):
 
     def _decoded(self, joined: torch.Tensor, like: list[torch.Tensor]) -> torch.Tensor:
         codes = [
-            part.view(c.shape) for part, c in zip(joined.split([c.numel() for c in like]), like, strict=True)
+            part.view(c.shape)
+            for part, c in zip(torch.split(joined, [c.numel() for c in like]), like, strict=True)
         ]
         pieces = zip(codes, self._bases, self.sizes, strict=True)
         return torch.cat([(code @ basis.T).view(-1)[:size] for code, basis, size in pieces])

@@ -81,5 +81,5 @@ class PowerSgd(Compressor):
 def _summed(tensors: list[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
     """Returns the sums over the ranks of all tensors, which travel in one message."""
     joined = collective.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    parts = joined.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(joined, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

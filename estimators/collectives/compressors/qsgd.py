@@ -45,7 +45,8 @@ class _Levels:
         end = 4 * -(-elements // _BUCKET)
         sizes = code[:end].clone().view(torch.float32).to(dtype)
         levels = unpack(code[end:], self._bits).view(-1, _BUCKET).to(dtype) - self._top
-        return (levels * (sizes / self._top)[:, None]).view(-1)[:elements]
+        values: torch.Tensor = levels * (sizes / self._top)[:, None]
+        return values.view(-1)[:elements]
 
 
 class Qsgd(Compressor):

@@ -33,7 +33,7 @@ def sum_of_codes(vector: torch.Tensor, codec: Codec, collective: Collective, ran
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
     padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))
-    parts = padded.split(length)
+    parts = torch.split(padded, length)
     codes = [codec.encode(part, random) for part in parts]
     error = padded - torch.cat([codec.decode(code, length, dtype) for code in codes])
     arrived = collective.all_to_all(codes, [codec.num_bytes(length)] * size)
@@ -41,7 +41,7 @@ def sum_of_codes(vector: torch.Tensor, codec: Codec, collective: Collective, ran
     for code in arrived[1:]:
         mine += codec.decode(code, length, dtype)
     answer = codec.encode(mine, random)
-    error.split(length)[collective.rank].add_(mine).sub_(codec.decode(answer, length, dtype))
+    torch.split(error, length)[collective.rank].add_(mine).sub_(codec.decode(answer, length, dtype))
     answers = collective.all_gather(answer, [codec.num_bytes(length)] * size)
     total = torch.cat([codec.decode(code, length, dtype) for code in answers])
     return Sent(total[: len(vector)], error[: len(vector)])
@@ -67,4 +67,5 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Reverses `pack`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)
+    codes: torch.Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return codes.view(-1)

@@ -134,11 +134,11 @@ class CompressedSum(PlainSync):
         self._step = int(own["step"])
         for number, group in enumerate(self._groups):
             group.load({key: t for key, t in _below(own, number).items() if key != "residual"})
-            residuals = [_below(state, number)["residual"] for state in states]
             if is_same:
-                group.residual.copy_(residuals[rank])
+                group.residual.copy_(_below(own, number)["residual"])
             elif rank == 0:
                 # The ranks of then no longer exist; what they had not sent is sent by one.
+                residuals = [_below(state, number)["residual"] for state in states]
                 group.residual.copy_(torch.stack(residuals).sum(0, dtype=torch.float64))
             else:
                 group.residual.zero_()

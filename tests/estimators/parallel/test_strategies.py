@@ -278,7 +278,7 @@ def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy: str, coll
 @pytest.mark.parametrize(("strategy", "collective"), CASES)
 def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy: str, collective: str) -> None:
     whole = _alone()["bytes"]["state"]
-    cut = {"data_parallel": [], "zero1": ["optimizer"], "zero2": ["optimizer", "gradients"]}
+    cut = {"data_parallel": [], "compressed": [], "zero1": ["optimizer"], "zero2": ["optimizer", "gradients"]}
     for result in _results(strategy, collective):
         for kind, num_bytes in result["bytes"]["state"].items():
             if kind in cut.get(strategy, whole):
