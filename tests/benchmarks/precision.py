@@ -12,7 +12,7 @@ fp16 takes many times as long as one of fp32: there, lower `--members` and `--ep
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -88,7 +88,7 @@ def flights_job(root: Path, sizes: tuple[list[int], int], recipe: recipes.Networ
     )
 
 
-def digits_job(spark: Any, folder: str, epochs: int) -> Job:
+def digits_job(spark: Any, folder: str, epochs: int, hidden: Sequence[int] = (64, 64)) -> Job:
     """scikit-learn's digits, 360 of 1,797 as validation rows."""
     from sklearn.datasets import load_digits
 
@@ -102,7 +102,7 @@ def digits_job(spark: Any, folder: str, epochs: int) -> Job:
     ]
     frame = spark.createDataFrame(rows, "x array<float>, label int, is_validation boolean")
     write_shards(frame, folder, num_files=2, validation_col="is_validation")
-    spec = ModelSpec("mlp", {"in_features": 64, "hidden": [64, 64], "out_features": 10, "dropout": 0.2})
+    spec = ModelSpec("mlp", {"in_features": 64, "hidden": [*hidden], "out_features": 10, "dropout": 0.2})
     config = TrainConfig(
         shards_uri=folder,
         run_uri="",

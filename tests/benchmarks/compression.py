@@ -1,0 +1,124 @@
+"""Compressed gradients: what the loss pays, what the wire saves, and what a slow link wins.
+
+First flights and digits by 2 workers under every compressor, `--repeats` seeds: metrics of the validation
+rows against those of uncompressed gradients, and how many times fewer bytes the ranks sent in a step: all of
+an epoch's, message by message, with what travels whole. SGD with momentum, because error feedback beside
+Adam's variance is not sound.
+
+Then a network of 5 million parameters on two hosts with a link of 100 Mbit/s and of 1 Gbit/s between them:
+the time of a step, in turns within one gang. The link is shaped inside namespaces of this machine.
+
+    OMP_NUM_THREADS=1 make bench ARGS="compression --chart docs/compression.png"
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import harness
+import precision
+import torch
+from small_training import train_gang
+
+from ringspark.estimators.collectives.compressors import resolved_compression
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.jobs import cli, recipes
+
+COMPRESSIONS: dict[str, Any] = {
+    "none": "none",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "powersgd, rank 2": {"name": "powersgd", "rank": 2},
+    "topk, 1 %": {"name": "topk", "ratio": 0.01},
+    "randomk, 5 %": {"name": "randomk", "ratio": 0.05},
+    "qsgd, 4 bits": {"name": "qsgd", "bits": 4},
+    "sign": "sign",
+    "sparsify, 10 %": {"name": "sparsify", "ratio": 0.1},
+    "gradiveq": {"name": "gradiveq", "slice": 64, "components": 8, "samples": 5, "refresh": 100},
+}
+NUM_WORKERS = 2
+
+
+def momentum(rate: float, decay: float) -> Any:
+    """The factory of an optimizer for which error feedback is sound."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=rate, momentum=0.9, nesterov=True, weight_decay=decay)
+
+    return make
+
+
+def convergence(
+    job: precision.Job, make: Any, names: list[str], num_seeds: int, folder: str
+) -> list[list[str]]:
+    """A line a compressor: its metrics as means over the seeds, and the ratio of the bytes."""
+    found: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
+    sent: dict[str, list[float]] = {name: [] for name in names}
+    for seed in range(num_seeds):
+        for name in names:
+            config: TrainConfig = replace(
+                job.config,
+                run_uri=str(Path(folder) / f"{job.title}-{seed}-{names.index(name)}"),
+                seed=seed,
+                num_workers=NUM_WORKERS,
+                collective="torch",
+                gradient_compression=resolved_compression(COMPRESSIONS[name]),
+            )
+            result = train_gang(config, UserObjects(optimizer=make))
+            logits, labels = precision.predict(job, result)
+            found[name].append({metric: score(logits, labels) for metric, score in job.metrics.items()})
+            cost = [record.cost for record in result.history]
+            sent[name].append(sum(c.bytes_sent or 0 for c in cost if c is not None) / result.steps)
+            print(
+                f"{job.title}, seed {seed}, {name}: {json.dumps(found[name][-1])}, "
+                f"{sent[name][-1]:,.0f} bytes a step, {result.seconds:.0f} s",
+                flush=True,
+            )
+    lines = []
+    for name in names:
+        cells = [f"{mean(sent['none']) / mean(sent[name]):.1f}x"]
+        for metric in job.metrics:
+            value, base = (mean(run[metric] for run in found[which]) for which in (name, "none"))
+            cells.append(f"{value:.4f} ({value / base - 1:+.2%})")
+        lines.append([f"{job.title}, {name}", ", ".join(cells[1:]), cells[0]])
+    return lines
+
+
+def main() -> None:
+    """Convergence on two data sets, then step times over shaped links."""
+    options = harness.parse(
+        __doc__, repeats=(3, 1), epochs=(3, 1), digits_epochs=(40, 1), compressors=(len(COMPRESSIONS), 2)
+    )
+    names = list(COMPRESSIONS)[: options.compressors]
+    root = harness.flights_root(options)
+    with tempfile.TemporaryDirectory() as folder:
+        with cli.spark("ringspark compression", harness.MASTER) as spark:
+            recipe = replace(recipes.NETWORK, epochs=options.epochs, hidden=(512, 512))
+            jobs = [
+                (precision.flights_job(root, precision.feature_sizes(root), recipe, 1), momentum(0.1, 1e-4)),
+                (
+                    precision.digits_job(
+                        spark, str(Path(folder) / "digits"), options.digits_epochs, [512, 256]
+                    ),
+                    momentum(0.05, 1e-4),
+                ),
+            ]
+        lines = [
+            line for job, make in jobs for line in convergence(job, make, names, options.repeats, folder)
+        ]
+    harness.print_table(
+        f"compression: validation rows after the last epoch, means over {options.repeats} seeds, in brackets "
+        f"against none; {NUM_WORKERS} workers; bytes that a step sends, times fewer",
+        ["", "metrics", "bytes"],
+        lines,
+    )
+
+
+if __name__ == "__main__":
+    main()
