@@ -34,6 +34,9 @@ _CYCLE_MS, _RARE_CYCLE_MS = 1, 30
 
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
+# Of a message that Gloo sends both ways at once: a longer one travels one way before the other begins.
+_TURN_BYTES = 512 << 10
+
 _logger = logging.getLogger(__name__)
 
 
@@ -121,9 +124,8 @@ class HorovodCollective(SharingMember):
         if counts is None:
             counts = self._joined(torch.tensor([len(tensor)])).tolist()
             self.traffic.all_gather([8] * self.size)
-        pieces = self._joined(tensor)
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
-        return list(torch.split(pieces, list(counts)))
+        return self._gathered_in_turns(tensor, counts)
 
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         # Horovod has no gather: each rank sends all of its tensor to rank 0, and nothing to the others.
@@ -152,6 +154,24 @@ class HorovodCollective(SharingMember):
 
         return wait
 
+    def _gathered_in_turns(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        width = max(1, _TURN_BYTES // tensor.element_size())
+        if max(counts) <= width or tensor.device.type == "cuda":
+            return list(torch.split(self._joined(tensor), list(counts)))
+        pieces = [tensor.new_empty(count) for count in counts]
+        turns = range(0, max(counts), width)
+        with peer_errors("allgather"):
+            handles = [
+                self._hvd.allgather_async(tensor[begin : begin + width], name=self._name("allgather"))
+                for begin in turns
+            ]
+            for begin, handle in zip(turns, handles, strict=True):
+                parts = [piece[begin : begin + width] for piece in pieces]
+                arrived = torch.split(self._hvd.synchronize(handle), [len(part) for part in parts])
+                for part, values in zip(parts, arrived, strict=True):
+                    part.copy_(values)
+        return pieces
+
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the ranks' tensors end to end, in one tensor."""
         with peer_errors("allgather"):
@@ -159,11 +179,22 @@ class HorovodCollective(SharingMember):
         return result
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
-        splits = torch.tensor(sent, dtype=torch.int32)
+        received = joined.new_empty(sum(arriving))
+        to, of = torch.split(joined, list(sent)), torch.split(received, list(arriving))
+        # As many turns on every rank: none knows what the others send to each other.
+        turns = range(0, max(1, int(self._all_reduce(torch.tensor([max(sent)]), "max"))), _TURN_BYTES)
+        handles = []
         with peer_errors("all-to-all"):
-            received, _ = self._hvd.alltoall(joined, splits, name=self._name("alltoall"))
-        result: torch.Tensor = received
-        return result
+            for begin in turns:
+                parts = [piece[begin : begin + _TURN_BYTES] for piece in to]
+                splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
+                name = self._name("alltoall")
+                handles.append(self._hvd.alltoall_async(torch.cat(parts), splits, name=name))
+            for begin, handle in zip(turns, handles, strict=True):
+                arrived, lengths = self._hvd.synchronize(handle)
+                for piece, part in zip(of, torch.split(arrived, lengths.tolist()), strict=True):
+                    piece[begin : begin + len(part)] = part
+        return received
 
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
         with peer_errors("broadcast"):

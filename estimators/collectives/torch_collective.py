@@ -26,6 +26,9 @@ from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.environment import environment
 
+# Of a message that Gloo sends both ways at once.
+_TURN_BYTES = 512 << 10
+
 
 class TorchCollective(SharingMember):
     """The connected half of the collective; it owns the default process group."""
@@ -101,9 +104,11 @@ class TorchCollective(SharingMember):
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns the ranks' tensors, which all have the same shape."""
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
-        if tensor.numel():
-            with peer_errors("allgather"):
-                dist.all_gather(pieces, tensor)
+        turns = zip(*(torch.split(t, _turn(tensor)) for t in (tensor, *pieces)), strict=True)
+        with peer_errors("allgather"):
+            works = [dist.all_gather(parts, part, async_op=True) for part, *parts in turns if len(part)]
+            for work in works:
+                work.wait()
         self.traffic.all_gather([num_bytes([tensor])] * self.size)
         return pieces
 
@@ -154,7 +159,18 @@ class TorchCollective(SharingMember):
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))
         with peer_errors("all-to-all"):
-            dist.all_to_all_single(received, joined, list(arriving), list(sent))
+            if joined.device.type == "cuda":
+                dist.all_to_all_single(received, joined, list(arriving), list(sent))
+                return received
+            to, of = torch.split(joined, list(sent)), torch.split(received, list(arriving))
+            of[self.rank].copy_(to[self.rank])
+            # Each pair by itself: Gloo's all-to-all sends a long piece one way before the other way begins.
+            peers = [peer for peer in range(self.size) if peer != self.rank]
+            works = [dist.irecv(of[peer], src=peer) for peer in peers if len(of[peer])]
+            works += [dist.isend(to[peer], dst=peer) for peer in peers if len(to[peer])]
+            for work in works:
+                if work is not None:
+                    work.wait()
         return received
 
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
@@ -215,6 +231,14 @@ def gather_on_root(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Te
     for work in works:
         work.wait()
     return pieces
+
+
+def _turn(tensor: torch.Tensor) -> int:
+    """Returns how many elements of a long tensor are gathered at a time, on CPUs.
+
+    Gloo sends a long piece one way before the other way begins, so a cable would be half idle.
+    """
+    return max(1, len(tensor) if tensor.device.type == "cuda" else _TURN_BYTES // tensor.element_size())
 
 
 def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Finds the settings that were set and change nothing, for a warning; the declarations say when."""
+"""Finds settings that change nothing, or not what one would expect, for a warning."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
+from ringspark.estimators.training.optimizers.registry import ADAPTIVE
 from ringspark.estimators.training.settings.table import SETTINGS
 
 
 def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator[str]:
-    """Yields one sentence for each Param that was set and does nothing."""
+    """Yields one sentence for each Param that was set and does nothing, or does harm beside another."""
     given = values_of(stage)
     was_set = [setting for name, setting in SETTINGS.items() if name in given and stage.isSet(name)]
     for setting in was_set:
@@ -18,6 +19,13 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
             is_idle, reason = setting.without_effect
             if is_idle(given):
                 yield f"{setting.name} has no effect: {reason}"
+    compression, optimizer = given["gradientCompression"], given["optimizer"]
+    if compression.get("feedback") and optimizer in ADAPTIVE and given["numWorkers"] > 1:
+        yield (
+            f"gradientCompression {compression['name']!r} sends a part of each gradient in later steps, "
+            f"which the squared gradients of optimizer {optimizer!r} do not expect; take "
+            "optimizer='momentum', or 'adam1bit' with an 'after' of about a tenth of the steps"
+        )
     for setting in was_set if on_shards else []:
         if setting.is_for_writing:
             yield (f"{setting.name} has no effect on fitOnShards: the shards are written already")

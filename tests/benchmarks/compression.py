@@ -15,20 +15,30 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import harness
 import precision
 import torch
+from namespaces import Network
+from ranks_on_hosts import run_on_hosts, shaped, shaping_refusal
 from small_training import train_gang
 
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import resolved_compression
+from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.jobs import cli, recipes
+from ringspark.models import ModelSpec
 
 COMPRESSIONS: dict[str, Any] = {
     "none": "none",
@@ -43,6 +53,11 @@ COMPRESSIONS: dict[str, Any] = {
     "gradiveq": {"name": "gradiveq", "slice": 64, "components": 8, "samples": 5, "refresh": 100},
 }
 NUM_WORKERS = 2
+GANGS = ("torch", "horovod")
+WIDTH = 1024
+SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * 5, "out_features": 1})
+# Directions and residuals of the first steps are not those of later ones.
+WARM_UPS = 7
 
 
 def momentum(rate: float, decay: float) -> Any:
@@ -90,10 +105,89 @@ def convergence(
     return lines
 
 
+class Training:
+    """One compressor's network on one rank of two hosts."""
+
+    def __init__(self, name: str, collective: Collective, rows: int) -> None:
+        torch.manual_seed(0)
+        exchange = Exchange(compression=resolved_compression(COMPRESSIONS[name]))
+        make = momentum(0.01, 0.0)
+        self.sync = STRATEGIES[exchange.strategy]().prepare(
+            SPEC.build(), lambda module: make(module.parameters()), collective, exchange
+        )
+        self.scaler = LossScaler("fp32", torch.device("cpu"))
+        generator = torch.Generator().manual_seed(collective.rank)
+        self.x = torch.randn(rows, WIDTH, generator=generator)
+
+    def step(self) -> None:
+        self.sync.optimizer.zero_grad()
+        with self.sync.micro_batch(last=True):
+            self.sync.module(self.x).square().mean().backward()
+        self.sync.reduce()
+        self.sync.step(self.scaler)
+
+
+def steps_of(
+    names: list[str], repeats: int, rows: int, collective: Collective, device: str, status: Status
+) -> str:
+    """The seconds of each step and the bytes over the cable, by compressor, in turns."""
+    trainings = {name: Training(name, collective, rows) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[int]] = {name: [] for name in names}
+    interface = Path("/proc/self/net/dev")
+    for turn in range(WARM_UPS + repeats):
+        for name, training in trainings.items():
+            collective.barrier()
+            before, start = sent_by(interface), time.perf_counter()
+            training.step()
+            collective.barrier()
+            if turn >= WARM_UPS:
+                seconds[name].append(time.perf_counter() - start)
+                sent[name].append(sent_by(interface) - before)
+    return json.dumps({"seconds": seconds, "sent": sent})
+
+
+def sent_by(interface: Path) -> int:
+    """The bytes that this host has sent over its cable."""
+    (line,) = (line for line in interface.read_text().splitlines() if line.strip().startswith("eth0:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def step_times(names: list[str], options: Namespace) -> list[list[str]]:
+    """A line for each collective, rate and compressor."""
+    lines = []
+    work = partial(steps_of, names, options.steps, options.rows or 64)
+    with Network(num_hosts=2) as network:
+        for collective in GANGS[: options.gangs]:
+            for megabits in (100, 1000):
+                with shaped(network, megabits=megabits):
+                    told = json.loads(run_on_hosts(network, work, collective)[0])
+                seconds, sent = told["seconds"], told["sent"]
+                for name in names:
+                    lines.append(
+                        [
+                            f"{collective}, {megabits} Mbit/s, {name}",
+                            f"{1000 * median(seconds[name]):,.0f}",
+                            f"{1 / harness.median_ratio(seconds[name], seconds['none']):.1f}x",
+                            f"{median(sent[name]):,.0f}",
+                            f"{median(sent['none']) / median(sent[name]):.1f}x",
+                        ]
+                    )
+                    print(*lines[-1], flush=True)
+    return lines
+
+
 def main() -> None:
     """Convergence on two data sets, then step times over shaped links."""
     options = harness.parse(
-        __doc__, repeats=(3, 1), epochs=(3, 1), digits_epochs=(40, 1), compressors=(len(COMPRESSIONS), 2)
+        __doc__,
+        repeats=(3, 1),
+        epochs=(3, 1),
+        digits_epochs=(40, 1),
+        compressors=(len(COMPRESSIONS), 2),
+        steps=(5, 1),
+        gangs=(2, 1),
+        rows=(64, 2),
     )
     names = list(COMPRESSIONS)[: options.compressors]
     root = harness.flights_root(options)
@@ -117,6 +211,16 @@ def main() -> None:
         f"against none; {NUM_WORKERS} workers; bytes that a step sends, times fewer",
         ["", "metrics", "bytes"],
         lines,
+    )
+    if reason := shaping_refusal():
+        print(f"compression: no shaped links, {reason}")
+        return
+    size = sum(p.numel() for p in SPEC.build().parameters())
+    harness.print_table(
+        f"compression: a step of {size:,} parameters by a worker on each of two hosts, {options.rows} rows "
+        f"each, median of {options.steps}; bytes are those of the network interface",
+        ["", "ms", "faster", "bytes sent", "fewer"],
+        step_times(names, options),
     )
 
 

@@ -23,11 +23,11 @@ class Sent(NamedTuple):
 
     Attributes:
         total: The sum over the ranks, as it arrived; (elements,), equal on all ranks.
-        error: What of this rank's input is not in the total; (elements,).
+        error: What of this rank's input is not in the total; (elements,). None where no feedback wants it.
     """
 
     total: torch.Tensor
-    error: torch.Tensor
+    error: torch.Tensor | None
 
 
 class Compressor(ABC):
@@ -51,6 +51,7 @@ class Compressor(ABC):
         self.sizes = [shape.numel() for shape in self.shapes]
         self.seed = seed
         self.options = options
+        self.has_feedback: bool = options["feedback"]
 
     @classmethod
     def helps(cls, shape: torch.Size, options: Mapping[str, Any]) -> bool:

@@ -63,4 +63,5 @@ class Qsgd(Compressor):
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector, self.seed, step, collective.rank)
-        return sum_of_codes(vector, _Levels(self.options["bits"]), collective, random)
+        levels = _Levels(self.options["bits"])
+        return sum_of_codes(vector, levels, collective, random, has_feedback=self.has_feedback)

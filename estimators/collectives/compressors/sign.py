@@ -46,4 +46,5 @@ class Sign(Compressor):
     OPTIONS = {**COMMON, "feedback": feedback(True)}
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        return sum_of_codes(vector, _Signs(), collective, generator_for(vector))
+        random = generator_for(vector)
+        return sum_of_codes(vector, _Signs(), collective, random, has_feedback=self.has_feedback)

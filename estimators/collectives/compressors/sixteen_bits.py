@@ -55,7 +55,8 @@ class _SixteenBits(Compressor):
     codec: ClassVar[Codec]
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        return sum_of_codes(vector, self.codec, collective, generator_for(vector))
+        random = generator_for(vector)
+        return sum_of_codes(vector, self.codec, collective, random, has_feedback=self.has_feedback)
 
 
 class Fp16(_SixteenBits):

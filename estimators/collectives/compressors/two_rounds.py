@@ -28,23 +28,37 @@ class Codec(Protocol):
         """Returns the numbers of a code, (elements,)."""
 
 
-def sum_of_codes(vector: torch.Tensor, codec: Codec, collective: Collective, random: torch.Generator) -> Sent:
-    """Sums the ranks' vectors by their codes; each rank adds up its part in the vector's own dtype."""
+def sum_of_codes(
+    vector: torch.Tensor,
+    codec: Codec,
+    collective: Collective,
+    random: torch.Generator,
+    *,
+    has_feedback: bool,
+) -> Sent:
+    """Sums the ranks' vectors by their codes; each rank adds up its part in the vector's own dtype.
+
+    Args:
+        has_feedback: Whether the error is wanted.
+    """
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
     padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))
     parts = torch.split(padded, length)
     codes = [codec.encode(part, random) for part in parts]
-    error = padded - torch.cat([codec.decode(code, length, dtype) for code in codes])
+    error = None
+    if has_feedback:
+        error = padded - torch.cat([codec.decode(code, length, dtype) for code in codes])
     arrived = collective.all_to_all(codes, [codec.num_bytes(length)] * size)
     mine = codec.decode(arrived[0], length, dtype)
     for code in arrived[1:]:
         mine += codec.decode(code, length, dtype)
     answer = codec.encode(mine, random)
-    torch.split(error, length)[collective.rank].add_(mine).sub_(codec.decode(answer, length, dtype))
+    if error is not None:
+        torch.split(error, length)[collective.rank].add_(mine).sub_(codec.decode(answer, length, dtype))
     answers = collective.all_gather(answer, [codec.num_bytes(length)] * size)
     total = torch.cat([codec.decode(code, length, dtype) for code in answers])
-    return Sent(total[: len(vector)], error[: len(vector)])
+    return Sent(total[: len(vector)], None if error is None else error[: len(vector)])
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:

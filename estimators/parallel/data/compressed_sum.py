@@ -202,7 +202,8 @@ class _Group:
             self._views[number].zero_()
         sent = send(self._vector, self._compressor)
         # The sum is equal on all ranks, so they all see whether it overflowed.
-        if self._compressor.options["feedback"] and bool(torch.isfinite(sent.total).all()):
+        if self._compressor.has_feedback and bool(torch.isfinite(sent.total).all()):
+            assert sent.error is not None
             kept = self._views_of(self.residual)
             waiting = [(kept[number], kept[number].clone()) for number in absent]
             self.residual.copy_(sent.error).div_(scale)

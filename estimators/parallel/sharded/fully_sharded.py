@@ -26,7 +26,7 @@ from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Plai
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE
+from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.models.outputs import as_outputs
 
 
@@ -47,7 +47,7 @@ class FullySharded:
             collective.broadcast(list(module.state_dict().values()))
         units = shard_units(module, collective.size)
         optimizer = make_optimizer(module)
-        if type(optimizer) not in ELEMENTWISE:
+        if not is_elementwise(optimizer):
             raise ValueError(
                 f"sharding 'parameters' leaves a part of every parameter to each rank, and optimizer "
                 f"{type(optimizer).__name__} looks at whole ones; take one of "

@@ -40,6 +40,11 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter may be cut anywhere; a class of our own says so itself."""
+    return type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "is_elementwise", False)
+
+
 class Shard:
     """The parameters of an optimizer, dealt out to the ranks.
 
@@ -61,7 +66,7 @@ class Shard:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._collective = collective
-        self.is_even = type(optimizer) in ELEMENTWISE
+        self.is_even = is_elementwise(optimizer)
         for parameter in self.parameters:
             if not _is_dense(parameter):
                 parameter.data = parameter.data.contiguous()

@@ -21,9 +21,12 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     Attributes:
         settings: The settings of a group and their defaults, which the constructor takes by name.
+        is_elementwise: Whether a weight moves by its own gradient and state alone, so that a sharding may
+            cut a parameter anywhere.
     """
 
     settings: ClassVar[dict[str, Any]]
+    is_elementwise: ClassVar[bool] = False
 
     def __init__(self, params: Parameters, **given: Any) -> None:
         if unknown := sorted(given.keys() - self.settings.keys()):

@@ -3,8 +3,8 @@
 An optimizer is made after the module has its final form. The learning rate is the user's for any number of
 ranks. An optimizer that torch lacks, or whose version does not fit, has its own file.
 
-Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adafactor and sm3. In lamb it is
-added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
+Weight decay is decoupled from the gradient (AdamW) in adamw, adamw8bit, adam1bit, adafactor and sm3. In lamb
+it is added to the update before scaling. In all others it is part of the gradient (L2), as in their papers.
 
 Our own use no library: pytorch_optimizer's SM3 keeps a full-size momentum without using it, and its LAMB
 reads norms from the device; for the others see their files. Muon is left out: it takes only matrices, and
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.optimizers.adafactor import Adafactor
+from ringspark.estimators.training.optimizers.adam1bit import Adam1bit
 from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.base import Parameters
 from ringspark.estimators.training.optimizers.lamb import Lamb
@@ -73,16 +74,32 @@ OPTIMIZERS: dict[str, Factory] = {
     "adadelta": lambda p, lr, wd: torch.optim.Adadelta(p, lr=lr, weight_decay=wd),
     "adam8bit": lambda p, lr, wd: Adam8bit(p, lr=lr, weight_decay=wd),
     "adamw8bit": lambda p, lr, wd: Adam8bit(p, lr=lr, weight_decay=wd, decoupled=True),
+    "adam1bit": lambda p, lr, wd: Adam1bit(p, lr=lr, weight_decay=wd),
     "adafactor": lambda p, lr, wd: Adafactor(p, lr=lr, weight_decay=wd),
     "sm3": lambda p, lr, wd: SM3(p, lr=lr, weight_decay=wd),
     "lamb": lambda p, lr, wd: Lamb(p, lr=lr, weight_decay=wd),
     "lars": lambda p, lr, wd: Lars(p, lr=lr, weight_decay=wd),
 }
 
+# Those that divide by an average of squared gradients, and so are not linear in them.
+ADAPTIVE: frozenset[str] = frozenset(OPTIMIZERS) - {"sgd", "momentum", "adam1bit", "lars"}
+
 # Optimizers that update every weight from its own gradient and state alone, so that any flat slice of a
 # parameter may be updated by itself. The others need a parameter's rows and columns, norms or blocks.
 ELEMENTWISE: frozenset[str] = frozenset(
-    ("sgd", "momentum", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta")
+    (
+        "sgd",
+        "momentum",
+        "adam",
+        "adamw",
+        "adamax",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "adagrad",
+        "adadelta",
+        "adam1bit",
+    )
 )
 
 

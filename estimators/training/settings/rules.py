@@ -92,6 +92,17 @@ COMBINATIONS: tuple[Combination, ...] = (
         "activations; set both to 'none', or sharding='gradients'",
     ),
     Combination(
+        "optimizer='adam1bit' with gradientCompression that begins at once",
+        lambda c: (
+            c.optimizer == "adam1bit"
+            and c.gradient_compression["name"] != "none"
+            and not c.gradient_compression["after"]
+        ),
+        "optimizer 'adam1bit' keeps the second moments that it has when gradientCompression "
+        "('{gradient_compression[name]}') begins, and in the first step it has none; give the compression an "
+        "'after' of about a tenth of the steps",
+    ),
+    Combination(
         "gradientCompression with sharding",
         lambda c: c.gradient_compression["name"] != "none" and c.sharding != "none" and c.num_workers > 1,
         "gradientCompression sums whole gradients on every rank, and sharding '{sharding}' leaves each a "

@@ -139,6 +139,32 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
         assert result["bytes"] == ["00ff" * r for r in range(size)]
 
 
+def _length(sender: int, receiver: int) -> int:
+    """No two pieces are alike, some are empty, and one is longer than what travels at a time."""
+    return 300_000 if (sender, receiver) == (0, 1) else (3 * sender + 5 * receiver) % 4
+
+
+def _exchanges(collective: Collective, device: str, status: Status) -> str:
+    rank, ranks = collective.rank, range(collective.size)
+    found = []
+    for dtype in (torch.uint8, torch.int64, torch.float32, torch.bfloat16):
+        before = collective.bytes_sent
+        pieces = [torch.full((_length(rank, peer),), 10 * rank + peer, dtype=dtype) for peer in ranks]
+        arrived = collective.all_to_all(pieces, [_length(peer, rank) for peer in ranks])
+        wanted = [torch.full((_length(peer, rank),), 10 * peer + rank, dtype=dtype) for peer in ranks]
+        found.append(all(a.dtype == dtype and a.equal(b) for a, b in zip(arrived, wanted, strict=True)))
+        sent = sum(_length(rank, peer) for peer in ranks if peer != rank)
+        found.append(collective.bytes_sent - before == sent * dtype.itemsize)
+    return json.dumps(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
+def test_every_rank_gets_its_own_piece_from_every_other(name: str, size: int) -> None:
+    for road in _results(size, name, _exchanges):
+        assert all(all(rank) for rank in road)
+
+
 PARTS = {2: [[3, 3], [1, 5], [0, 6]], 3: [[2, 2, 2], [1, 5, 0], [0, 0, 6]], 1: [[6]]}
 
 

@@ -94,14 +94,15 @@ def _of_one(name: str, collective: Collective) -> dict[str, Any]:
     for step in range(3):
         collective.traffic.bytes_sent = 0
         total, error = single.sum(_gradient(rank, step, torch.float32), collective, step)
-    assert total.dtype == error.dtype == torch.float32
+    assert total.dtype == torch.float32
+    assert error is None or error.dtype == torch.float32
     bytes_sent = collective.bytes_sent
     result = {
         "telescopes": float((sent_all + lost - wanted).abs().max() / wanted.abs().max()),
         "digest": digest.hexdigest(),
         "resumes": sums[0].equal(sums[1]),
         "bytes": bytes_sent,
-        "picked": int((error != _gradient(rank, 2, torch.float32)).sum()),
+        "picked": 0 if error is None else int((error != _gradient(rank, 2, torch.float32)).sum()),
     }
     if name in WHOLE:
         whole = _made(name, feedback=False, **WHOLE[name])
@@ -276,13 +277,13 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> None:
-    values = resolved_compression({"name": "qsgd", "bits": bits})
+    values = resolved_compression({"name": "qsgd", "bits": bits, "feedback": True})
     compressor = COMPRESSORS["qsgd"]([torch.Size((1, 512))], 3, values)
     vector = torch.randn(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     levels = 2 ** (bits - 1) - 1
-    drawn = [compressor.sum(vector, LocalCollective(), step).error.square().sum() for step in range(200)]
+    drawn = [compressor.sum(vector, LocalCollective(), step).error for step in range(200)]
     # On a gang of one the sum is coded again, which leaves levels alone: one rounding.
-    variance = float(torch.stack(drawn).mean() / vector.square().sum())
+    variance = float(torch.stack(drawn).square().sum(1).mean() / vector.square().sum())
     assert 0 < variance <= min(512 / levels**2, math.sqrt(512) / levels)
 
 

@@ -7,7 +7,7 @@ import io
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
+from ringspark.estimators.training.optimizers.adam1bit import Adam1bit
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters
 from ringspark.estimators.training.optimizers.quantization import BLOCK_SIZE, Quantizer, levels
@@ -49,6 +50,32 @@ def test_every_optimizer_lowers_a_quadratic(name: str) -> None:
         optimizer.step()
     # Adadelta starts at steps of a thousandth of its rate.
     assert abs(parameter.item()) < (2.9999 if name == "adadelta" else 2.5)
+
+
+def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
+    """From then on an update is linear in the gradients, also of a parameter that got its first one late."""
+    ours, theirs = nn.Parameter(torch.tensor([3.0, -1.0])), nn.Parameter(torch.tensor([3.0, -1.0]))
+    late = nn.Parameter(torch.ones(1))
+    optimizer = make_optimizer("adam1bit", [ours, late], 0.05, 0.1)
+    other = torch.optim.AdamW([theirs], lr=0.05, weight_decay=0.1)
+    for number in range(5):
+        ours.grad = theirs.grad = torch.tensor([1.0, -2.0]) * (number + 1)
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(ours, theirs)
+    cast("Adam1bit", optimizer).freeze_variance()
+    kept = optimizer.state[ours]["exp_avg_sq"].clone()
+    ours.grad, late.grad = torch.tensor([100.0, 0.0]), torch.tensor([2.0])
+    optimizer.step()
+    assert optimizer.state[ours]["exp_avg_sq"].equal(kept)
+    # Adam's first step is the rate in the direction of the sign, after the decay.
+    assert late.item() == pytest.approx(1 - 0.05 * 0.1 - 0.05)
+    other_state = optimizer.state_dict()
+    again = make_optimizer(
+        "adam1bit", [nn.Parameter(ours.detach().clone()), nn.Parameter(torch.ones(1))], 1, 0
+    )
+    again.load_state_dict(other_state)
+    assert again.param_groups[0]["is_frozen"]
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
@@ -217,6 +244,7 @@ STATE_BYTES = {
     "adadelta": 8.0,
     "adam8bit": 2 + 2 * 4 / BLOCK_SIZE,
     "adamw8bit": 2 + 2 * 4 / BLOCK_SIZE,
+    "adam1bit": 8.0,
     "adafactor": LINES,
     "sm3": LINES,
     "lamb": 8.0,
@@ -280,7 +308,7 @@ def test_elementwise_optimizers_are_those_that_update_slices_alike(name: str) ->
     assert bool(difference < 1e-6) is (name in ELEMENTWISE)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adam8bit", "adamw8bit", "lamb", "lars", "sm3"])
+@pytest.mark.parametrize("name", ["adafactor", "adam1bit", "adam8bit", "adamw8bit", "lamb", "lars", "sm3"])
 def test_our_own_optimizers_refuse_sparse_gradients_with_the_remedy(name: str) -> None:
     embedding = nn.Embedding(5, 3, sparse=True)
     optimizer = make_optimizer(name, embedding.parameters(), 0.1, 0.0)

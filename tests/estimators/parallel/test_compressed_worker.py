@@ -1,0 +1,161 @@
+"""`train_worker` with compressed gradients: whole trainings, ended and resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_gang, weights_of
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives.compressors import COMPRESSORS, resolved_compression
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+pytestmark = pytest.mark.distributed
+SPEC = ModelSpec("mlp", {"in_features": 16, "hidden": [64, 64], "out_features": 1, "dropout": 0.1})
+MakeShards = Callable[..., ShardManifest]
+_weights = partial(weights_of, module=SPEC.build())
+
+
+def _config(make_shards: MakeShards, folder: Path, compression: Any, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(330, 16)).astype(np.float32)
+    manifest = make_shards({"x": x, "y": x.sum(1).astype(np.float32)})
+    return config_of(
+        manifest,
+        folder,
+        model=SPEC.to_json(),
+        optimizer="momentum",
+        learning_rate=0.001,
+        gradient_compression=resolved_compression(compression),
+        **{"num_workers": 2, "collective": "torch", "checkpoint_every_steps": 2, "keep_checkpoints": 9}
+        | changes,
+    )
+
+
+class Fails(Callback):
+    """Ends the training in step 7, the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 7 and state.rank == 1 and not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError("step 7")
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd", "gradiveq"])
+def test_a_failed_training_goes_on_as_if_nothing_had_happened(
+    make_shards: MakeShards, tmp_path: Path, name: str
+) -> None:
+    options = {"slice": 32, "components": 4, "samples": 3, "refresh": 5} if name == "gradiveq" else {}
+    config = _config(make_shards, tmp_path / "run", {"name": name, "after": 1, **options})
+    straight = _weights(train_gang(replace(config, run_uri=str(tmp_path / "straight"))))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 7"):
+        train_gang(config, objects)
+    resumed = train_gang(config, objects)
+    assert resumed.resumed_steps == (6,)
+    assert _weights(resumed).equal(straight)
+
+
+@pytest.mark.parametrize(("workers", "next_workers"), [(2, 3), (2, 1), (3, 2)])
+def test_a_resumed_training_may_have_other_workers(
+    make_shards: MakeShards, tmp_path: Path, workers: int, next_workers: int
+) -> None:
+    """What had not been sent is sent: the resumed training ends near the one without an interruption."""
+    config = _config(make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.3}, num_workers=workers)
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 7"):
+        train_gang(config, objects)
+    resumed = train_gang(replace(config, num_workers=next_workers), UserObjects(callbacks=objects.callbacks))
+    assert resumed.resumed_steps == (6,)
+    assert resumed.history[-1].train_loss < resumed.history[0].train_loss
+
+
+def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """Its first steps overflow and are skipped; the loss scale changes; the residuals stay finite."""
+    config = _config(
+        make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.1}, precision="fp16", epochs=6
+    )
+    result = train_gang(config)
+    assert torch.isfinite(_weights(result)).all()
+    assert result.history[-1].train_loss < 0.8 * result.history[0].train_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_compressor_trains_nearly_as_whole_gradients_do(
+    make_shards: MakeShards, tmp_path: Path, name: str
+) -> None:
+    options = {
+        "gradiveq": {"slice": 32, "components": 8, "samples": 3},
+        "randomk": {"ratio": 0.2},  # in few steps, a hundredth is not enough to send everything once
+    }.get(name, {})
+    config = _config(make_shards, tmp_path / "whole", "none", epochs=8)
+    compression = resolved_compression({"name": name, **options})
+    compressed = replace(config, run_uri=str(tmp_path / "other"), gradient_compression=compression)
+    whole, other = (train_gang(one).history for one in (config, compressed))
+    # Of what whole gradients win, most is won; nothing is won by a gradient that is wrong.
+    assert whole[0].train_loss - other[-1].train_loss > 0.7 * (whole[0].train_loss - whole[-1].train_loss)
+
+
+class Dies(Callback):
+    """Kills this process at a random moment, so often."""
+
+    def __init__(self, folder: Path, kills: int) -> None:
+        self._folder = folder
+        self._kills = kills
+
+    def on_train_start(self, state: TrainingState) -> None:
+        done = len(list(self._folder.iterdir()))
+        draw = random.Random(done)
+        rank, seconds = draw.randrange(state.size), draw.uniform(0.0, 0.25)
+        if done < self._kills and rank == state.rank:
+            timer = threading.Timer(seconds, self._die, [done])
+            timer.daemon = True
+            timer.start()
+
+    def _die(self, number: int) -> None:
+        (self._folder / str(number)).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_leave_the_weights_as_they_would_have_been(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    kills, folder = 20, tmp_path / "kills"
+    folder.mkdir()
+    config = _config(make_shards, tmp_path / "run", "topk", epochs=40)
+    straight = _weights(train_gang(replace(config, run_uri=str(tmp_path / "straight"))))
+    objects = UserObjects(callbacks=(Dies(folder, kills),))
+    lost = 0
+    while True:
+        try:
+            result = train_gang(config, objects)
+            break
+        except WorkerError:
+            lost += 1
+    assert lost == kills
+    assert _weights(result).equal(straight)
