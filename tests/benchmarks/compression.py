@@ -193,7 +193,7 @@ def main() -> None:
     root = harness.flights_root(options)
     with tempfile.TemporaryDirectory() as folder:
         with cli.spark("ringspark compression", harness.MASTER) as spark:
-            recipe = replace(recipes.NETWORK, epochs=options.epochs, hidden=(512, 512))
+            recipe = replace(recipes.NETWORK, epochs=options.epochs, hidden=(1024, 512))
             jobs = [
                 (precision.flights_job(root, precision.feature_sizes(root), recipe, 1), momentum(0.1, 1e-4)),
                 (

@@ -33,8 +33,12 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 NONE = "none"
 
 
-def resolved_compression(value: str | Mapping[str, Any]) -> dict[str, Any]:
+def resolved_compression(value: str | Mapping[str, Any], subject: str = "a compression") -> dict[str, Any]:
     """Returns the name of a compressor with all its options, from a name or a name with some of them.
+
+    Args:
+        value: The name, or a dict of "name" and options.
+        subject: What the value is of, for the errors.
 
     Raises:
         ValueError: The name or an option is unknown, or a value is out of range.
@@ -42,7 +46,7 @@ def resolved_compression(value: str | Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(value, str | Mapping):
         raise TypeError(
-            f"gradientCompression must be a name or a dict with a 'name', such as {{'name': 'powersgd', "
+            f"{subject} must be a name or a dict with a 'name', such as {{'name': 'powersgd', "
             f"'rank': 2}}, got {value!r}"
         )
     given = {"name": value} if isinstance(value, str) else dict(value)
@@ -50,12 +54,12 @@ def resolved_compression(value: str | Mapping[str, Any]) -> dict[str, Any]:
     names = [NONE, *COMPRESSORS]
     if name not in names:
         raise ValueError(
-            f"gradientCompression must be one of {', '.join(names)}, got {name!r}{nearest(str(name), names)}"
+            f"{subject} must be one of {', '.join(names)}, got {name!r}{nearest(str(name), names)}"
         )
     options = {} if name == NONE else COMPRESSORS[name].OPTIONS
     if given and not options:
-        raise ValueError(f"gradientCompression 'none' takes no options, got {next(iter(given))!r}")
-    return {"name": name, **resolved(f"gradientCompression {name!r}", given, options)}
+        raise ValueError(f"{subject} 'none' takes no options, got {next(iter(given))!r}")
+    return {"name": name, **resolved(f"{subject} {name!r}", given, options)}
 
 
 __all__ = ["COMPRESSORS", "NONE", "Compressor", "Sent", "resolved_compression"]

@@ -11,7 +11,7 @@ def _compression(value: Any) -> dict[str, Any]:
     # Imported only when a value is given, because it imports torch, which `--help` does not need.
     from ringspark.estimators.collectives.compressors import resolved_compression
 
-    return resolved_compression(value)
+    return resolved_compression(value, "gradientCompression")
 
 
 GRADIENT_COMPRESSION = Setting[dict[str, Any]](

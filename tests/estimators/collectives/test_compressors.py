@@ -299,8 +299,8 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("topkk", "gradientCompression must be one of none, fp16, .*, got 'topkk'.*'topk'"),
-        ({"name": "topk", "ration": 0.1}, "gradientCompression 'topk' takes .*, got 'ration'.*'ratio'"),
+        ("topkk", "a compression must be one of none, fp16, .*, got 'topkk'.*'topk'"),
+        ({"name": "topk", "ration": 0.1}, "a compression 'topk' takes .*, got 'ration'.*'ratio'"),
         ({"name": "topk", "ratio": 0}, "'topk': ratio must be a share above 0 and at most 1, got 0"),
         ({"name": "topk", "ratio": True}, "ratio must be a share"),
         ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number of at least 1, got 2.5"),
