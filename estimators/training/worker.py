@@ -136,6 +136,7 @@ def _train(
     sync = STRATEGIES[exchange.strategy]().prepare(
         module, partial(own_optimizer, config, objects), mesh.data, exchange
     )
+    sync.progress = status.tick
     # Dropout differs between the ranks, like between the rows of one batch.
     seed_rank(config.seed, 0, mesh.data_rank)
     best = None
@@ -197,6 +198,8 @@ def _exchange(config: TrainConfig) -> Exchange:
         micro_batches=config.gradient_accumulation,
         sharding=config.sharding,
         seed=config.seed,
+        consistency=config.consistency,
+        timeout_seconds=config.timeout_seconds,
     )
 
 
@@ -225,7 +228,7 @@ def _build(
     accept_single_rows(module)
     if config.num_workers > 1:
         # The exchange of whole gradients looks by itself, without the cost of a hook per parameter.
-        _make_gradients_dense(module, with_hooks=config.sharding != "none")
+        _make_gradients_dense(module, with_hooks=_exchange(config).strategy != "data_parallel")
     if config.precision != "fp32":
         keep_norms_fp32(module)
     return module
