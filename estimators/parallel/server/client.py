@@ -124,10 +124,10 @@ class ParameterClient:
 
 
 def _in_order(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient in the parameter's own order of memory."""
-    if gradient.stride() == parameter.stride():
+    """Returns a gradient in the parameter's own dtype and order of memory."""
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
-    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
@@ -151,6 +150,10 @@ class ShardServer:
         held = self._table.held
         like = {index: (tensor.numel(), tensor.dtype) for index, tensor in held.items()}
         most = wire.payload_bytes(list(like.values()))
+
+        def notice() -> None:
+            wire.send(connection, wire.PROGRESS, {})
+
         while True:
             kind, header, payload = wire.receive(connection, most)
             if kind == wire.PUSH:
@@ -163,15 +166,8 @@ class ShardServer:
                     ends_step=header["ends_step"],
                 )
                 continue
-            notice = partial(wire.send, connection, wire.PROGRESS, {})
             try:
-                values = self._table.pull(
-                    worker,
-                    header["indices"],
-                    header["clock"],
-                    header["bound"],
-                    lambda notice=notice: notice(),
-                )
+                values = self._table.pull(worker, header["indices"], header["clock"], header["bound"], notice)
             except WorkerLeftError as error:
                 wire.send(connection, wire.FAILED, {"error": str(error)})
                 return

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,9 +142,8 @@ class Table:
                 raise WorkerLeftError(f"rank {rank} left the training after its step {at}")
             if self.clocks.may_read(clock, bound):
                 return
-            before = self.clocks.towards(needed)
             if not self._changed.wait_for(
-                lambda before=before: self._left or self.clocks.towards(needed) > before, self._timeout
+                partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
             ):
                 rank = self.clocks.behind(needed)[0]
                 raise WorkerLeftError(
@@ -151,6 +151,9 @@ class Table:
                     f"{self.clocks.pushed[rank]}, and step {needed} is waited for"
                 )
             progress()
+
+    def _has_news(self, needed: int, before: int) -> bool:
+        return bool(self._left) or self.clocks.towards(needed) > before
 
     def _rate_share(self, late: int) -> float:
         steps = late / (self._size - 1) if self._consistency.corrects and self._size > 1 else 0.0
@@ -179,7 +182,7 @@ class Table:
         assert self._optimizer is not None
         for index, tensor in self.held.items():
             gradient = gradients.get(index)
-            tensor.grad = None if gradient is None else gradient.to(tensor.device)
+            tensor.grad = None if gradient is None else gradient.to(tensor)
         for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(settings)
             group["lr"] = settings["lr"] * rate_share

@@ -39,7 +39,7 @@ def send(
         for tensor, end in zip(tensors, ends, strict=True):
             start = end - _padded(tensor.nbytes)
             payload[start : start + tensor.nbytes] = tensor.detach().contiguous().view(torch.uint8)
-        connection.sendall(memoryview(payload.numpy()))
+        connection.sendall(payload.numpy().data)
     return total
 
 
@@ -103,7 +103,7 @@ def _ends(sizes: Sequence[int]) -> list[int]:
 
 def _read(connection: socket.socket, num_bytes: int) -> torch.Tensor:
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     while view:
         got = connection.recv_into(view)
         if not got:

@@ -45,8 +45,8 @@ CONSISTENCY = Setting[dict[str, Any]](
     field="consistency",
     words="how far apart the workers may run: 'bsp' (all take each step together), {'name': 'ssp', "
     "'staleness': s} (a parameter server; nobody reads more than s steps ahead of the slowest), 'asp' (the "
-    "same without a bound) or 'hogwild' (all write into one memory of one host, without a lock); 'ssp' and 'asp' "
-    "take 'correction': 'staleness', which lowers the rate of late gradients",
+    "same without a bound) or 'hogwild' (all write into one memory of one host, without a lock); 'ssp' and "
+    "'asp' take 'correction': 'staleness', which lowers the rate of late gradients",
     default={"name": "bsp"},
     convert=_consistency,
     without_effect=(

@@ -170,7 +170,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "consistency with checkpointEverySeconds",
         lambda c: _runs_apart(c) and not c.is_in_step and bool(c.checkpoint_every_seconds),
         "checkpointEverySeconds ({checkpoint_every_seconds}) has all workers meet to look at one clock, and "
-        "consistency '{consistency[name]}' is there to avoid that; set checkpointEverySteps or checkpointEveryEpochs",
+        "consistency '{consistency[name]}' is there to avoid that; set "
+        "checkpointEverySteps or checkpointEveryEpochs",
     ),
     Combination(
         "consistency='hogwild' with useGpu",
