@@ -162,7 +162,7 @@ class TrainConfig:
     @property
     def is_in_step(self) -> bool:
         """Whether the ranks take each step together."""
-        return Consistency.of(self.consistency).in_step
+        return self.num_workers == 1 or Consistency.of(self.consistency).in_step
 
     @property
     def looks_for_best(self) -> bool:

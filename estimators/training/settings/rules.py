@@ -167,13 +167,6 @@ COMBINATIONS: tuple[Combination, ...] = (
         "server has a part; leave maxGradNorm unset, or set consistency='bsp', which is the same training",
     ),
     Combination(
-        "consistency with checkpointEverySeconds",
-        lambda c: _runs_apart(c) and not c.is_in_step and bool(c.checkpoint_every_seconds),
-        "checkpointEverySeconds ({checkpoint_every_seconds}) has all workers meet to look at one clock, and "
-        "consistency '{consistency[name]}' is there to avoid that; set "
-        "checkpointEverySteps or checkpointEveryEpochs",
-    ),
-    Combination(
         "consistency='hogwild' with useGpu",
         lambda c: _runs_apart(c) and c.consistency["name"] == "hogwild" and c.use_gpu,
         "consistency 'hogwild' trains in the memory of the host, and useGpu puts the weights on GPUs; set "

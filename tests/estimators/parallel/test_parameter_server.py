@@ -5,28 +5,37 @@ The ranks of one gang run all cases in turn; each test looks at its own.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import signal
 import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives import Collective, CollectiveError
+from ringspark.estimators.collectives.base import ConnectedMember, gather_bytes
+from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.server.hogwild import HogwildSync
+from ringspark.estimators.parallel.server import wire
+from ringspark.estimators.parallel.server.consistency import Consistency
+from ringspark.estimators.parallel.server.links import RemoteLink
 from ringspark.estimators.parallel.server.parameter_server import ServedSync
+from ringspark.estimators.parallel.server.server import ShardServer
+from ringspark.estimators.parallel.server.table import Table, WorkerLeftError
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
@@ -62,10 +71,14 @@ class Net(nn.Module):
 
 
 def _prepare(
-    collective: Collective, consistency: Mapping[str, Any], optimizer: str, rate: float = 0.05
+    collective: Collective,
+    consistency: Mapping[str, Any],
+    optimizer: str,
+    rate: float = 0.05,
+    decay: float = 0.1,
 ) -> GradientSync:
     exchange = Exchange(consistency=consistency, timeout_seconds=30)
-    make = lambda module: build_optimizer(optimizer, module, None, rate, 0.1)  # noqa: E731
+    make = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
     return STRATEGIES[exchange.strategy]().prepare(Net(), make, collective, exchange)
 
 
@@ -135,7 +148,7 @@ def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any
 
 def _literal(collective: Collective) -> dict[str, Any]:
     """`push(index, gradient)` and `pull(index)` of a parameter that lies on all servers in parts."""
-    sync = _prepare(collective, ASP, "sgd", rate=0.5)
+    sync = _prepare(collective, ASP, "sgd", rate=0.5, decay=0.0)
     assert isinstance(sync, ServedSync)
     client, parameters = sync.client, sync._shard.parameters
     index = next(i for i, p in enumerate(parameters) if p.shape == (5, 7))
@@ -147,14 +160,10 @@ def _literal(collective: Collective) -> dict[str, Any]:
     for _ in range(2):
         client.push(index, gradient)
         client.tick()
-        collective.barrier()
         seen.append(client.pull(index).tolist())
-        collective.barrier()
-    return {
-        "seen": seen,
-        "stride": list(client.pull(index).stride()),
-        "owners": len(sync._shard.owners(index)),
-    }
+    sync.settle()
+    pulled = client.pull(index)
+    return {"seen": seen, "pulled": pulled.tolist(), "stride": list(pulled.stride())}
 
 
 def _convex(collective: Collective) -> dict[str, Any]:
@@ -190,13 +199,22 @@ def _convex(collective: Collective) -> dict[str, Any]:
     }
 
 
-def _mapped() -> bool:
+def _left_over(collective: Collective) -> list[str]:
+    """Threads, memory and connections that there are once the rank has left; runs on every rank."""
+    assert isinstance(collective, ConnectedMember)
+    before = _sockets()
+    collective._release()
+    gc.collect()
+    threads = [thread.name for thread in threading.enumerate() if "parameter" in thread.name]
     with open("/proc/self/maps") as maps:
-        return "ringspark-hogwild" in maps.read()
+        mapped = [line for line in maps if "ringspark-hogwild" in line]
+    collective.barrier()
+    return [*threads, *mapped, *([] if _sockets() < before else ["sockets"])]
 
 
-def _names() -> list[str]:
-    return sorted(t.name for t in threading.enumerate() if "parameter" in t.name)
+def _sockets() -> int:
+    """The TCP connections and ports of this process."""
+    return len(psutil.Process().net_connections("tcp"))
 
 
 def _refusals(collective: Collective) -> str:
@@ -221,6 +239,8 @@ def _work(collective: Collective, device: str, status: Status) -> str:
     result["convex"] = _convex(collective)
     status.phase = "refusals"
     result["refusals"] = _refusals(collective)
+    status.phase = "leaving"
+    result["left over"] = _left_over(collective)
     return json.dumps(result)
 
 
@@ -258,13 +278,17 @@ def test_settled_ranks_have_equal_weights_and_load_them_again(size: int, collect
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)
 def test_push_and_pull_by_index(size: int, collective: str) -> None:
+    """Each worker pushes twice; each push moves by its share of the rate 0.5."""
     gradient = torch.arange(35.0).reshape(5, 7)
     for result in _results(size, collective):
         literal = result["literal"]
-        # Each worker's push moves by its share of the rate 0.5, whatever the order.
-        assert torch.allclose(torch.tensor(literal["seen"]), torch.stack([-0.5 * gradient, -gradient]))
+        assert torch.allclose(torch.tensor(literal["pulled"]), -gradient)
         assert literal["stride"] == [1, 5]
-        assert literal["owners"] >= 1
+        for clock, seen in enumerate(literal["seen"], 1):
+            pushes = torch.tensor(seen).flatten()[1:] / gradient.flatten()[1:] * -2 * size
+            # Its own writes at least, and of the others' whatever has come.
+            assert torch.allclose(pushes, pushes.round(), atol=1e-4)
+            assert pushes.min() >= clock - 1e-4
 
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)
@@ -275,6 +299,83 @@ def test_hogwild_solves_a_convex_problem_in_one_memory(size: int, collective: st
         assert result["convex"]["files"] == []
 
 
+@pytest.mark.parametrize(("size", "collective"), GANGS)
+def test_nothing_is_left_of_servers_and_shared_memory(size: int, collective: str) -> None:
+    assert [result["left over"] for result in _results(size, collective)] == [[]] * size
+
+
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:
     for result in _results(2, "torch"):
         assert "optimizer Lamb looks at whole ones; take one of ASGD, " in result["refusals"]
+
+
+def _loses_rank_1(consistency: dict[str, Any], folder: str, collective: Collective, *_: Any) -> str:
+    """Rank 1 is gone after its step 3, as if killed: its connections end, and nothing is said."""
+    sync = _prepare(collective, consistency, "sgd")
+    told = Path(folder) / "told"
+    if collective.rank == 1:
+        _train(collective, sync, steps=3)
+        collective.abort()
+        while not told.exists():
+            time.sleep(0.05)
+        raise RuntimeError("was killed")
+    try:
+        _train(collective, sync, steps=100_000)
+    except CollectiveError as error:
+        told.write_text(str(error))
+        raise
+    return ""
+
+
+@pytest.mark.parametrize("name", ["ssp", "asp", "hogwild"])
+def test_a_rank_that_is_gone_ends_the_others_and_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="was killed") as caught:
+        run_spawned(2, "torch", partial(_loses_rank_1, APART[name], str(tmp_path)), timeout_seconds=60)
+    assert {failure.rank: failure.from_peer for failure in caught.value.failures} == {0: True, 1: False}
+    assert "rank 1" in (tmp_path / "told").read_text()
+
+
+def _served(token: bytes) -> tuple[ShardServer, Table]:
+    held = nn.Parameter(torch.zeros(4))
+    table = Table({0: held}, torch.optim.SGD([held], lr=1.0), 2, Consistency(bound=None), 5.0)
+    return ShardServer(table, "127.0.0.1", token, rank=0, size=2), table
+
+
+def test_a_stranger_is_disconnected_and_a_member_is_served() -> None:
+    before = set(threading.enumerate())
+    server, table = _served(b"t" * 32)
+    address = ("127.0.0.1", server.port)
+    like = {0: (4, torch.float32)}
+    try:
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"x" * 68)
+            while stranger.recv(1 << 16):
+                pass
+        with pytest.raises(CollectiveError, match="parameter server of rank 0 cannot be reached"):
+            RemoteLink(0, address, b"f" * 32, 1, like, 5.0)
+        assert table.clocks.pushed == [0, 0]
+        link = RemoteLink(0, address, b"t" * 32, 1, like, 5.0)
+        link.push({0: torch.ones(4)}, [{"lr": 1.0}], ends_step=True)
+        link.ask(None, 1, None)
+        assert link.answer(lambda: None)[0].tolist() == [-0.5] * 4
+        # All workers have come, so nobody else can.
+        with pytest.raises(CollectiveError):
+            RemoteLink(0, address, b"t" * 32, 1, like, 5.0)
+        link.close()
+    finally:
+        server.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_message_that_no_member_sends_ends_only_its_connection() -> None:
+    server, table = _served(b"t" * 32)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as member:
+            prove_as_client(member, b"t" * 32, 1)
+            member.sendall(struct.pack("!BIQ", wire.PUSH, 2, 1 << 40) + b"{}")
+            with suppress(ConnectionResetError):
+                assert member.recv(1) == b""
+        with pytest.raises(WorkerLeftError, match="rank 1 left the training after its step 0"):
+            table.pull(0, None, 0, None)
+    finally:
+        server.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -187,7 +188,7 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
     for _ in range(4):
         table.push(0, {}, RATE, ends_step=True)
     seen: list[int] = []
-    goes_on = threading.Semaphore(1)
+    goes_on = threading.Semaphore(0)
 
     def walk() -> None:
         """Takes the next step when the reader has noticed the one before; three in all."""
@@ -199,11 +200,16 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
         seen.append(table.clocks.pushed[1])
         goes_on.release()
 
-    walker = threading.Thread(target=walk)
-    walker.start()
+    def begin() -> None:
+        while not table._changed._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        goes_on.release()
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (walk, begin)]
+    for thread in threads:
+        thread.start()
     with pytest.raises(
         WorkerLeftError, match="rank 1 has taken no step for 1 s after its step 3, and step 4"
     ):
         table.pull(0, None, 4, 0, progress)
-    walker.join()
     assert seen == [1, 2, 3]
