@@ -190,7 +190,7 @@ def main() -> None:
     )
     late_by = (1, 2, 4, 8, 16, 32)
     harness.print_table(
-        f"staleness: loss left after {options.updates} updates, of gradients that are late by others' updates",
+        f"staleness: loss left after {options.updates} updates, by the updates that a gradient is late",
         ["correction", *(f"{workers - 1}" for workers in late_by), "7, one worker 10 x later"],
         [
             [
