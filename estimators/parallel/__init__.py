@@ -4,6 +4,8 @@ from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.server.hogwild import Hogwild
+from ringspark.estimators.parallel.server.parameter_server import ParameterServer
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.parallel.sharded.zero import ShardedGradients, ShardedOptimizer
 
@@ -13,6 +15,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero1": ShardedOptimizer,
     "zero2": ShardedGradients,
     "zero3": FullySharded,
+    "parameter_server": ParameterServer,
+    "hogwild": Hogwild,
 }
 
 __all__ = [
@@ -20,6 +24,8 @@ __all__ = [
     "DataParallel",
     "Exchange",
     "FullySharded",
+    "Hogwild",
+    "ParameterServer",
     "ShardedGradients",
     "ShardedOptimizer",
     "Strategy",

@@ -49,6 +49,10 @@ class GradientSync(Protocol):
         network: The module without that wrapper; its names are those of the state dict.
         loss_factor: What the loss of a rank is multiplied by before it is differentiated.
         ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflows.
+        in_step: Whether the ranks take each step together. If not, what a step needs of all ranks, such as
+            the weight of all rows, is taken from this rank's own, and each rank has weights of its own
+            between two calls of `settle`.
+        progress: Called while this rank waits by design for steps of others, with each such step.
     """
 
     module: nn.Module
@@ -56,6 +60,8 @@ class GradientSync(Protocol):
     optimizer: torch.optim.Optimizer
     loss_factor: float
     ranks_differ: bool
+    in_step: bool
+    progress: Callable[[], None]
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Takes part in the exchange of a step in which this rank has no rows.
@@ -131,6 +137,10 @@ class Strategy(Protocol):
         """
 
 
+def _nothing() -> None:
+    return
+
+
 class PlainSync:
     """`GradientSync` without communication, the base class of the others."""
 
@@ -140,6 +150,8 @@ class PlainSync:
         self.optimizer = optimizer
         self.loss_factor = 1.0
         self.ranks_differ = False
+        self.in_step = True
+        self.progress: Callable[[], None] = _nothing
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         return

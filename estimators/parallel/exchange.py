@@ -16,16 +16,23 @@ class Exchange:
         sharding: Parts of the training's state that are split over the ranks.
         seed: Seed of random choices that an exchange makes.
         compression: Name and options of the compressor of gradients, such as {"name": "powersgd", "rank": 2}.
+        consistency: How far apart the ranks may run, such as {"name": "ssp", "staleness": 3}; see
+            `server.consistency`.
+        timeout_seconds: The longest wait for a rank that takes no step.
     """
 
     micro_batches: int = 1
     sharding: str = "none"
     seed: int = 0
     compression: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
+    consistency: Mapping[str, Any] = field(default_factory=lambda: {"name": "bsp"})
+    timeout_seconds: float = 600.0
 
     @property
     def strategy(self) -> str:
         """The key of `STRATEGIES` that these settings ask for."""
+        if self.consistency["name"] != "bsp":
+            return "hogwild" if self.consistency["name"] == "hogwild" else "parameter_server"
         return "compressed" if self.compression["name"] != "none" else _OF_SHARDING[self.sharding]
 
 

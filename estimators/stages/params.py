@@ -13,6 +13,7 @@ from pyspark.ml.param.shared import HasLabelCol, HasSeed, HasValidationIndicator
 from ringspark.estimators.stages.declared import declared, param_of, setter, value_of
 from ringspark.estimators.stages.model_params import _ModelParams
 from ringspark.estimators.training.settings import columns as column_settings
+from ringspark.estimators.training.settings import consistency as consistency_settings
 from ringspark.estimators.training.settings import (
     exchange,
     memory,
@@ -77,6 +78,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     tracking, getTracking, setTracking = declared(observation.TRACKING)
     logEverySteps, getLogEverySteps, setLogEverySteps = declared(observation.LOG_EVERY_STEPS)
 
+    consistency, getConsistency, setConsistency = declared(consistency_settings.CONSISTENCY)
     precision, getPrecision, setPrecision = declared(memory.PRECISION)
     gradientCheckpointing, getGradientCheckpointing, setGradientCheckpointing = declared(
         memory.GRADIENT_CHECKPOINTING

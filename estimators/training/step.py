@@ -103,13 +103,17 @@ def forward(
     return losses, Seen(losses.detach(), _own_weights(recipe, batch), pairs)
 
 
-def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collective) -> torch.Tensor | float:
+def global_weights(
+    recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None, num_ranks: int = 1
+) -> torch.Tensor | float:
     """Returns the weight of all ranks' rows, which divides the losses. Runs on every rank.
 
     Args:
         batch: All of this rank's rows of the step.
         global_rows: Rows of all ranks; without row weights they are the divisor.
-        data: Collective of the ranks that share the global batch.
+        together: Collective of the ranks that share the global batch, if they take the step together. If not,
+            each of the others is taken to have as much weight as this rank.
+        num_ranks: Number of ranks that share it; only looked at without `together`.
 
     Returns:
         One number for all losses if rows have no weights, else one for each, (num_heads,).
@@ -117,9 +121,10 @@ def global_weights(recipe: Recipe, batch: Batch, global_rows: int, data: Collect
     weights = _own_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):
         return float(global_rows)
-    total = weights.clone()
-    with recipe.timeline.span("exchange"):
-        data.start_sum(total, "weights")()
+    total = weights.clone() if together is not None else weights * num_ranks
+    if together is not None:
+        with recipe.timeline.span("exchange"):
+            together.start_sum(total, "weights")()
     # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
     return torch.where(total > 0, total, torch.ones_like(total))
 

@@ -76,8 +76,8 @@ class StepLog:
         """Returns whether the training records after this step, the same on every rank."""
         return self._every > 0 and step % self._every == 0
 
-    def mean_loss(self, sums: Sums, data: Collective) -> float:
-        """Returns the mean loss since the record before. Runs on every rank."""
+    def mean_loss(self, sums: Sums, data: Collective | None) -> float:
+        """Returns the mean loss since the record before. Runs on every rank; see `Sums.mean_loss`."""
         totals = sums.totals()
         before, self._before = self._before, totals
         return sums.mean_loss(totals if before is None else totals - before, data)

@@ -52,6 +52,8 @@ class Trainer:
         self._timeline = running.observation.timeline
         self._status = status
         self._guards = config.on_non_finite != "stop"
+        # The ranks that meet in every step: none do if each takes its steps at its own pace.
+        self._together = mesh.data if self._sync.in_step else None
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
         """Runs all epochs, or fewer if a callback stops them. Runs on every rank.
@@ -165,7 +167,11 @@ class Trainer:
         return is_due
 
     def _record_step(self, rows: int) -> None:
-        """Records the loss since the last record. Runs on every rank."""
+        """Records the loss since the last record. Runs on every rank.
+
+        It is that of all ranks' rows; where ranks take steps at their own pace, of rank 0's alone, because a
+        common mean would have the others wait.
+        """
         running, state = self._running, self._state
         self._observed.losses.add(
             StepRecord(
@@ -173,7 +179,7 @@ class Trainer:
                 epoch=state.epoch,
                 rows=rows,
                 seconds=self._recovery.seconds,
-                train_loss=self._observed.losses.mean_loss(running.sums, self._mesh.data),
+                train_loss=self._observed.losses.mean_loss(running.sums, self._together),
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
             )
         )
@@ -211,7 +217,7 @@ class Trainer:
         if running.transform is not None:
             with self._timeline.span("transform"):
                 batch = running.transform(batch, self._state.step)
-        divisor = global_weights(running.recipe, batch, global_rows, self._mesh.data)
+        divisor = global_weights(running.recipe, batch, global_rows, self._together, self._mesh.data_size)
         if not batch.num_rows:
             with self._timeline.span("backward"):
                 self._sync.backward_without_rows(batch.inputs)
@@ -315,6 +321,10 @@ class Trainer:
                 self._mesh.data.broadcast(list(shared.values()))
 
     def _save(self) -> None:
+        if not self._sync.in_step:
+            # Here the others may be far behind; this wait knows their progress, a collective call does not.
+            with backward_errors():
+                self._sync.settle()
         with self._timeline.rare_span("checkpoint", self._state):
             self._recovery.save(self._running)
 

@@ -136,6 +136,7 @@ def _train(
     sync = STRATEGIES[exchange.strategy]().prepare(
         module, partial(own_optimizer, config, objects), mesh.data, exchange
     )
+    sync.progress = status.tick
     # Dropout differs between the ranks, like between the rows of one batch.
     seed_rank(config.seed, 0, mesh.data_rank)
     best = None
@@ -198,6 +199,8 @@ def _exchange(config: TrainConfig) -> Exchange:
         sharding=config.sharding,
         compression=config.gradient_compression,
         seed=config.seed,
+        consistency=config.consistency,
+        timeout_seconds=config.timeout_seconds,
     )
 
 
@@ -224,7 +227,8 @@ def _build(
         solo.end()
     module = module.to(device)
     accept_single_rows(module)
-    if config.num_workers > 1 and config.sharding != "none":
+    # The exchange of whole gradients sends rows of embeddings, and refuses other sparse ones by itself.
+    if config.num_workers > 1 and _exchange(config).strategy not in ("data_parallel", "compressed"):
         _make_gradients_dense(module)
     if config.precision != "fp32":
         keep_norms_fp32(module)

@@ -6,7 +6,8 @@ network, and a rank writes the received pieces of others directly where the netw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class Shard:
         if not self.is_even:
             return parameter
         return nn.Parameter(flat(parameter.data)[piece.start : piece.stop])
+
+    def pieces_of(self, rank: int) -> dict[int, Piece]:
+        """Returns a rank's piece of each parameter of which it has one, in the order of the buckets."""
+        return {piece.index: piece for pieces in self._pieces for piece in pieces if piece.rank == rank}
 
     def owners(self, index: int) -> list[Piece]:
         """Returns the pieces of a parameter in rank order; an empty parameter has none."""
@@ -203,3 +208,17 @@ def cut(value: Any, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor)
     aligned = torch.empty_like(parameter, dtype=value.dtype)
     aligned.copy_(value)
     return flat(aligned)[piece.start : piece.stop].clone()
+
+
+@contextmanager
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hides empty groups during a step: a rank may hold nothing of a group, which some optimizers reject."""
+    groups = optimizer.param_groups
+    if all(group["params"] for group in groups):
+        yield
+        return
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups

@@ -29,7 +29,7 @@ from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
-from ringspark.estimators.parallel.sharded.pieces import Shard
+from ringspark.estimators.parallel.sharded.pieces import Shard, without_empty_groups
 
 
 class ShardedOptimizer:
@@ -193,7 +193,7 @@ class ShardedSync(PlainSync):
         return [t.grad for t in self._shard.held.values() if t.grad is not None]
 
     def step(self, scaler: Scaler) -> None:
-        with _without_empty_groups(self.optimizer):
+        with without_empty_groups(self.optimizer):
             scaler.step(self.optimizer)
         for bucket in range(len(self._shard.buckets)):
             self._shard.share(bucket)
@@ -203,17 +203,3 @@ class ShardedSync(PlainSync):
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         load_state(self._shard, self.optimizer, state)
-
-
-@contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides empty groups during a step: a rank may hold nothing of a group, which some optimizers reject."""
-    groups = optimizer.param_groups
-    if all(group["params"] for group in groups):
-        yield
-        return
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups

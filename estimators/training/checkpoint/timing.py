@@ -1,7 +1,8 @@
 """Decides when a checkpoint is due, by steps, epochs and seconds, alike on all ranks.
 
 Every rank counts steps and epochs. Only rank 0 reads the clock: a rare broadcast says that a checkpoint is
-due, or after how many steps to look again. So most steps cost only a comparison of numbers.
+due, or after how many steps to look again. So most steps cost only a comparison of numbers. Ranks that take
+their steps at their own pace look at it only after an epoch, where they meet anyway.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Due:
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds
+        self._in_step = config.is_in_step
         self._mesh = mesh
         self._clock = clock
         self.is_asked = bool(self._steps or self._epochs or self._seconds or config.pause_after)
@@ -46,11 +48,18 @@ class Due:
         """Returns whether a checkpoint is due after `step` steps of the training. Runs on every rank."""
         if self._steps and step % self._steps == 0:
             return True
-        return bool(self._seconds) and step >= self._look_at and self._look(step)
+        return bool(self._seconds) and self._in_step and step >= self._look_at and self._look(step)
 
     def after_epoch(self, epoch: int) -> bool:
-        """Returns whether a checkpoint is due after `epoch` epochs."""
-        return bool(self._epochs) and epoch % (self._epochs or 1) == 0
+        """Returns whether a checkpoint is due after `epoch` epochs. Runs on every rank."""
+        if self._epochs and epoch % self._epochs == 0:
+            return True
+        return bool(self._seconds) and not self._in_step and self._is_late()
+
+    def _is_late(self) -> bool:
+        answer = torch.tensor([int(self._clock() - self._last >= self._seconds)])
+        self._mesh.world.broadcast([answer])
+        return bool(answer)
 
     def _look(self, step: int) -> bool:
         answer = torch.zeros(1, dtype=torch.int64)

@@ -79,9 +79,13 @@ class Sums:
         """Copies the sums of losses and of weights so far, (2, num_heads), without waiting for the device."""
         return self._losses.detach().clone()
 
-    def mean_loss(self, totals: torch.Tensor, data: Collective) -> float:
-        """Returns the mean loss of the rows of all ranks in `totals`. Runs on every rank."""
-        losses, weights = data.all_reduce(totals.cpu().flatten()).view_as(totals)
+    def mean_loss(self, totals: torch.Tensor, data: Collective | None) -> float:
+        """Returns the mean loss of the rows in `totals` of all ranks of `data`, which all call it.
+
+        Without `data` it is that of this rank's own rows.
+        """
+        own = totals.cpu()
+        losses, weights = own if data is None else data.all_reduce(own.flatten()).view_as(totals)
         means = (losses / weights).tolist()
         return float(sum(head.weight * mean for head, mean in zip(self._heads, means, strict=True)))
 

@@ -10,8 +10,10 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
+    consistency,
     exchange,
     memory,
     observation,
@@ -73,6 +75,7 @@ class TrainConfig:
         activation_compression: Encoding of saved activations: see `saved_tensors`.
         sharding: Parts of the training's state that are split over the ranks: see `STRATEGIES`.
         gradient_compression: Name and options of a compressor, see `collectives.compressors`.
+        consistency: How far apart the ranks may run, with all options: see `parallel.server.consistency`.
         max_grad_norm: Bound of the global gradient's 2-norm; None for no clipping.
         checkpoint_every_steps: Steps between two checkpoints of the whole training; None for none.
         checkpoint_every_seconds: Seconds between two checkpoints, by the clock of rank 0; 0 for none.
@@ -123,6 +126,7 @@ class TrainConfig:
     use_gpu: bool = workers.USE_GPU.default
     collective: str = workers.COLLECTIVE.default
     compile: bool | str = workers.COMPILE.default
+    consistency: dict[str, Any] = field(default_factory=lambda: dict(consistency.CONSISTENCY.default))
     precision: Precision = memory.PRECISION.default
     gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING
     gradient_accumulation: int = optimization.GRADIENT_ACCUMULATION.default
@@ -157,6 +161,11 @@ class TrainConfig:
         """The columns that a training reads: inputs, labels and weights."""
         weights = [] if self.weight_column is None else [self.weight_column]
         return [*self.input_columns, *self.label_columns, *weights]
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the ranks take each step together."""
+        return self.num_workers == 1 or Consistency.of(self.consistency).in_step
 
     @property
     def looks_for_best(self) -> bool:

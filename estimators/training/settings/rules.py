@@ -24,6 +24,11 @@ class Combination(NamedTuple):
     message: str
 
 
+def _runs_apart(c: TrainConfig) -> bool:
+    """Whether workers exchange by another way than common sums of their gradients."""
+    return c.consistency["name"] != "bsp" and c.num_workers > 1
+
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "batchSize < numWorkers",
@@ -103,6 +108,13 @@ COMBINATIONS: tuple[Combination, ...] = (
         "'after' of about a tenth of the steps",
     ),
     Combination(
+        "gradientCompression with another consistency than 'bsp'",
+        lambda c: c.gradient_compression["name"] != "none" and _runs_apart(c),
+        "gradientCompression sums gradients that all workers exchange at once, and with consistency "
+        "'{consistency[name]}' none waits for the others; set consistency='bsp', or "
+        "gradientCompression='none'",
+    ),
+    Combination(
         "gradientCompression with sharding",
         lambda c: c.gradient_compression["name"] != "none" and c.sharding != "none" and c.num_workers > 1,
         "gradientCompression sums whole gradients on every rank, and sharding '{sharding}' leaves each a "
@@ -139,5 +151,49 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda c: c.collective == "local" and c.num_workers > 1,
         "collective 'local' serves one worker, got numWorkers={num_workers}; "
         "set collective='horovod' or 'torch'",
+    ),
+    Combination(
+        "consistency with sharding",
+        lambda c: _runs_apart(c) and c.sharding != "none",
+        "consistency '{consistency[name]}' keeps the optimizer at the servers, each with its part, and "
+        "sharding '{sharding}' would part it again; set sharding='none', or consistency='bsp'",
+    ),
+    Combination(
+        "consistency with precision='fp16'",
+        lambda c: _runs_apart(c) and c.precision == "fp16",
+        "precision 'fp16' skips a step on all workers if one overflows, and with consistency "
+        "'{consistency[name]}' they take none together; set precision='bf16', or consistency='bsp'",
+    ),
+    Combination(
+        "consistency with onNonFinite",
+        lambda c: _runs_apart(c) and c.on_non_finite != "stop",
+        "onNonFinite '{on_non_finite}' undoes a step on all workers, and with consistency "
+        "'{consistency[name]}' they take none together; set onNonFinite='stop', or consistency='bsp'",
+    ),
+    Combination(
+        "consistency with emaDecay",
+        lambda c: _runs_apart(c) and c.ema_decay is not None,
+        "emaDecay averages the weights after each step, and with consistency '{consistency[name]}' every "
+        "worker sees others; leave emaDecay unset, or set consistency='bsp'",
+    ),
+    Combination(
+        "consistency with an optimizer that looks at whole parameters",
+        lambda c: (
+            _runs_apart(c) and c.consistency["name"] != "hogwild" and c.optimizer in _OF_WHOLE_PARAMETERS
+        ),
+        "consistency '{consistency[name]}' leaves a part of every parameter to each server, and optimizer "
+        "'{optimizer}' looks at whole ones; set optimizer='adamw', or consistency='bsp'",
+    ),
+    Combination(
+        "consistency='ssp' of staleness 0 with maxGradNorm",
+        lambda c: _runs_apart(c) and c.is_in_step and c.max_grad_norm is not None,
+        "maxGradNorm ({max_grad_norm}) bounds the norm of all workers' gradients together, of which each "
+        "server has a part; leave maxGradNorm unset, or set consistency='bsp', which is the same training",
+    ),
+    Combination(
+        "consistency='hogwild' with useGpu",
+        lambda c: _runs_apart(c) and c.consistency["name"] == "hogwild" and c.use_gpu,
+        "consistency 'hogwild' trains in the memory of the host, and useGpu puts the weights on GPUs; set "
+        "useGpu=False, or consistency='asp'",
     ),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from ringspark.estimators.training.settings import (
     columns,
+    consistency,
     exchange,
     memory,
     observation,
@@ -27,6 +28,7 @@ SETTINGS: dict[str, Setting[Any]] = {
         columns,
         workers,
         exchange,
+        consistency,
         memory,
         places,
         recovery,

@@ -1,0 +1,198 @@
+"""Hogwild: the ranks of one host train the same weights in shared memory, without a lock.
+
+Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". Each rank
+computes gradients at whatever the weights are, and its optimizer writes into them while others read and
+write; an update may be lost where two write one element at the same time. The paper's bound is for sparse
+gradients and plain SGD. An optimizer's own state, such as momentum, stays with its rank.
+
+As out of step on a parameter server, a step is that of the mean gradient of the rank's own rows, with the
+rate divided by the number of ranks. Servers without parameters keep the clocks of the ranks: so `settle`
+knows when all have taken their steps, and a rank that is gone is noticed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
+from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
+from ringspark.estimators.parallel.server.client import ParameterClient
+from ringspark.estimators.parallel.server.consistency import Consistency
+from ringspark.estimators.parallel.server.parameter_server import open_service
+from ringspark.estimators.parallel.server.server import ShardServer
+from ringspark.estimators.parallel.server.table import Table
+from ringspark.estimators.parallel.sharded.pieces import place
+
+# Every parameter begins at a cache line of its own.
+_ALIGNMENT = 64
+_TOKEN_BYTES = 16
+_FOLDER = "/dev/shm"
+_REMEDY = "set consistency='asp', which goes through the network"
+
+
+class Hogwild:
+    """Puts the trained parameters of the ranks of one host into memory that all of them map."""
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, exchange: Exchange
+    ) -> GradientSync:
+        if collective.size == 1:
+            return DataParallel().prepare(module, make_optimizer, collective, exchange)
+        if collective.member.cross_size > 1:
+            raise ValueError(
+                "consistency 'hogwild' trains in the memory of one host, and the workers are on "
+                f"{collective.member.cross_size} hosts; {_REMEDY}"
+            )
+        with torch.no_grad():
+            collective.broadcast(list(module.state_dict().values()))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if any(p.device.type != "cpu" for p in trained):
+            raise ValueError(f"consistency 'hogwild' trains in the host's memory, not on a GPU; {_REMEDY}")
+        share_memory(trained, collective)
+        optimizer = make_optimizer(module)
+        consistency = Consistency.of(exchange.consistency)
+        seconds = exchange.timeout_seconds
+        table = Table({}, None, collective.size, consistency, seconds)
+        none: list[Mapping[int, object]] = [{} for _ in range(collective.size)]
+        server, client = open_service(
+            table,
+            none,  # type: ignore[arg-type]
+            [],
+            optimizer,
+            collective,
+            consistency,
+            seconds,
+        )
+        return HogwildSync(module, optimizer, server, client, collective)
+
+
+def share_memory(parameters: Sequence[nn.Parameter], collective: Collective) -> None:
+    """Moves equal parameters to memory that all ranks map, until they leave. Runs on every rank.
+
+    Raises:
+        ValueError: The ranks do not see the same memory; raised on every rank.
+    """
+    starts, end = [], _ALIGNMENT
+    for parameter in parameters:
+        starts.append(end)
+        end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    descriptor, path, token = -1, "", b""
+    if collective.rank == 0:
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        with suppress(OSError):
+            descriptor, path = tempfile.mkstemp(prefix="ringspark-hogwild-", dir=_FOLDER)
+    memory: mmap.mmap | None = None
+    try:
+        if descriptor >= 0:
+            with suppress(OSError):
+                # Takes the memory now: where it is short, this fails, and writing would end the process.
+                os.posix_fallocate(descriptor, 0, end)
+                memory = mmap.mmap(descriptor, end)
+                memory[: len(token)] = token
+        told = gather_bytes(collective, token + path.encode())[0]
+        token, path = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:].decode()
+        if collective.rank and path:
+            with suppress(OSError, ValueError):
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                memory = mmap.mmap(descriptor, end)
+        # Containers of one host may have folders of their own.
+        sees = memory is not None and memory[: len(token)] == token
+        able = collective.all_gather(torch.tensor([int(sees)]))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if collective.rank == 0 and path:
+            # All have mapped it, or never will.
+            with suppress(OSError):
+                os.unlink(path)
+    if memory is None or not all(int(flag) for flag in able):
+        raise ValueError(
+            f"consistency 'hogwild' needs {end:,} bytes of memory in {_FOLDER} that all workers share; "
+            f"give the host or container that much, or {_REMEDY}"
+        )
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    for parameter, start in zip(parameters, starts, strict=True):
+        elements = whole[start : start + parameter.nbytes].view(parameter.dtype)
+        shared = place(elements, 0, parameter)
+        if collective.rank == 0:
+            shared.copy_(parameter.data)
+        parameter.data = shared
+    collective.barrier()
+    collective.on_leave(partial(_take_out, parameters))
+
+
+def _take_out(parameters: Sequence[nn.Parameter]) -> None:
+    """Gives the network memory of its own again, so that nothing holds the shared one."""
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+
+
+class HogwildSync(PlainSync):
+    """Steps on the shared weights at once."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        server: ShardServer,
+        client: ParameterClient,
+        collective: Collective,
+    ) -> None:
+        super().__init__(network, optimizer)
+        self.in_step = False
+        self.loss_factor = float(collective.size)
+        self._server = server
+        self._client = client
+        self._collective = collective
+
+    def step(self, scaler: Scaler) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate / self._collective.size
+        scaler.step(self.optimizer)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self._client.progress = self.progress
+        self._client.tick()
+        # Nothing to wait for; it raises if a rank is gone.
+        self._client.read_all()
+
+    def settle(self) -> None:
+        self._client.progress = self.progress
+        self._client.pull_all(bound=0)
+        # Nobody writes the next step before all have come here.
+        self._collective.barrier()
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        self.settle()
+        return {
+            f"{name}/{key}": value.detach().to("cpu", copy=True).contiguous()
+            for name, own in state_by_name(self.network, self.optimizer).items()
+            for key, value in own.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
+        # Where the ranks are others, each goes on with the state of rank 0, which all have loaded.
+        if is_same and states[self._collective.rank]:
+            own: dict[str, dict[str, torch.Tensor]] = {}
+            for name, value in states[self._collective.rank].items():
+                parameter, key = name.rsplit("/", 1)
+                own.setdefault(parameter, {})[key] = value
+            load_by_name(self.network, self.optimizer, own)  # type: ignore[arg-type]
+        # All have written the same weights; nobody trains before.
+        self._collective.barrier()

@@ -1,0 +1,112 @@
+"""Messages between a worker and a server: a kind, a JSON header, and tensors as bytes.
+
+A message is its kind (1 byte), the lengths of header (4 bytes) and payload (8 bytes), then both. Nothing is
+unpickled. The peers have proved that they know the run's token before (see `collectives.rendezvous.channel`).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+PUSH, PULL, VALUES, PROGRESS, FAILED = range(1, 6)
+
+_HEAD = struct.Struct("!BIQ")
+_MAX_HEADER_BYTES = 16 << 20
+# Every tensor begins at such a multiple, so that its bytes can be read in place as any dtype.
+_ALIGNMENT = 8
+
+
+def send(
+    connection: socket.socket, kind: int, header: dict[str, Any], tensors: Sequence[torch.Tensor] = ()
+) -> int:
+    """Sends one message; returns the bytes of its payload.
+
+    Args:
+        tensors: 1-D, on the CPU.
+    """
+    text = json.dumps(header).encode()
+    ends = _ends([tensor.nbytes for tensor in tensors])
+    total = ends[-1] if ends else 0
+    connection.sendall(_HEAD.pack(kind, len(text), total) + text)
+    if total:
+        payload = torch.empty(total, dtype=torch.uint8)
+        for tensor, end in zip(tensors, ends, strict=True):
+            start = end - _padded(tensor.nbytes)
+            payload[start : start + tensor.nbytes] = tensor.detach().contiguous().view(torch.uint8)
+        connection.sendall(payload.numpy().data)
+    return total
+
+
+def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, Any], torch.Tensor]:
+    """Returns kind, header and payload, 1-D bytes, of the next message.
+
+    Args:
+        most_bytes: The longest payload that a member sends.
+
+    Raises:
+        OSError: The connection is gone, or the message is none that a member sends.
+    """
+    kind, header_bytes, payload_bytes = _HEAD.unpack(_read(connection, _HEAD.size).numpy().tobytes())
+    if header_bytes > _MAX_HEADER_BYTES or payload_bytes > most_bytes:
+        raise ConnectionError(
+            f"a message of {header_bytes} and {payload_bytes} bytes was announced, {_MAX_HEADER_BYTES} and "
+            f"{most_bytes} are allowed"
+        )
+    try:
+        header = json.loads(_read(connection, header_bytes).numpy().tobytes())
+    except ValueError as error:
+        raise ConnectionError(f"a message has a damaged header ({error})") from None
+    return kind, header, _read(connection, payload_bytes)
+
+
+def cut(payload: torch.Tensor, like: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Returns the tensors of a payload, which share its memory.
+
+    Args:
+        like: Number of elements and dtype of each.
+
+    Raises:
+        ConnectionError: The payload has another length.
+    """
+    sizes = [number * dtype.itemsize for number, dtype in like]
+    ends = _ends(sizes)
+    if (ends[-1] if ends else 0) != len(payload):
+        raise ConnectionError(f"a payload of {len(payload)} bytes came, {ends[-1:] or 0} were expected")
+    return [
+        payload[end - _padded(size) :][:size].view(dtype)
+        for (_, dtype), size, end in zip(like, sizes, ends, strict=True)
+    ]
+
+
+def payload_bytes(like: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Returns the length of the payload of such tensors; takes the argument of `cut`."""
+    return sum(_padded(number * dtype.itemsize) for number, dtype in like)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    ends, end = [], 0
+    for size in sizes:
+        end += _padded(size)
+        ends.append(end)
+    return ends
+
+
+def _read(connection: socket.socket, num_bytes: int) -> torch.Tensor:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    view = buffer.numpy().data
+    while view:
+        got = connection.recv_into(view)
+        if not got:
+            raise ConnectionError("the peer closed the connection")
+        view = view[got:]
+    return buffer
