@@ -49,6 +49,8 @@ class GradientSync(Protocol):
         network: The module without that wrapper; its names are those of the state dict.
         loss_factor: What the loss of a rank is multiplied by before it is differentiated.
         ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflows.
+        local_square: After `reduce`, the squared 2-norm of this rank's gradients before the ranks summed
+            them, on the device; None where `Exchange.noise_scale` does not ask for it, or nobody knows.
     """
 
     module: nn.Module
@@ -56,6 +58,7 @@ class GradientSync(Protocol):
     optimizer: torch.optim.Optimizer
     loss_factor: float
     ranks_differ: bool
+    local_square: torch.Tensor | None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Takes part in the exchange of a step in which this rank has no rows.
@@ -136,6 +139,7 @@ class PlainSync:
         self.optimizer = optimizer
         self.loss_factor = 1.0
         self.ranks_differ = False
+        self.local_square: torch.Tensor | None = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         return

@@ -14,6 +14,7 @@ from ringspark.estimators.stages.declared import declared, param_of, setter, val
 from ringspark.estimators.stages.model_params import _ModelParams
 from ringspark.estimators.training.settings import columns as column_settings
 from ringspark.estimators.training.settings import (
+    large_batches,
     memory,
     observation,
     optimization,
@@ -47,6 +48,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     gradientAccumulation, getGradientAccumulation, setGradientAccumulation = declared(
         optimization.GRADIENT_ACCUMULATION
     )
+    noiseScale, getNoiseScale, setNoiseScale = declared(large_batches.NOISE_SCALE)
     seed, setSeed = param_of(optimization.SEED), setter(optimization.SEED)
     shuffle, getShuffle, setShuffle = declared(optimization.SHUFFLE)
     monitor, getMonitor, setMonitor = declared(optimization.MONITOR)

@@ -196,6 +196,7 @@ def _exchange(config: TrainConfig) -> Exchange:
     return Exchange(
         micro_batches=config.gradient_accumulation,
         sharding=config.sharding,
+        noise_scale=config.noise_scale,
         seed=config.seed,
     )
 

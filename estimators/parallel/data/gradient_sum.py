@@ -41,9 +41,12 @@ class SummedGradients(PlainSync):
         *,
         flat_bytes: int = FLAT_BYTES,
         bucket_bytes: int = BUCKET_BYTES,
+        measures_local: bool = False,
     ) -> None:
         super().__init__(module, optimizer)
         self._collective = collective
+        self._measures_local = measures_local
+        self._squares: list[torch.Tensor] = []  # of this rank's buckets, before the ranks sum them
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
         is_flat = num_bytes(trained.values()) <= flat_bytes
@@ -81,6 +84,8 @@ class SummedGradients(PlainSync):
         number = len(self._sums)
         bucket = self._buckets[number]
         bucket.take()
+        if self._measures_local:
+            self._squares.append(bucket.square())
         self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
 
     def reduce(self) -> None:
@@ -92,3 +97,6 @@ class SummedGradients(PlainSync):
             bucket.give()
             bucket.await_all()
         self._sums.clear()
+        if self._measures_local:
+            self.local_square = torch.stack(self._squares).sum()
+            self._squares.clear()

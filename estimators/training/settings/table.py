@@ -6,6 +6,7 @@ from typing import Any
 
 from ringspark.estimators.training.settings import (
     columns,
+    large_batches,
     memory,
     observation,
     optimization,
@@ -22,6 +23,7 @@ SETTINGS: dict[str, Setting[Any]] = {
     for subject in (
         python_objects,
         optimization,
+        large_batches,
         tuning,
         columns,
         workers,
