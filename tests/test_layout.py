@@ -54,7 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/trained_model",
         "estimators/sequence_windows",
     ),
-    ("estimators/search", "estimators/tuning"),
+    ("estimators/search", "estimators/tuning", "estimators/scaling"),
     ("estimators",),  # the public names, each imported when it is asked for
     ("jobs",),
 )

@@ -1,7 +1,7 @@
 """`advise_batch_size`: what a training's gradient noise says about its batch size.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, a batch of B rows
-needs 1 + N / B times the steps of an endless one, and 1 + B / N times the rows of the smallest ones. At B = N,
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, batches of B rows
+need 1 + N / B times the steps of endless ones, and 1 + B / N times the rows of the smallest ones. At B = N,
 the critical size, both are 2. Below it, twice the batch takes almost half the steps; above it, almost only
 more rows.
 """
@@ -55,10 +55,10 @@ class BatchAdvice:
         now, share = f"batchSize={self.batch_size:,}", self.batch_size / self.noise_scale
         if share > _NEAR:
             return (
-                f"{now} is {share:.3g} times the critical size of {self.noise_scale:,.0f} rows, and a row brings "
-                f"{self.efficiency(self.batch_size):.0%} of what it could; batchSize={self.suggestion} needs "
-                f"{self.rows(self.suggestion):.2g} times the rows, in {self.steps(self.suggestion):.2g} times "
-                "the steps"
+                f"{now} is {share:.3g} times the critical size of {self.noise_scale:,.0f} rows, and a row "
+                f"brings {self.efficiency(self.batch_size):.0%} of what it could; "
+                f"batchSize={self.suggestion} needs {self.rows(self.suggestion):.2g} times the rows, in "
+                f"{self.steps(self.suggestion):.2g} times the steps"
             )
         if share < 1 / _NEAR:
             return (
@@ -103,8 +103,7 @@ def advise_batch_size(model: Any) -> BatchAdvice:
     """Reads the gradient noise from a trained model's history, and says which batch size suits it.
 
     The noise grows while the loss falls, so the advice is that of the training's end; an early epoch bears
-    fewer rows a step (see `batchSizeSchedule`). The measure assumes steps like those of SGD with a well-chosen
-    rate; for Adam and networks with batch norm it is a rule of thumb, right to a factor of a few.
+    fewer rows a step. The measure assumes steps like those of SGD with a well-chosen rate; for Adam and networks with batch norm it is a rule of thumb, right to a factor of a few.
 
     Args:
         model: A model that was trained with `noiseScale=True`.
@@ -125,8 +124,8 @@ def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
     found = [record for record in epochs if record.noise is not None]
     if not found:
         raise ValueError(
-            "advise_batch_size needs a model that was trained with noiseScale=True on two workers or more, or "
-            "with gradientAccumulation, got a history without it"
+            "advise_batch_size needs a model that was trained with noiseScale=True on two workers or more, "
+            "or with gradientAccumulation, got a history without it"
         )
     by_epoch = tuple(record.noise.scale for record in found if record.noise is not None)
     known = [scale for scale in by_epoch if scale is not None]
