@@ -29,6 +29,7 @@ FORMS: dict[str, Callable[[int], float]] = {
     # Rounds of a tree; waiting for the slowest of n grows about like it, too.
     "tree": lambda n: math.log2(n),
 }
+WORKERS = tuple(2**power for power in range(11))
 _HEADER = ("workers", "time", "efficiency", "measured", "error")
 
 
@@ -56,7 +57,7 @@ class ScalingFit:
         """Returns the speedup over one worker divided by the number of workers."""
         return self.time(1) / (workers * self.time(workers))
 
-    def table(self, workers: tuple[int, ...] = tuple(2**k for k in range(11))) -> str:
+    def table(self, workers: tuple[int, ...] = WORKERS) -> str:
         """Returns a text with a line for each number of workers."""
         rows = [_HEADER, *self._rows(workers)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
@@ -69,11 +70,11 @@ class ScalingFit:
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows."""
-        rows = self._rows(tuple(2**k for k in range(11)))
+        rows = self._rows(WORKERS)
         return notebook_table(f"Fitted: T(n) = (C + K f(n)) / n, f: {self.form}", _HEADER, rows)
 
     def _rows(self, workers: tuple[int, ...]) -> list[tuple[str, ...]]:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for n in sorted({*workers, *self.measured}):
             known = self.measured.get(n)
             told = ("", "") if known is None else (f"{known:.4g}", f"{self.time(n) / known - 1:+.1%}")

@@ -21,8 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+# Operations that compute nothing.
 _VIEWS = frozenset(
-    ["view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "_reshape_alias", "empty", "arange", "lift_fresh", "clone", "_to_copy", "empty_like", "zeros", "ones", "full", "unfold"]
+    {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze"}
+    | {"squeeze", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold"}
+    | {"_reshape_alias", "empty", "arange", "lift_fresh", "clone", "_to_copy", "empty_like", "zeros"}
+    | {"ones", "full"}
 )
 
 
@@ -112,7 +116,7 @@ class _Count(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _log(terms: int) -> int:

@@ -21,6 +21,7 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.scaling.exchange_time import Link, hierarchical_seconds, ring_seconds
+from ringspark.estimators.scaling.fit import WORKERS
 from ringspark.estimators.scaling.layers import NetworkWork, count_layers
 from ringspark.estimators.scaling.rehearsal import LARGEST_BYTES, SMALL_BYTES, Rehearsal, rehearse
 from ringspark.estimators.scaling.report import Predicted, ScalingPlan
@@ -30,7 +31,6 @@ from ringspark.estimators.training.settings import memory, python_objects
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
-WORKERS = tuple(2**power for power in range(11))
 # The backward pass, behind which an exchange can hide, is about two of three parts of the computation.
 _BACKWARD_SHARE = 2 / 3
 

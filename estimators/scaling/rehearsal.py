@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -71,9 +72,7 @@ class Rehearsal:
         sums = []
         for number, size in enumerate(self.sizes if collective.size > 1 else ()):
             buffer = torch.zeros(size // 4, device=device)
-            sums.append(
-                self._median(lambda b=buffer, n=number: collective.start_sum(b, f"{n}")(), collective)
-            )
+            sums.append(self._median(partial(_sum, collective, buffer, str(number)), collective))
         return json.dumps([list(step_seconds.items()), sums])
 
     def _median(self, function: Callable[[], object], collective: Collective) -> float:
@@ -101,12 +100,16 @@ class Rehearsal:
             sync.step(scaler)
             scaler.update()
 
-        made = {}
+        made: dict[int, Callable[[], None]] = {}
         for rows in self.rows:
             inputs, labels = (tuple(_example(c, rows, device) for c in s) for s in (self.inputs, self.labels))
             batch = Batch(inputs=inputs, labels=labels, weight=None)
-            made[rows] = lambda b=batch: step(b)
+            made[rows] = partial(step, batch)
         return made
+
+
+def _sum(collective: Collective, buffer: torch.Tensor, name: str) -> None:
+    collective.start_sum(buffer, name)()
 
 
 def _example(column: Column, rows: int, device: torch.device) -> torch.Tensor:

@@ -146,7 +146,8 @@ class ScalingPlan:
 
     def _layers(self) -> list[tuple[str, ...]]:
         assert self.network is not None
-        network, rows = self.network, []
+        network = self.network
+        rows: list[tuple[str, ...]] = []
         for layer in network.layers:
             rows.append(
                 (

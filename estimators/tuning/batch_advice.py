@@ -103,7 +103,8 @@ def advise_batch_size(model: Any) -> BatchAdvice:
     """Reads the gradient noise from a trained model's history, and says which batch size suits it.
 
     The noise grows while the loss falls, so the advice is that of the training's end; an early epoch bears
-    fewer rows a step. The measure assumes steps like those of SGD with a well-chosen rate; for Adam and networks with batch norm it is a rule of thumb, right to a factor of a few.
+    fewer rows a step. The measure assumes steps like those of SGD with a well-chosen rate; for Adam and
+    networks with batch norm it is a rule of thumb, right to a factor of a few.
 
     Args:
         model: A model that was trained with `noiseScale=True`.

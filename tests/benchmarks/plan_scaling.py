@@ -1,9 +1,9 @@
 """`plan_scaling` against trainings of 1, 2, 3 and 4 ranks on this host; and a published table of 1 to 8 GPUs.
 
-A step is that of the training itself, the median after the first epoch. What is fitted from one rank at two
-batch sizes and from sums of two sizes between two ranks predicts 2, 3 and 4 ranks; and what is fitted from the
-steps of 1 and 2 ranks predicts 3 and 4. Where there are fewer cores than ranks, the ranks share them, which the
-prediction is told. The published table is of a BERT training: minutes an epoch.
+A step is that of the training itself, the median after the first epoch. What is fitted from one rank at
+two batch sizes and from sums of two sizes between two ranks predicts 2, 3 and 4 ranks; and what is fitted
+from the steps of 1 and 2 ranks predicts 3 and 4. Where there are fewer cores than ranks, the ranks share
+them, which the prediction is told. The published table is of a BERT training: minutes an epoch.
 
     python tests/benchmarks/plan_scaling.py --chart docs/plan_scaling.png
 
@@ -110,7 +110,7 @@ def main() -> None:
                 "ids": rng.integers(0, VOCAB, (total, SEQ_LEN)),
                 "label": rng.integers(0, 2, total),
             }
-            return write(columns, str(folder / f"shards-{rows}-{ranks}"), total // max(2, ranks))
+            return write(columns, folder / f"shards-{rows}-{ranks}", total // max(2, ranks))
 
         made = {
             (rows, ranks): shards(rows, ranks)

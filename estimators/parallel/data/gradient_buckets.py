@@ -69,7 +69,8 @@ class GradientBucket:
     def square(self) -> torch.Tensor:
         """Returns the squared 2-norm of the gradients in the buffer."""
         gradients = self.buffer[: -len(self.parameters)]
-        return torch.linalg.vector_norm(gradients, dtype=norm_dtype(gradients)).square()
+        norm: torch.Tensor = torch.linalg.vector_norm(gradients, dtype=norm_dtype(gradients))
+        return norm.square()
 
     def give(self) -> None:
         """Makes the sums in the buffer the parameters' gradients; None where no rank had one.

@@ -1,4 +1,4 @@
-"""What is predicted of numbers of workers: closed forms, a published table, layers, and a gang that measures."""
+"""What is predicted of numbers of workers: closed forms, a published table, layers, a gang that measures."""
 
 from __future__ import annotations
 
