@@ -86,8 +86,8 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
     """Fits the time of a training to measured ones.
 
     >>> fit = fit_scaling({1: 399, 2: 214}, form="tree")  # minutes an epoch
-    >>> round(fit.time(8), 1), round(fit.efficiency(8), 3)
-    (60.8, 0.821)
+    >>> round(fit.time(8)), round(fit.efficiency(8), 2)
+    (61, 0.82)
 
     Args:
         measured: Times by number of workers, of equal work with a constant number of rows per worker and

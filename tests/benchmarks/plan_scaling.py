@@ -98,7 +98,7 @@ def draw(path: str, measured: Mapping[int, float], plan: ScalingPlan) -> None:
 
 
 def main() -> None:
-    options = harness.parse(__doc__, rows=(32, 4), steps=(24, 3))
+    options = harness.parse(__doc__, rows=(32, 8), steps=(24, 8))
     rng = np.random.default_rng(0)
     few = max(1, options.rows // 4)
     with tempfile.TemporaryDirectory() as temporary:
