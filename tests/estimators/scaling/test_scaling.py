@@ -164,6 +164,7 @@ def test_work_is_counted_and_of_two_branches_the_longer_one_is_the_depth() -> No
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_gang_measures_what_is_not_given() -> None:
     batch = (np.zeros((64, 8), "f4"), np.zeros(64, "f4"))

@@ -69,7 +69,11 @@ def check(noise: GradientNoise | None, answer: GradientNoise) -> None:
     [
         (2, {"batch_size": 64}),
         # Of 62 rows, two ranks have 21 and one has 20.
-        (3, {"batch_size": 62, "weight_column": "w", "collective": "horovod"}),
+        pytest.param(
+            3,
+            {"batch_size": 62, "weight_column": "w", "collective": "horovod"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_gang_finds_the_noise_scale_of_a_quadratic(
