@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError, WorkerError
     from ringspark.estimators.memory import MemoryPlan, plan_memory
+    from ringspark.estimators.scaling import ScalingPlan, fit_scaling, plan_scaling
     from ringspark.estimators.sequence_windows import SequenceWindows
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Callback": "training.callbacks",
     "MemoryPlan": "memory",
+    "ScalingPlan": "scaling",
     "SequenceWindows": "sequence_windows",
     "TorchClassifier": "torch_estimator",
     "TorchEstimator": "torch_estimator",
@@ -32,12 +34,15 @@ _MODULES = {
     "TrainingCancelledError": "failures",
     "TrainingState": "training.callbacks",
     "WorkerError": "failures",
+    "fit_scaling": "scaling",
     "plan_memory": "memory",
+    "plan_scaling": "scaling",
 }
 
 __all__ = [
     "Callback",
     "MemoryPlan",
+    "ScalingPlan",
     "SequenceWindows",
     "TorchClassificationModel",
     "TorchClassifier",
@@ -48,7 +53,9 @@ __all__ = [
     "TrainingCancelledError",
     "TrainingState",
     "WorkerError",
+    "fit_scaling",
     "plan_memory",
+    "plan_scaling",
 ]
 
 

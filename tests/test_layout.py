@@ -54,7 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/trained_model",
         "estimators/sequence_windows",
     ),
-    ("estimators/search", "estimators/tuning"),
+    ("estimators/search", "estimators/tuning", "estimators/scaling"),
     ("estimators",),  # the public names, each imported when it is asked for
     ("jobs",),
 )
@@ -256,6 +256,7 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
+    **dict.fromkeys(("noiseScale",), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),

@@ -53,6 +53,8 @@ class GradientSync(Protocol):
             the weight of all rows, is taken from this rank's own, and each rank has weights of its own
             between two calls of `settle`.
         progress: Called while this rank waits by design for steps of others, with each such step.
+        local_square: After `reduce`, the squared 2-norm of this rank's gradients before the ranks summed
+            them, on the device; None where `Exchange.noise_scale` does not ask for it, or nobody knows.
     """
 
     module: nn.Module
@@ -62,6 +64,7 @@ class GradientSync(Protocol):
     ranks_differ: bool
     in_step: bool
     progress: Callable[[], None]
+    local_square: torch.Tensor | None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Takes part in the exchange of a step in which this rank has no rows.
@@ -152,6 +155,7 @@ class PlainSync:
         self.ranks_differ = False
         self.in_step = True
         self.progress: Callable[[], None] = _nothing
+        self.local_square: torch.Tensor | None = None
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         return

@@ -14,6 +14,7 @@ class Exchange:
     Attributes:
         micro_batches: The most backward passes per optimizer step.
         sharding: Parts of the training's state that are split over the ranks.
+        noise_scale: Whether each step tells `GradientSync.local_square`.
         seed: Seed of random choices that an exchange makes.
         compression: Name and options of the compressor of gradients, such as {"name": "powersgd", "rank": 2}.
         consistency: How far apart the ranks may run, such as {"name": "ssp", "staleness": 3}; see
@@ -23,6 +24,7 @@ class Exchange:
 
     micro_batches: int = 1
     sharding: str = "none"
+    noise_scale: bool = False
     seed: int = 0
     compression: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
     consistency: Mapping[str, Any] = field(default_factory=lambda: {"name": "bsp"})

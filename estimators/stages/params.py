@@ -16,6 +16,7 @@ from ringspark.estimators.training.settings import columns as column_settings
 from ringspark.estimators.training.settings import consistency as consistency_settings
 from ringspark.estimators.training.settings import (
     exchange,
+    large_batches,
     memory,
     observation,
     optimization,
@@ -49,6 +50,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     gradientAccumulation, getGradientAccumulation, setGradientAccumulation = declared(
         optimization.GRADIENT_ACCUMULATION
     )
+    noiseScale, getNoiseScale, setNoiseScale = declared(large_batches.NOISE_SCALE)
     seed, setSeed = param_of(optimization.SEED), setter(optimization.SEED)
     shuffle, getShuffle, setShuffle = declared(optimization.SHUFFLE)
     monitor, getMonitor, setMonitor = declared(optimization.MONITOR)

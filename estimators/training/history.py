@@ -56,6 +56,32 @@ class EpochCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientNoise:
+    """How much the gradients of single rows differ, as `observation.noise_scale` measures it.
+
+    Attributes:
+        variance: Trace of the covariance of a row's gradient.
+        square: Squared 2-norm of the mean gradient of all rows.
+    """
+
+    variance: float
+    square: float
+
+    @property
+    def scale(self) -> float | None:
+        """The simple noise scale in rows, McCandlish et al. 2018; None if noise hides the gradient."""
+        return self.variance / self.square if self.square > 0 and self.variance > 0 else None
+
+    def row(self) -> dict[str, Any]:
+        """Returns the columns of a table."""
+        return {
+            "noise_scale": self.scale,
+            "gradient_variance": self.variance,
+            "gradient_square": self.square,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
@@ -75,6 +101,10 @@ class EpochRecord:
     """`train_...` and `validation_...`: the chosen metrics, and each label's loss if there are several."""
     cost: EpochCost | None = added(None)  # noqa: RUF009
     """None in a history of before it was measured."""
+    noise: GradientNoise | None = added(None)  # noqa: RUF009
+    """None where noiseScale is not set, or no step was measured."""
+    batch_size: int | None = added(None)
+    """Rows of a whole step of this epoch; None in a history of before it could change."""
 
     def value(self, name: str) -> float:
         """Returns the loss or metric called `name`; NaN if the epoch has none."""
@@ -86,13 +116,16 @@ class EpochRecord:
         """Returns the record as one flat row of a table."""
         values: dict[str, Any] = asdict(self)
         metrics: dict[str, float] = values.pop("metrics")
-        del values["cost"]
-        return values | ({} if self.cost is None else self.cost.row(self.rows)) | metrics
+        del values["cost"], values["noise"]
+        return values | self._columns() | metrics
 
     def known_costs(self) -> dict[str, float]:
-        """Returns the columns of the cost that are known."""
-        row = {} if self.cost is None else self.cost.row(self.rows)
-        return {name: float(value) for name, value in row.items() if value is not None}
+        """Returns the columns of the cost and of the noise that are known."""
+        return {name: float(value) for name, value in self._columns().items() if value is not None}
+
+    def _columns(self) -> dict[str, Any]:
+        cost = {} if self.cost is None else self.cost.row(self.rows)
+        return cost | ({} if self.noise is None else self.noise.row())
 
 
 @dataclass(frozen=True, kw_only=True)

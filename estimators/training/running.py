@@ -17,6 +17,7 @@ from ringspark.estimators.training.non_finite import FirstBadLoss
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
+from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import Rates
 from ringspark.estimators.training.precision import LossScaler
@@ -35,6 +36,7 @@ class Running:
         observation: What the training records about itself.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
+        noise: Measures the noise of the gradients; None where nobody asks.
         average: Moving average of the weights, empty where none is asked for.
         state: State that callbacks see: epoch, step, history.
         finished_epochs: Epochs with a record in the history.
@@ -84,6 +86,7 @@ class Running:
         predicts = predicts and not takes_labels(objects.transform_batch)
         self.sums = Sums("train", heads, device, with_metrics=predicts)
         self.validation = Sums("validation", heads, device)
+        self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
         self.average = Average(sync.network, config.ema_decay)
         self.state = TrainingState(
             rank=mesh.world.rank,

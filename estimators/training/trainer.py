@@ -109,6 +109,8 @@ class Trainer:
                 skipped_steps=self._scaler.skipped_steps - running.skipped_before,
                 metrics=values,
                 cost=cost,
+                batch_size=self._config.batch_size,
+                noise=None if running.noise is None else running.noise.take(),
             )
         )
         running.end_epoch()
@@ -193,9 +195,14 @@ class Trainer:
         self._sync.optimizer.zero_grad()
         # If the step is undone, so are its changes of running statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
+        own_rows = batch.num_rows
         seen = self._backward(batch, global_rows)
         with self._timeline.span("exchange"), backward_errors():
             self._sync.reduce(self._scaler.gradient_scale)
+        noise = self._running.noise
+        if noise is not None:
+            factor = self._scaler.current_scale * self._sync.loss_factor
+            noise.reduced(own_rows, global_rows, factor)
         with self._timeline.span("step"):
             if self._config.max_grad_norm is not None:
                 # The check for non-finite gradients comes first: the norm would spread NaN over all of them.
@@ -205,6 +212,8 @@ class Trainer:
             self._scaler.update()
             if not self._scaler.skipped:
                 self._running.average.update()
+                if noise is not None:
+                    noise.keep()
         if self._guards and self._scaler.skipped:
             self._on_skipped(step, seen, buffers)
         elif not self._scaler.skipped:
@@ -236,6 +245,8 @@ class Trainer:
                         keeps_outputs=running.sums.takes_outputs,
                     )
                 )
+            if running.noise is not None:
+                running.noise.micro_batch(number, len(micro_batches), micro_batch.num_rows)
         return seen
 
     def _on_skipped(

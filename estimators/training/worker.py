@@ -198,6 +198,7 @@ def _exchange(config: TrainConfig) -> Exchange:
         micro_batches=config.gradient_accumulation,
         sharding=config.sharding,
         compression=config.gradient_compression,
+        noise_scale=config.noise_scale,
         seed=config.seed,
         consistency=config.consistency,
         timeout_seconds=config.timeout_seconds,

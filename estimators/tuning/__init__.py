@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringspark.estimators.tuning.batch_advice import BatchAdvice, advise_batch_size
     from ringspark.estimators.tuning.batch_fit import BatchFit, batch_that_fits
     from ringspark.estimators.tuning.cross_validation import cross_validate
     from ringspark.estimators.tuning.folds import grouped_folds, stratified_folds
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
     from ringspark.estimators.tuning.rate_range import RateRange, lr_range_test
 
 _MODULES = {
+    "BatchAdvice": "batch_advice",
     "BatchFit": "batch_fit",
     "Fold": "over_time",
     "RateRange": "rate_range",
+    "advise_batch_size": "batch_advice",
     "batch_that_fits": "batch_fit",
     "cross_validate": "cross_validation",
     "fold_pairs": "over_time",
@@ -27,9 +30,11 @@ _MODULES = {
 }
 
 __all__ = [
+    "BatchAdvice",
     "BatchFit",
     "Fold",
     "RateRange",
+    "advise_batch_size",
     "batch_that_fits",
     "cross_validate",
     "fold_pairs",

@@ -19,11 +19,17 @@ class DataParallel:
     ) -> GradientSync:
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        return synchronize(module, make_optimizer(module), collective)
+        return synchronize(module, make_optimizer(module), collective, measures_local=exchange.noise_scale)
 
 
-def synchronize(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
+def synchronize(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    collective: Collective,
+    *,
+    measures_local: bool = False,
+) -> GradientSync:
     """Ties the gradients of a module, whose weights are equal on all ranks, together. Runs on every rank."""
     if collective.size == 1:
         return PlainSync(module, optimizer)
-    return SummedGradients(module, optimizer, collective)
+    return SummedGradients(module, optimizer, collective, measures_local=measures_local)

@@ -65,6 +65,13 @@ class GradientBucket:
         for parameter in self.parameters:
             parameter.grad = None
 
+    @torch.no_grad()
+    def square(self) -> torch.Tensor:
+        """Returns the squared 2-norm of the gradients in the buffer."""
+        gradients = self.buffer[: -len(self.parameters)]
+        norm: torch.Tensor = torch.linalg.vector_norm(gradients, dtype=norm_dtype(gradients))
+        return norm.square()
+
     def give(self) -> None:
         """Makes the sums in the buffer the parameters' gradients; None where no rank had one.
 
@@ -77,6 +84,11 @@ class GradientBucket:
             for index in self._missing:
                 if not counts[index]:
                     self.parameters[index].grad = None
+
+
+def norm_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the dtype in which to sum squares: fp64 where the device has it, for long sums lose digits."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

@@ -42,14 +42,19 @@ class SummedGradients(PlainSync):
         *,
         flat_bytes: int = FLAT_BYTES,
         bucket_bytes: int = BUCKET_BYTES,
+        measures_local: bool = False,
     ) -> None:
         super().__init__(module, optimizer)
         self._collective = collective
+        self._measures_local = measures_local
+        self._squares: list[torch.Tensor] = []  # of this rank's buckets, before the ranks sum them
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
         tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
         trained = {name: p for name, p in trained.items() if name not in tables}
+        # Rows that travel by themselves have no place in the sums of squares.
+        self._measures_local = self._measures_local and not tables
         is_flat = num_bytes(trained.values()) <= flat_bytes
         self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
@@ -85,6 +90,8 @@ class SummedGradients(PlainSync):
         number = len(self._sums)
         bucket = self._buckets[number]
         bucket.take()
+        if self._measures_local:
+            self._squares.append(bucket.square())
         self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
@@ -97,3 +104,6 @@ class SummedGradients(PlainSync):
             bucket.await_all()
         self._sums.clear()
         self._rows.sum()
+        if self._measures_local:
+            self.local_square = torch.stack(self._squares).sum()
+            self._squares.clear()

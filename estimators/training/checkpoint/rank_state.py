@@ -49,7 +49,8 @@ class RankState:
             "callbacks": running.callbacks.state_dicts(),
             "stop_reason": running.state.stop_reason,
         }
-        return cls(tensors=exchange | result | running.sums.state(), values=values)
+        noise = {} if running.noise is None else running.noise.state()
+        return cls(tensors=exchange | result | noise | running.sums.state(), values=values)
 
 
 def gather_ranks(mine: RankState, world: Collective) -> list[RankState]:
@@ -92,6 +93,8 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
 def _restore_same(running: Running, own: RankState) -> None:
     _fill_buffers(running.sync.network, section(own.tensors, "buffers"))
     running.sums.load(own.tensors)
+    if running.noise is not None:
+        running.noise.load([own.tensors])
     running.callbacks.load_state_dicts(own.values["callbacks"])
     running.state.stop_reason = own.values["stop_reason"]
     # Last, because restoring the rest may draw random numbers.
@@ -102,6 +105,8 @@ def _restore_other(running: Running, states: Sequence[RankState], data_rank: int
     _fill_buffers(running.sync.network, section(states[0].tensors, "buffers"))
     # The first rank takes the sums of the epoch so far, because their ranks no longer exist.
     running.sums.load_all([state.tensors for state in states], answers=data_rank == 0)
+    if running.noise is not None:
+        running.noise.load([state.tensors for state in states] if data_rank == 0 else [])
     running.callbacks.load_state_dicts(states[0].values["callbacks"])
     reasons = [state.values["stop_reason"] for state in states]
     running.state.stop_reason = next((reason for reason in reasons if reason), None)

@@ -15,6 +15,7 @@ from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
     consistency,
     exchange,
+    large_batches,
     memory,
     observation,
     optimization,
@@ -68,6 +69,7 @@ class TrainConfig:
         pause_after: Epoch after which the training ends with a checkpoint, from which another one of all
             `epochs` goes on; None for none. A population's trainings use it.
         batch_size: Rows per optimizer step over all ranks together.
+        noise_scale: Whether the gradient noise scale is measured, see `observation.noise_scale`.
         learning_rate: Rate of the optimizer; never scaled by the number of ranks.
         compile: Whether the network is trained compiled; a mode of torch.compile, or True for its default.
         gradient_checkpointing: See `ringspark.models.apply_activation_checkpoint`; a tuple names submodules.
@@ -120,6 +122,7 @@ class TrainConfig:
     pause_after: int | None = None
     epochs: int = optimization.EPOCHS.default
     batch_size: int = optimization.BATCH_SIZE.default
+    noise_scale: bool = large_batches.NOISE_SCALE.default
     seed: int = optimization.SEED.default
     shuffle: bool = optimization.SHUFFLE.default
     num_workers: int = workers.NUM_WORKERS.default

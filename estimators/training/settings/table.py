@@ -8,6 +8,7 @@ from ringspark.estimators.training.settings import (
     columns,
     consistency,
     exchange,
+    large_batches,
     memory,
     observation,
     optimization,
@@ -24,6 +25,7 @@ SETTINGS: dict[str, Setting[Any]] = {
     for subject in (
         python_objects,
         optimization,
+        large_batches,
         tuning,
         columns,
         workers,

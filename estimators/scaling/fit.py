@@ -1,0 +1,122 @@
+"""`fit_scaling`: from times of a training on a few numbers of workers to those on others.
+
+With a constant number of rows per worker and step, n workers take 1/n of the steps, and each step takes the
+computation and an exchange that grows as some form f(n) does:
+
+    T(n) = (C + K f(n)) / n
+
+Two measured times give C and K; more are fitted by least squares of relative errors. Two times fit every form
+exactly, so they cannot tell which form is right: choose it by how the ranks exchange, or measure a third.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringspark.estimators.names import check_name
+from ringspark.pipelines.notebook_table import notebook_table
+
+# How the exchange grows with the ranks; each is 0 for one rank and 1 for two.
+FORMS: dict[str, Callable[[int], float]] = {
+    # Bytes of a ring: 2(n-1)/n of the buffer.
+    "ring": lambda n: 2 * (n - 1) / n,
+    # Messages of a ring, and what is done by one rank after the other (Amdahl's serial part).
+    "latency": lambda n: float(n - 1),
+    # Rounds of a tree; waiting for the slowest of n grows about like it, too.
+    "tree": lambda n: math.log2(n),
+}
+WORKERS = tuple(2**power for power in range(11))
+_HEADER = ("workers", "time", "efficiency", "measured", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingFit:
+    """A fitted form; times are in the unit of those measured.
+
+    Attributes:
+        form: Key of `FORMS`.
+        compute: C, the time of one worker.
+        exchange: K, the exchange of two workers over all of one worker's steps.
+        measured: Times that were fitted, by number of workers.
+    """
+
+    form: str
+    compute: float
+    exchange: float
+    measured: Mapping[int, float]
+
+    def time(self, workers: int) -> float:
+        """Returns the predicted time on so many workers."""
+        return (self.compute + self.exchange * FORMS[self.form](workers)) / workers
+
+    def efficiency(self, workers: int) -> float:
+        """Returns the speedup over one worker divided by the number of workers."""
+        return self.time(1) / (workers * self.time(workers))
+
+    def table(self, workers: tuple[int, ...] = WORKERS) -> str:
+        """Returns a text with a line for each number of workers."""
+        rows = [_HEADER, *self._rows(workers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        return "\n".join(
+            "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        rows = self._rows(WORKERS)
+        return notebook_table(f"Fitted: T(n) = (C + K f(n)) / n, f: {self.form}", _HEADER, rows)
+
+    def _rows(self, workers: tuple[int, ...]) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for n in sorted({*workers, *self.measured}):
+            known = self.measured.get(n)
+            told = ("", "") if known is None else (f"{known:.4g}", f"{self.time(n) / known - 1:+.1%}")
+            rows.append((f"{n:,}", f"{self.time(n):.4g}", f"{self.efficiency(n):.3f}", *told))
+        return rows
+
+
+def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit:
+    """Fits the time of a training to measured ones.
+
+    >>> fit = fit_scaling({1: 399, 2: 214}, form="tree")  # minutes an epoch
+    >>> round(fit.time(8)), round(fit.efficiency(8), 2)
+    (61, 0.82)
+
+    Args:
+        measured: Times by number of workers, of equal work with a constant number of rows per worker and
+            step; at least two.
+        form: Key of `FORMS`.
+
+    Raises:
+        ValueError: The form is unknown, or fewer than two times are usable.
+    """
+    check_name("form", form, FORMS)
+    for workers, time in measured.items():
+        if (
+            isinstance(workers, bool)
+            or not isinstance(workers, int)
+            or workers < 1
+            or not 0 < time < math.inf
+        ):
+            raise ValueError(
+                f"measured must map numbers of workers to times above 0, got {workers!r}: {time!r}"
+            )
+    if len(measured) < 2:
+        raise ValueError(f"fit_scaling needs the times of two numbers of workers, got {len(measured)}")
+    counts, times = np.array(list(measured)), np.array(list(measured.values()), float)
+    grows = np.array([FORMS[form](int(n)) for n in counts])
+    # Divided by the times, so that the errors are relative.
+    left = np.stack([1 / counts, grows / counts], 1) / times[:, None]
+    compute, exchange = np.linalg.lstsq(left, np.ones(len(times)), rcond=None)[0]
+    if exchange < 0:
+        # Faster than n times one worker: caches, not an exchange.
+        weights = left[:, 0]
+        compute, exchange = float(weights.sum() / np.square(weights).sum()), 0.0
+    return ScalingFit(form=form, compute=float(compute), exchange=float(exchange), measured=dict(measured))

@@ -1,0 +1,151 @@
+"""`advise_batch_size`: what a training's gradient noise says about its batch size.
+
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training". With noise scale N, batches of B rows
+need 1 + N / B times the steps of endless ones, and 1 + B / N times the rows of the smallest ones. At B = N,
+the critical size, both are 2. Below it, twice the batch takes almost half the steps; above it, almost only
+more rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.pipelines.notebook_table import notebook_table
+
+# Within this factor of the critical size, another batch size gains less than the estimate is worth.
+_NEAR = 2.0
+_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+_HEADER = ("batchSize", "efficiency of a row", "steps", "rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAdvice:
+    """What to set, and why.
+
+    Attributes:
+        batch_size: Batch size of the training.
+        noise_scale: The critical batch size in rows, averaged over the last steps of the last epoch.
+        by_epoch: The noise scale after each epoch; None where noise hid the gradient.
+        suggestion: The power of two next to the critical batch size.
+    """
+
+    batch_size: int
+    noise_scale: float
+    by_epoch: tuple[float | None, ...]
+    suggestion: int
+
+    def efficiency(self, batch_size: int) -> float:
+        """Returns what a row brings, as a share of what it would bring in the smallest batches."""
+        return 1 / (1 + batch_size / self.noise_scale)
+
+    def steps(self, batch_size: int) -> float:
+        """Returns the optimizer steps to the same loss, as a multiple of those with the present batch."""
+        return (1 + self.noise_scale / batch_size) / (1 + self.noise_scale / self.batch_size)
+
+    def rows(self, batch_size: int) -> float:
+        """Returns the rows to the same loss, as a multiple of those with the present batch."""
+        return self.efficiency(self.batch_size) / self.efficiency(batch_size)
+
+    @property
+    def verdict(self) -> str:
+        """What to set, in a sentence."""
+        now, share = f"batchSize={self.batch_size:,}", self.batch_size / self.noise_scale
+        if share > _NEAR:
+            return (
+                f"{now} is {share:.3g} times the critical size of {self.noise_scale:,.0f} rows, and a row "
+                f"brings {self.efficiency(self.batch_size):.0%} of what it could; "
+                f"batchSize={self.suggestion} needs {self.rows(self.suggestion):.2g} times the rows, in "
+                f"{self.steps(self.suggestion):.2g} times the steps"
+            )
+        if share < 1 / _NEAR:
+            return (
+                f"{now} is {share:.2g} of the critical size of {self.noise_scale:,.0f} rows; "
+                f"batchSize={self.suggestion} needs {self.steps(self.suggestion):.2g} times the steps, for "
+                f"{self.rows(self.suggestion):.2g} times the rows, with a learning rate that suits it "
+                "(scaleLearningRate), and so has work for more workers"
+            )
+        return f"{now} is near the critical size of {self.noise_scale:,.0f} rows; leave it"
+
+    def table(self) -> str:
+        """Returns a text with a line per batch size, then the verdict."""
+        rows = [_HEADER, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        lines = [
+            "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows
+        ]
+        return "\n".join([*lines, self.verdict])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        title = f"Critical batch size: {self.noise_scale:,.0f} rows"
+        return notebook_table(title, _HEADER, self._rows(), self.verdict)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        sizes = {max(1, round(self.batch_size * factor)) for factor in _FACTORS} | {self.suggestion}
+        return [
+            (
+                f"{size:,}" + (" (now)" if size == self.batch_size else ""),
+                f"{self.efficiency(size):.3f}",
+                f"{self.steps(size):.2f} x",
+                f"{self.rows(size):.2f} x",
+            )
+            for size in sorted(sizes)
+        ]
+
+
+def advise_batch_size(model: Any) -> BatchAdvice:
+    """Reads the gradient noise from a trained model's history, and says which batch size suits it.
+
+    The noise grows while the loss falls, so the advice is that of the training's end; an early epoch bears
+    fewer rows a step. The measure assumes steps like those of SGD with a well-chosen rate; for Adam and
+    networks with batch norm it is a rule of thumb, right to a factor of a few.
+
+    Args:
+        model: A model that was trained with `noiseScale=True`.
+
+    Raises:
+        ValueError: Its history has no noise scale, or the noise hid the gradient in every epoch.
+    """
+    epochs = tuple(getattr(getattr(model, "summary", None), "epochs", ()))
+    return advice_of(epochs)
+
+
+def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
+    """Returns the advice of a history.
+
+    Raises:
+        ValueError: Like `advise_batch_size`.
+    """
+    found = [record for record in epochs if record.noise is not None]
+    if not found:
+        raise ValueError(
+            "advise_batch_size needs a model that was trained with noiseScale=True on two workers or more, "
+            "or with gradientAccumulation, got a history without it"
+        )
+    by_epoch = tuple(record.noise.scale for record in found if record.noise is not None)
+    known = [scale for scale in by_epoch if scale is not None]
+    if not known:
+        raise ValueError(
+            "advise_batch_size needs an epoch whose gradient shows in its noise, got none; train for more "
+            "steps, or with a larger batchSize"
+        )
+    last = found[-1]
+    return BatchAdvice(
+        batch_size=last.batch_size or -(-last.rows // last.steps),
+        noise_scale=known[-1],
+        by_epoch=by_epoch,
+        suggestion=_power_of_two(known[-1]),
+    )
+
+
+def _power_of_two(rows: float) -> int:
+    power = 1
+    while power * 2**0.5 < rows:
+        power *= 2
+    return power
