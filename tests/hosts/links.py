@@ -5,8 +5,8 @@
 
 `steps(collective, 30)` runs on every rank, each a process of its own on its host, and returns what JSON can
 hold; `results` has one entry for each rank, in rank order. In there `wire_bytes()` tells what the rank's host
-has sent so far, by the counter of its network card: with headers, and for all its ranks. `link_refusal()` says
-why it cannot be done here. A program that is killed leaves its hosts to the next one, which removes them.
+has sent so far, by the counter of its network card: with headers, and for all its ranks. `link_refusal()`
+says why it cannot be done here. A killed program leaves its hosts to the next one, which removes them.
 
 Each host is on a cable of its own to one switch. Both ends of the cable send at most `mbit` million bits a
 second, by `tc`'s token bucket, so a link is full duplex. Many kernels lack `netem`, so a process delays the
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from namespaces import Host, Network, refusal
 
 # Rates below this share of what was asked for, or above its inverse, mean that the link is not shaped.
 _TRUE_SHARE = 0.8
-# In a namespace of its own every port is free.
-_MEETING_PORT = 29_500
+# Of the first gang, each later one takes the next: in a namespace of its own every port is free, but one
+# that a gang has used stays taken for a minute.
+_FIRST_PORT = 20_000
 
 _RECEIVE = """
 import socket, time
@@ -129,6 +131,7 @@ class ShapedHosts:
         self.network = network
         self.mbit = 0.0
         self.round_trip_ms = 0.0
+        self._ports = count(_FIRST_PORT)
 
     @property
     def hosts(self) -> list[Host]:
@@ -187,7 +190,7 @@ class ShapedHosts:
 
         places = [host for host in self.hosts for _ in range(ranks_per_host)]
         members = assign_ranks([host.address for host in places])
-        address = f"{places[0].address}:{_MEETING_PORT}"
+        address = f"{places[0].address}:{next(self._ports)}"
         meeting = Meeting(address=address, secret=secrets.token_bytes(32), timeout_seconds=timeout_seconds)
         # Modules beside the caller's are found by the ranks as by the caller.
         inherited = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -215,13 +218,20 @@ class ShapedHosts:
 
 
 def _wait(ranks: list[subprocess.Popen[Any]], limit_seconds: float) -> None:
-    """Returns once all ranks have ended, one has failed, and the others had a moment to say why, or all are late."""
+    """Returns once all ranks have ended, or one has failed and the others had a moment to say why.
+
+    Raises:
+        RuntimeError: None has failed, and some are not done in time.
+    """
     deadline = time.monotonic() + limit_seconds
+    has_failed = False
     while any(process.poll() is None for process in ranks):
+        if not has_failed and any(process.returncode for process in ranks):
+            has_failed, deadline = True, min(deadline, time.monotonic() + 10)
         if time.monotonic() > deadline:
+            if has_failed:
+                return
             raise RuntimeError(f"the ranks were not done after {limit_seconds:g} s")
-        if any(process.returncode for process in ranks):
-            deadline = min(deadline, time.monotonic() + 10)
         time.sleep(0.02)
 
 
@@ -247,7 +257,8 @@ def _rank(stem: Path) -> None:
     kind = collective_class(name)
     rendezvous = None
     if member.rank == 0:
-        rendezvous = kind.open_rendezvous(member, meeting.secret, [_MEETING_PORT])
+        port = int(meeting.address.rpartition(":")[2])
+        rendezvous = kind.open_rendezvous(member, meeting.secret, [port])
     try:
         connected = kind.connect(member, meeting)
         work_and_leave(
