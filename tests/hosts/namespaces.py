@@ -110,11 +110,11 @@ class Network:
     def unplug(self, host: Host) -> None:
         """Takes the host's cable out of the switch (not the router, whose addresses would go with it)."""
         assert not self.is_routed
-        _run("ip", "-n", self._switch, "link", "set", host.port, "down")
+        _run("ip", "-n", self.switch, "link", "set", host.port, "down")
 
     def plug_in(self, host: Host) -> None:
         """Puts the cable back."""
-        _run("ip", "-n", self._switch, "link", "set", host.port, "up")
+        _run("ip", "-n", self.switch, "link", "set", host.port, "up")
 
     def vanish(self, host: Host) -> None:
         """Ends the host as a power failure does: no peer gets an end of its connections."""
@@ -127,12 +127,13 @@ class Network:
 
         Many kernels lack what `tc ... netem` needs, so a process carries the packets.
         """
-        inside = ["ip", "netns", "exec", self._switch]
-        cable = [sys.executable, str(_SLOW_CABLE), host.port, "slow", str(seconds / 2)]
-        _run(*f"ip -n {self._switch} link add slow type veth peer name fast".split())
-        _run(*f"ip -n {self._switch} link set fast master bridge up".split())
-        _run(*f"ip -n {self._switch} link set slow up".split())
-        _run(*f"ip -n {self._switch} link set {host.port} nomaster".split())
+        inside = ["ip", "netns", "exec", self.switch]
+        slow, fast = (f"{kind}-{host.name}" for kind in ("slow", "fast"))
+        cable = [sys.executable, str(_SLOW_CABLE), host.port, slow, str(seconds / 2)]
+        _run(*f"ip -n {self.switch} link add {slow} type veth peer name {fast}".split())
+        _run(*f"ip -n {self.switch} link set {fast} master bridge up".split())
+        _run(*f"ip -n {self.switch} link set {slow} up".split())
+        _run(*f"ip -n {self.switch} link set {host.port} nomaster".split())
         with subprocess.Popen([*inside, *cable], start_new_session=True, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
@@ -140,11 +141,12 @@ class Network:
                 yield
             finally:
                 process.kill()
-                _run(*f"ip -n {self._switch} link del slow".split())
-                _run(*f"ip -n {self._switch} link set {host.port} master bridge".split())
+                _run(*f"ip -n {self.switch} link del {slow}".split())
+                _run(*f"ip -n {self.switch} link set {host.port} master bridge".split())
 
     @property
-    def _switch(self) -> str:
+    def switch(self) -> str:
+        """Name of the switch's namespace."""
         return self._spaces[0]
 
     @property
@@ -158,10 +160,10 @@ class Network:
         self._space(f"{stem}sw")
         if self.is_routed:
             forward = "net.ipv4.ip_forward" if self.version == 4 else "net.ipv6.conf.all.forwarding"
-            _run("ip", "netns", "exec", self._switch, "sysctl", "-q", "-w", f"{forward}=1")
+            _run("ip", "netns", "exec", self.switch, "sysctl", "-q", "-w", f"{forward}=1")
         else:
-            _run(*f"ip -n {self._switch} link add bridge type bridge".split())
-            _run(*f"ip -n {self._switch} link set bridge up".split())
+            _run(*f"ip -n {self.switch} link add bridge type bridge".split())
+            _run(*f"ip -n {self.switch} link set bridge up".split())
         for number, name in enumerate(names, 1):
             host = Host(name=name, address=self._address(number, 1), space=f"{stem}{name[-1]}")
             self._space(host.space)
@@ -196,18 +198,18 @@ class Network:
             _run(*f"ip -n {host.space} addr add {_DECOY}/16 dev docker0".split())
             _run(*f"ip -n {host.space} link set docker0 up".split())
         cable = f"{host.port} type veth peer name eth0 netns {host.space}"
-        _run(*f"ip -n {self._switch} link add {cable}".split())
+        _run(*f"ip -n {self.switch} link add {cable}".split())
         bits = 24 if self.version == 4 else 64
         # IPv6 lets nobody use an address in its first second, in which it looks for another owner.
         flags = "" if self.version == 4 else "nodad"
         _run(*f"ip -n {host.space} addr add {host.address}/{bits} dev eth0 {flags}".split())
         _run(*f"ip -n {host.space} link set eth0 up".split())
         if not self.is_routed:
-            _run(*f"ip -n {self._switch} link set {host.port} master bridge up".split())
+            _run(*f"ip -n {self.switch} link set {host.port} master bridge up".split())
             return
         router = self._address(number, 254)
-        _run(*f"ip -n {self._switch} addr add {router}/{bits} dev {host.port} {flags}".split())
-        _run(*f"ip -n {self._switch} link set {host.port} up".split())
+        _run(*f"ip -n {self.switch} addr add {router}/{bits} dev {host.port} {flags}".split())
+        _run(*f"ip -n {self.switch} link set {host.port} up".split())
         _run(*f"ip -n {host.space} route add {self._any} via {router}".split())
 
 
