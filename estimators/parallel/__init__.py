@@ -3,6 +3,9 @@
 from ringspark.estimators.parallel.base import Strategy
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.local.averaging import LocalAveraging
+from ringspark.estimators.parallel.local.diloco import DiLoCo
+from ringspark.estimators.parallel.local.elastic import Elastic
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.parallel.sharded.zero import ShardedGradients, ShardedOptimizer
 
@@ -11,13 +14,19 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero1": ShardedOptimizer,
     "zero2": ShardedGradients,
     "zero3": FullySharded,
+    "local_average": LocalAveraging,
+    "diloco": DiLoCo,
+    "elastic": Elastic,
 }
 
 __all__ = [
     "STRATEGIES",
     "DataParallel",
+    "DiLoCo",
+    "Elastic",
     "Exchange",
     "FullySharded",
+    "LocalAveraging",
     "ShardedGradients",
     "ShardedOptimizer",
     "Strategy",

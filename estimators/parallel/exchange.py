@@ -16,17 +16,22 @@ class Exchange:
         sharding: Parts of the training's state that are split over the ranks.
         seed: Seed of random choices that an exchange makes.
         compression: Name and options of the compressor of gradients, such as {"name": "powersgd", "rank": 2}.
+        local_steps: 1 if the ranks exchange in every step; else the setting `localSteps` with all its keys.
     """
 
     micro_batches: int = 1
     sharding: str = "none"
     seed: int = 0
     compression: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
+    local_steps: int | Mapping[str, Any] = 1
 
     @property
     def strategy(self) -> str:
         """The key of `STRATEGIES` that these settings ask for."""
+        if isinstance(self.local_steps, Mapping):
+            return _OF_LOCAL[self.local_steps["name"]]
         return _OF_SHARDING[self.sharding]
 
 
+_OF_LOCAL = {"average": "local_average", "diloco": "diloco", "elastic": "elastic"}
 _OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}

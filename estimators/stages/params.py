@@ -14,6 +14,7 @@ from ringspark.estimators.stages.declared import declared, param_of, setter, val
 from ringspark.estimators.stages.model_params import _ModelParams
 from ringspark.estimators.training.settings import columns as column_settings
 from ringspark.estimators.training.settings import (
+    local_training,
     memory,
     observation,
     optimization,
@@ -85,6 +86,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
         memory.ACTIVATION_COMPRESSION
     )
     sharding, getSharding, setSharding = declared(memory.SHARDING)
+    localSteps, getLocalSteps, setLocalSteps = declared(local_training.LOCAL_STEPS)
     memoryBudget, getMemoryBudget, setMemoryBudget = declared(memory.MEMORY_BUDGET)
 
     storageUri, getStorageUri, setStorageUri = declared(places.STORAGE_URI)

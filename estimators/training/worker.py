@@ -197,6 +197,7 @@ def _exchange(config: TrainConfig) -> Exchange:
         micro_batches=config.gradient_accumulation,
         sharding=config.sharding,
         seed=config.seed,
+        local_steps=config.local_steps,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
+    local_training,
     memory,
     observation,
     optimization,
@@ -71,6 +72,7 @@ class TrainConfig:
         activation_offload: Place of saved activations until the backward pass: see `saved_tensors`.
         activation_compression: Encoding of saved activations: see `saved_tensors`.
         sharding: Parts of the training's state that are split over the ranks: see `STRATEGIES`.
+        local_steps: 1, or how ranks step on their own and meet: see `settings.local_training`.
         max_grad_norm: Bound of the global gradient's 2-norm; None for no clipping.
         checkpoint_every_steps: Steps between two checkpoints of the whole training; None for none.
         checkpoint_every_seconds: Seconds between two checkpoints, by the clock of rank 0; 0 for none.
@@ -127,6 +129,7 @@ class TrainConfig:
     activation_offload: Offload = memory.ACTIVATION_OFFLOAD.default
     activation_compression: Compression = memory.ACTIVATION_COMPRESSION.default
     sharding: Sharding = memory.SHARDING.default
+    local_steps: int | dict[str, Any] = local_training.LOCAL_STEPS.default
     reader: str = places.READER.default
     cache: Cache = places.CACHE.default
     checkpoint_every_steps: int | None = recovery.CHECKPOINT_EVERY_STEPS.default

@@ -6,6 +6,7 @@ from typing import Any
 
 from ringspark.estimators.training.settings import (
     columns,
+    local_training,
     memory,
     observation,
     optimization,
@@ -25,6 +26,7 @@ SETTINGS: dict[str, Setting[Any]] = {
         tuning,
         columns,
         workers,
+        local_training,
         memory,
         places,
         recovery,
