@@ -68,7 +68,8 @@ def average_state(
     ]
     if not tensors:
         return
-    flat = torch.cat([value.reshape(-1).float() for value in tensors])
+    is_double = any(value.dtype == torch.float64 for value in tensors)
+    flat = torch.cat([v.reshape(-1).to(torch.float64 if is_double else torch.float32) for v in tensors])
     collective.start_sum(flat, "local.optimizer")()
     flat /= collective.size
     for value, piece in zip(tensors, torch.split(flat, [v.numel() for v in tensors]), strict=True):
