@@ -348,7 +348,7 @@ def test_outer_gradients_in_fewer_bits_are_within_the_documented_error() -> None
         assert first[form]["sent"] == 400 * num_bytes + (0 if form == "fp32" else 4 * 4)
 
 
-# pytorch/torchft, test_fixtures/...test_diloco_mocked_updates_<n>.json (BSD): two fragments of one weight 1.0,
+# pytorch/torchft (BSD), fixtures test_diloco_mocked_updates_<n>.json: two fragments of one weight 1.0,
 # gradients of 2 at rate 1, outer rate 2, a fragment every 3 steps; (delay, alpha) -> both weights
 # at the start of steps 3, 6, 9, 12, and the outer optimizer's own at 12.
 TORCHFT: dict[tuple[int, float], list[list[float]]] = {
