@@ -20,6 +20,7 @@ class Exchange:
         consistency: How far apart the ranks may run, such as {"name": "ssp", "staleness": 3}; see
             `server.consistency`.
         timeout_seconds: The longest wait for a rank that takes no step.
+        local_steps: 1 if the ranks exchange in every step; else the setting `localSteps` with all its keys.
     """
 
     micro_batches: int = 1
@@ -29,13 +30,17 @@ class Exchange:
     compression: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
     consistency: Mapping[str, Any] = field(default_factory=lambda: {"name": "bsp"})
     timeout_seconds: float = 600.0
+    local_steps: int | Mapping[str, Any] = 1
 
     @property
     def strategy(self) -> str:
         """The key of `STRATEGIES` that these settings ask for."""
         if self.consistency["name"] != "bsp":
             return "hogwild" if self.consistency["name"] == "hogwild" else "parameter_server"
+        if isinstance(self.local_steps, Mapping):
+            return _OF_LOCAL[self.local_steps["name"]]
         return "compressed" if self.compression["name"] != "none" else _OF_SHARDING[self.sharding]
 
 
+_OF_LOCAL = {"average": "local_average", "diloco": "diloco", "elastic": "elastic"}
 _OF_SHARDING = {"none": "data_parallel", "optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}

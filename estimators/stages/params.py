@@ -17,6 +17,7 @@ from ringspark.estimators.training.settings import consistency as consistency_se
 from ringspark.estimators.training.settings import (
     exchange,
     large_batches,
+    local_training,
     memory,
     observation,
     optimization,
@@ -93,6 +94,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     gradientCompression, getGradientCompression, setGradientCompression = declared(
         exchange.GRADIENT_COMPRESSION
     )
+    localSteps, getLocalSteps, setLocalSteps = declared(local_training.LOCAL_STEPS)
     memoryBudget, getMemoryBudget, setMemoryBudget = declared(memory.MEMORY_BUDGET)
 
     storageUri, getStorageUri, setStorageUri = declared(places.STORAGE_URI)

@@ -202,6 +202,7 @@ def _exchange(config: TrainConfig) -> Exchange:
         seed=config.seed,
         consistency=config.consistency,
         timeout_seconds=config.timeout_seconds,
+        local_steps=config.local_steps,
     )
 
 

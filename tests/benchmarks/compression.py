@@ -19,7 +19,6 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -27,14 +26,12 @@ from typing import Any
 import harness
 import precision
 import torch
-from namespaces import Network
-from ranks_on_hosts import run_on_hosts, shaped, shaping_refusal
+from links import link_refusal, shaped_hosts, wire_bytes
 from small_training import train_gang
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import resolved_compression
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.jobs import cli, recipes
@@ -127,41 +124,31 @@ class Training:
         self.sync.step(self.scaler)
 
 
-def steps_of(
-    names: list[str], repeats: int, rows: int, collective: Collective, device: str, status: Status
-) -> str:
+def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) -> str:
     """The seconds of each step and the bytes over the cable, by compressor, in turns."""
     trainings = {name: Training(name, collective, rows) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
-    interface = Path("/proc/self/net/dev")
     for turn in range(WARM_UPS + repeats):
         for name, training in trainings.items():
             collective.barrier()
-            before, start = sent_by(interface), time.perf_counter()
+            before, start = wire_bytes(), time.perf_counter()
             training.step()
             collective.barrier()
             if turn >= WARM_UPS:
                 seconds[name].append(time.perf_counter() - start)
-                sent[name].append(sent_by(interface) - before)
+                sent[name].append(wire_bytes() - before)
     return json.dumps({"seconds": seconds, "sent": sent})
-
-
-def sent_by(interface: Path) -> int:
-    """The bytes that this host has sent over its cable."""
-    (line,) = (line for line in interface.read_text().splitlines() if line.strip().startswith("eth0:"))
-    return int(line.split(":")[1].split()[8])
 
 
 def step_times(names: list[str], options: Namespace) -> list[list[str]]:
     """A line for each collective, rate and compressor."""
     lines = []
-    work = partial(steps_of, names, options.steps, options.rows or 64)
-    with Network(num_hosts=2) as network:
-        for collective in GANGS[: options.gangs]:
-            for megabits in (100, 1000):
-                with shaped(network, megabits=megabits):
-                    told = json.loads(run_on_hosts(network, work, collective)[0])
+    for megabits in (100, 1000):
+        with shaped_hosts(2, mbit=megabits) as hosts:
+            for collective in GANGS[: options.gangs]:
+                results = hosts.run(steps_of, names, options.steps, options.rows, collective=collective)
+                told = json.loads(results[0])
                 seconds, sent = told["seconds"], told["sent"]
                 for name in names:
                     lines.append(
@@ -212,8 +199,8 @@ def main() -> None:
         ["", "metrics", "bytes"],
         lines,
     )
-    if reason := shaping_refusal():
-        print(f"compression: no shaped links, {reason}")
+    if reason := link_refusal():
+        print(f"compression: skipped, no shaped links: {reason}")
         return
     size = sum(p.numel() for p in SPEC.build().parameters())
     harness.print_table(

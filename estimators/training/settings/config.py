@@ -16,6 +16,7 @@ from ringspark.estimators.training.settings import (
     consistency,
     exchange,
     large_batches,
+    local_training,
     memory,
     observation,
     optimization,
@@ -78,6 +79,7 @@ class TrainConfig:
         sharding: Parts of the training's state that are split over the ranks: see `STRATEGIES`.
         gradient_compression: Name and options of a compressor, see `collectives.compressors`.
         consistency: How far apart the ranks may run, with all options: see `parallel.server.consistency`.
+        local_steps: 1, or how ranks step on their own and meet: see `settings.local_training`.
         max_grad_norm: Bound of the global gradient's 2-norm; None for no clipping.
         checkpoint_every_steps: Steps between two checkpoints of the whole training; None for none.
         checkpoint_every_seconds: Seconds between two checkpoints, by the clock of rank 0; 0 for none.
@@ -137,6 +139,7 @@ class TrainConfig:
     activation_compression: Compression = memory.ACTIVATION_COMPRESSION.default
     sharding: Sharding = memory.SHARDING.default
     gradient_compression: dict[str, Any] = field(default_factory=exchange.GRADIENT_COMPRESSION.default.copy)
+    local_steps: int | dict[str, Any] = local_training.LOCAL_STEPS.default
     reader: str = places.READER.default
     cache: Cache = places.CACHE.default
     checkpoint_every_steps: int | None = recovery.CHECKPOINT_EVERY_STEPS.default

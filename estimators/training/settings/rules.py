@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 _OF_WHOLE_PARAMETERS = frozenset(OPTIMIZERS) - ELEMENTWISE
 
 
+def _local(config: TrainConfig, key: str) -> object:
+    """Returns an option of `localSteps`, None where it has none."""
+    return config.local_steps.get(key) if isinstance(config.local_steps, dict) else None
+
+
 class Combination(NamedTuple):
     """Settings in a user's words, the test of a config, and the error's sentence with fields in braces."""
 
@@ -115,6 +120,17 @@ COMBINATIONS: tuple[Combination, ...] = (
         "gradientCompression='none'",
     ),
     Combination(
+        "localSteps with gradientCompression or another consistency than 'bsp'",
+        lambda c: (
+            c.local_steps != 1
+            and c.num_workers > 1
+            and (c.gradient_compression["name"] != "none" or c.consistency["name"] != "bsp")
+        ),
+        "localSteps has workers exchange weights now and then instead of gradients, got gradientCompression "
+        "'{gradient_compression[name]}' and consistency '{consistency[name]}' beside it; set localSteps=1, "
+        "or leave both at 'none' and 'bsp'",
+    ),
+    Combination(
         "gradientCompression with sharding",
         lambda c: c.gradient_compression["name"] != "none" and c.sharding != "none" and c.num_workers > 1,
         "gradientCompression sums whole gradients on every rank, and sharding '{sharding}' leaves each a "
@@ -145,6 +161,42 @@ COMBINATIONS: tuple[Combination, ...] = (
         "gradientAccumulation ({gradient_accumulation}) or gradientCheckpointing "
         "('{gradient_checkpointing}') runs several before their results are used; set "
         "compile='max-autotune-no-cudagraphs' or True",
+    ),
+    Combination(
+        "localSteps with sharding",
+        lambda c: c.local_steps != 1 and c.sharding != "none",
+        "localSteps lets each worker step on its own with all of the optimizer's state, of which sharding "
+        "'{sharding}' leaves it a part; set sharding='none', or localSteps=1",
+    ),
+    Combination(
+        "localSteps with precision='fp16'",
+        lambda c: c.local_steps != 1 and c.precision == "fp16",
+        "precision 'fp16' has all workers agree in every step whether gradients overflowed, which localSteps "
+        "is there to spare; set precision='bf16', or localSteps=1",
+    ),
+    Combination(
+        "localSteps with onNonFinite other than 'stop'",
+        lambda c: c.local_steps != 1 and c.on_non_finite != "stop",
+        "onNonFinite '{on_non_finite}' has all workers agree in every step whether to take it, which "
+        "localSteps is there to spare; set onNonFinite='stop', or localSteps=1",
+    ),
+    Combination(
+        "localSteps with emaDecay",
+        lambda c: c.local_steps != 1 and c.ema_decay is not None,
+        "emaDecay ({ema_decay}) averages the weights after every step, and with localSteps those of the "
+        "workers differ; leave emaDecay unset, or set localSteps=1",
+    ),
+    Combination(
+        "localSteps with optimizerState='average' and optimizer='adam8bit'",
+        lambda c: _local(c, "optimizerState") == "average" and c.optimizer == "adam8bit",
+        "localSteps' optimizerState 'average' averages floating numbers, and optimizer '{optimizer}' keeps "
+        "codes; set optimizerState='keep', or optimizer='adamw'",
+    ),
+    Combination(
+        "localSteps with send='int8' and numWorkers > 127",
+        lambda c: _local(c, "send") == "int8" and c.num_workers > 127,
+        "localSteps' send 'int8' leaves each worker 127 / numWorkers levels, got numWorkers={num_workers}; "
+        "set send='fp16'",
     ),
     Combination(
         "collective='local' with numWorkers > 1",

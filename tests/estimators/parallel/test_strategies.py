@@ -25,10 +25,13 @@ from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
+# Those whose ranks step on their own do not give the weights of one worker: see test_parameter_server.py and
+# the folder local.
+APART = {"local_average", "diloco", "elastic", "parameter_server", "hogwild"}
 CASES = [
     (strategy, collective)
     for strategy in STRATEGIES
-    if strategy not in ("parameter_server", "hogwild")  # see test_parameter_server.py
+    if strategy not in APART
     for collective in COLLECTIVES
     if collective != "local" and (strategy, collective) != ("zero3", "horovod")
 ]

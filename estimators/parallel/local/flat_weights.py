@@ -1,0 +1,69 @@
+"""Copies the trained parameters of a network to one vector and back, whole or in fragments.
+
+Invariant: all ranks lay equal parameters out alike, as they sum the vectors element by element. The vector
+has 32 bits an element, or 64 where a parameter has, so a parameter in 16 bits is averaged in 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class FlatWeights:
+    """Some parameters of one device, seen as a vector.
+
+    Attributes:
+        sizes: Elements of each parameter.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self.sizes = [p.numel() for p in parameters]
+        self._is_double = any(p.dtype == torch.float64 for p in parameters)
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        """Returns a copy of the weights, 1-D."""
+        dtype = torch.float64 if self._is_double else torch.float32
+        return torch.cat([p.detach().reshape(-1).to(dtype) for p in self._parameters])
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor) -> None:
+        """Makes `values`, laid out as `read` does, the weights.
+
+        Raises:
+            ValueError: They are of another network.
+        """
+        if len(values) != sum(self.sizes):
+            raise ValueError(
+                f"the checkpoint has {len(values)} trained weights of a rank, the network {sum(self.sizes)}; "
+                "give the model that was trained"
+            )
+        for parameter, piece in zip(self._parameters, torch.split(values, self.sizes), strict=True):
+            parameter.copy_(piece.view(parameter.shape))
+
+
+def fragments_of(parameters: Sequence[torch.Tensor], count: int) -> list[FlatWeights]:
+    """Deals parameters out to `count` fragments of about as many elements, in the order of the layers.
+
+    Raises:
+        ValueError: There are fewer parameters than fragments.
+    """
+    if len(parameters) < count:
+        raise ValueError(
+            f"localSteps has {count} fragments for {len(parameters)} trained parameters; lower 'fragments'"
+        )
+    total = sum(p.numel() for p in parameters)
+    dealt: list[list[torch.Tensor]] = [[]]
+    seen = 0
+    for index, parameter in enumerate(parameters):
+        missing = count - len(dealt)
+        is_full = seen * count >= len(dealt) * total
+        # A fragment is never empty, nor is one after it.
+        if dealt[-1] and missing and (is_full or len(parameters) - index == missing):
+            dealt.append([])
+        dealt[-1].append(parameter)
+        seen += parameter.numel()
+    return [FlatWeights(own) for own in dealt]

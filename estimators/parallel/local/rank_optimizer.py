@@ -1,0 +1,76 @@
+"""A rank's own optimizer state: as tensors for a checkpoint, and over the ranks where they meet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
+
+_PLAIN = "optimizer_values"
+_PREFIX = "optimizer/"
+
+
+def state_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns copies of the whole state, on the CPU; numbers and texts as the bytes of one JSON text."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, own in state_by_name(network, optimizer).items():
+        plain[name] = {}
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{_PREFIX}{name}/{key}"] = value.to("cpu", copy=True).contiguous()
+            else:
+                plain[name][key] = value
+    tensors[_PLAIN] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+    return tensors
+
+
+def load_tensors(
+    network: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Makes the result of `state_tensors` the whole state; does nothing if there is none."""
+    if _PLAIN not in tensors:
+        return
+    state: OptimizerState = json.loads(tensors[_PLAIN].numpy().tobytes())
+    for key, tensor in tensors.items():
+        if key.startswith(_PREFIX):
+            # A key of the optimizer has no slash, the name of a parameter may have one.
+            name, _, entry = key.removeprefix(_PREFIX).rpartition("/")
+            state[name][entry] = tensor
+    optimizer.state.clear()
+    load_by_name(network, optimizer, state)
+
+
+@torch.no_grad()
+def average_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], collective: Collective
+) -> None:
+    """Averages momentum and second moments over the ranks. Runs on every rank.
+
+    Averaged are floating tensors of a parameter's state other than its count of steps, where all ranks have
+    a state for the parameter; a rank that never had a gradient for it has none.
+    """
+    device = parameters[0].device
+    has = torch.tensor([float(bool(optimizer.state.get(p))) for p in parameters], device=device)
+    everywhere = collective.all_reduce(has) == collective.size
+    tensors = [
+        value
+        for parameter, is_shared in zip(parameters, everywhere.tolist(), strict=True)
+        if is_shared
+        for _, value in sorted(optimizer.state[parameter].items())
+        if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point()
+    ]
+    if not tensors:
+        return
+    is_double = any(value.dtype == torch.float64 for value in tensors)
+    flat = torch.cat([v.reshape(-1).to(torch.float64 if is_double else torch.float32) for v in tensors])
+    collective.start_sum(flat, "local.optimizer")()
+    flat /= collective.size
+    for value, piece in zip(tensors, torch.split(flat, [v.numel() for v in tensors]), strict=True):
+        value.copy_(piece.view(value.shape))

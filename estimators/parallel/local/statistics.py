@@ -1,0 +1,56 @@
+"""Averages the ranks' floating buffers where they meet, such as running statistics of batch normalisation.
+
+Only buffers of the state dict that changed on some rank since the last time count: a constant, such as a mask
+with infinities, is not touched by rounding. One whose shape is no longer that of the start on some rank stays
+as it is. Whole numbers, such as a count of batches, stay each rank's own, until a validation shares rank 0's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+
+
+class Statistics:
+    """The floating buffers of one network on one rank."""
+
+    def __init__(self, network: nn.Module, collective: Collective) -> None:
+        self._network = network
+        self._collective = collective
+        saved = network.state_dict().keys()
+        self._seen = {
+            name: buffer.detach().clone()
+            for name, buffer in network.named_buffers()
+            if name in saved and buffer.is_floating_point()
+        }
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Makes the changed buffers their average over the ranks. Runs on every rank."""
+        if not self._seen:
+            return
+        buffers = dict(self._network.named_buffers())
+        own = [buffers.get(name) for name in self._seen]
+        first = next(iter(self._seen.values()))
+        values, fits, changed = [], [], []
+        for seen, buffer in zip(self._seen.values(), own, strict=True):
+            # Every rank sends as much, whatever shapes its buffers have by now.
+            has_shape = buffer is not None and buffer.shape == seen.shape
+            is_other = has_shape and buffer is not None and not torch.equal(buffer, seen)
+            source = buffer if has_shape and buffer is not None else torch.zeros_like(seen)
+            values.append(source.detach().reshape(-1).float())
+            fits.append(float(has_shape))
+            changed.append(float(is_other))
+        flags = torch.tensor([*fits, *changed], device=first.device)
+        flat = torch.cat([*values, flags])
+        self._collective.start_sum(flat, "local.buffers")()
+        sizes = [seen.numel() for seen in self._seen.values()]
+        *sums, flags = torch.split(flat, [*sizes, len(flags)])
+        everywhere, anywhere = flags.view(2, -1).tolist()
+        for index, (name, buffer) in enumerate(zip(self._seen, own, strict=True)):
+            if buffer is None or everywhere[index] != self._collective.size or not anywhere[index]:
+                continue
+            buffer.copy_((sums[index] / self._collective.size).view(buffer.shape))
+            self._seen[name] = buffer.detach().clone()
