@@ -124,7 +124,7 @@ class Training:
         self.sync.step(self.scaler)
 
 
-def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) -> str:
+def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) -> dict[str, Any]:
     """The seconds of each step and the bytes over the cable, by compressor, in turns."""
     trainings = {name: Training(name, collective, rows) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -138,7 +138,7 @@ def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) 
             if turn >= WARM_UPS:
                 seconds[name].append(time.perf_counter() - start)
                 sent[name].append(wire_bytes() - before)
-    return json.dumps({"seconds": seconds, "sent": sent})
+    return {"seconds": seconds, "sent": sent}
 
 
 def step_times(names: list[str], options: Namespace) -> list[list[str]]:
@@ -148,7 +148,7 @@ def step_times(names: list[str], options: Namespace) -> list[list[str]]:
         with shaped_hosts(2, mbit=megabits) as hosts:
             for collective in GANGS[: options.gangs]:
                 results = hosts.run(steps_of, names, options.steps, options.rows, collective=collective)
-                told = json.loads(results[0])
+                told = results[0]
                 seconds, sent = told["seconds"], told["sent"]
                 for name in names:
                     lines.append(
