@@ -24,7 +24,13 @@ from ringspark.estimators.training.phase import Status
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
-GANGS = [("local", 1), *((name, size) for name in ("horovod", "torch") for size in (2, 3))]
+# Three ranks by Horovod take as long as all others together.
+GANGS = [
+    pytest.param(
+        (name, size), id=f"{name}{size}", marks=[pytest.mark.slow] if name == "horovod" and size == 3 else []
+    )
+    for name, size in [("local", 1), ("horovod", 2), ("horovod", 3), ("torch", 2), ("torch", 3)]
+]
 STEPS = 6
 DRAWS, DIRECTIONS = 100, 50
 # Shares at which a hundred draws show the mean.
@@ -146,7 +152,7 @@ def _each(gang: tuple[str, int], compressor: str) -> list[list[dict[str, Any]]]:
 
 pytestmark = pytest.mark.distributed
 over_all = [
-    pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}"),
+    pytest.mark.parametrize("gang", GANGS),
     pytest.mark.parametrize("compressor", COMPRESSORS),
 ]
 
@@ -174,21 +180,21 @@ def test_all_ranks_get_the_same_bits_and_a_copied_state_gives_them_again(
         assert all(rank["resumes"] for rank in road)
 
 
-@pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}")
+@pytest.mark.parametrize("gang", GANGS)
 def test_everything_is_sent_at_full_rank_and_at_a_share_of_one(gang: tuple[str, int]) -> None:
     for compressor in WHOLE:
         for road in _each(gang, compressor):
             assert max(rank["identity"] for rank in road) < 1e-12, compressor
 
 
-@pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}")
+@pytest.mark.parametrize("gang", GANGS)
 def test_sixteen_bits_round_no_more_than_their_fraction_allows(gang: tuple[str, int]) -> None:
     for compressor, most in ROUNDING.items():
         for road in _each(gang, compressor):
             assert 0 < max(rank["rounding"] for rank in road) <= most, compressor
 
 
-@pytest.mark.parametrize("gang", GANGS, ids=lambda gang: f"{gang[0]}{gang[1]}")
+@pytest.mark.parametrize("gang", GANGS)
 def test_random_compressors_are_right_on_average(gang: tuple[str, int]) -> None:
     unbiased = [name for name, kind in COMPRESSORS.items() if kind.unbiased]
     assert unbiased
