@@ -67,11 +67,13 @@ class Collective(Protocol):
 
     Attributes:
         traffic: Counter of the bytes sent, also by a strategy whose library sends by itself.
+        levels: This rank's host, and the hosts among each other; None on one host or with one rank on each.
     """
 
     name: str
     member: Member
     traffic: Traffic
+    levels: Levels | None
 
     @property
     def rank(self) -> int: ...
@@ -150,6 +152,19 @@ class Collective(Protocol):
         """Leaves at once after a failure, so that the peers' pending calls end in an error."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """The two levels of a gang on several hosts.
+
+    Attributes:
+        inside: Collective of the ranks of this host.
+        between: Collective of the first rank of each host; None on all other ranks.
+    """
+
+    inside: Collective
+    between: Collective | None
+
+
 class ConnectedMember:
     """Base of all collectives: meeting point, place in the gang, bytes sent, what to call at the end."""
 
@@ -160,6 +175,7 @@ class ConnectedMember:
     def __init__(self, member: Member) -> None:
         self.member = member
         self.traffic = Traffic(member)
+        self.levels: Levels | None = None
         self._on_leave: list[Callable[[], None]] = []
 
     @property

@@ -6,10 +6,19 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from ringspark.estimators.collectives.base import Meeting, ReduceOp, num_bytes, peer_errors
+from ringspark.estimators.collectives.base import (
+    Collective,
+    Levels,
+    Meeting,
+    ReduceOp,
+    num_bytes,
+    peer_errors,
+)
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of, name_problem
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
@@ -17,7 +26,7 @@ from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for, shared_nonce
 from ringspark.estimators.collectives.shared_memory import open_shared_memory
 from ringspark.estimators.collectives.sharing_member import SharingMember
-from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.collectives.traffic import Member, Traffic
 from ringspark.estimators.environment import environment
 
 # Seconds between two looks whether a sum is complete.
@@ -45,11 +54,17 @@ class HorovodCollective(SharingMember):
 
     name = "horovod"
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, ranks: Any = None) -> None:
+        """Stands for all ranks, or for some.
+
+        Args:
+            ranks: Horovod's set of these ranks; None for all.
+        """
         import horovod.torch as hvd
 
         super().__init__(member)
         self._hvd = hvd
+        self._set = hvd.global_process_set if ranks is None else ranks
         # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
         self._operations = 0
 
@@ -66,13 +81,14 @@ class HorovodCollective(SharingMember):
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
             machines = machines_of(client, member, seconds)
             memory = open_shared_memory(client, member, seconds)
+            sets = [hvd.ProcessSet(ranks) for ranks in _groups(member)]
             try:
                 with HorovodDoor(client, machines) as door:
                     settings = _settings(member, door, seconds)
                     settings |= _cycle(is_rare=memory is not None and not meeting.use_gpu)
                     # Horovod reads its environment only in init, so the settings need not stay.
                     with environment(settings), peer_errors("joining the Horovod ring"):
-                        hvd.init()
+                        hvd.init(process_sets=sets)
             except BaseException:
                 if memory is not None:
                     memory.close()
@@ -81,7 +97,10 @@ class HorovodCollective(SharingMember):
             collective.share(memory)
             try:
                 collective._tell_nccl()
-                collective._prove(shared_nonce(client, member, seconds), meeting.secret)
+                nonce = shared_nonce(client, member, seconds)
+                collective._prove(nonce, meeting.secret)
+                if sets:
+                    collective.levels = collective._levels(sets, client, nonce, meeting)
             except BaseException:
                 collective.abort()
                 raise
@@ -89,27 +108,59 @@ class HorovodCollective(SharingMember):
             client.close()
         return collective
 
+    def _levels(
+        self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, meeting: Meeting
+    ) -> Levels:
+        """Returns this rank's host and the hosts among each other. Runs on every rank.
+
+        Args:
+            sets: Horovod's sets of `_groups`.
+        """
+        inside: Collective = LocalCollective()
+        between: Collective | None = None
+        for number, (ranks, known) in enumerate(zip(_groups(self.member), sets, strict=True)):
+            if self.rank not in ranks:
+                continue
+            part = HorovodCollective(self.member.within(ranks), known)
+            part.traffic = Traffic(part.member, self.traffic)
+            self.on_leave(part._release)
+            name = f"part{number}"
+            # Other sets have other connections, which a proof of this one must not fit.
+            part._prove(nonce + name.encode(), meeting.secret)
+            part.share(
+                open_shared_memory(client.within(name, part.member), part.member, meeting.timeout_seconds)
+            )
+            if number == 0:
+                between = part
+            else:
+                inside = part
+        return Levels(inside=inside, between=between)
+
     def _prove(self, nonce: bytes, secret: bytes) -> None:
         """Raises an error if a stranger has taken the place of a rank on one of Gloo's connections."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         with peer_errors("proving the connections"):
-            theirs = self._hvd.alltoall(mine, name=self._name("proof"))
+            theirs = self._hvd.alltoall(mine, name=self._name("proof"), process_set=self._set)
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
     def _name(self, operation: str) -> str:
         self._operations += 1
-        return f"ringspark.{operation}.{self._operations}"
+        return f"ringspark.{operation}.{self._operations}"  # a set of ranks has names of its own
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         with peer_errors("allreduce"):
-            result: torch.Tensor = self._hvd.allreduce(tensor, op=ops[op], name=self._name("allreduce"))
+            result: torch.Tensor = self._hvd.allreduce(
+                tensor, op=ops[op], name=self._name("allreduce"), process_set=self._set
+            )
         return result
 
     def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         with peer_errors("allreduce"):
             # The same name in every step, because Horovod keeps what the ranks agreed on by name.
-            handle = self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=f"ringspark.{name}")
+            handle = self._hvd.allreduce_async_(
+                tensor, op=self._hvd.Sum, name=f"ringspark.{name}", process_set=self._set
+            )
 
         def wait() -> None:
             with peer_errors("allreduce"):
@@ -131,7 +182,9 @@ class HorovodCollective(SharingMember):
         # Horovod has no gather: each rank sends all of its tensor to rank 0, and nothing to the others.
         splits = torch.tensor([len(tensor)] + [0] * (self.size - 1), dtype=torch.int32)
         with peer_errors("gather"):
-            joined, lengths = self._hvd.alltoall(tensor, splits, name=self._name("gather"))
+            joined, lengths = self._hvd.alltoall(
+                tensor, splits, name=self._name("gather"), process_set=self._set
+            )
         return [] if self.rank else list(torch.split(joined, lengths.tolist()))
 
     def _start_reduce_scatter(
@@ -141,7 +194,7 @@ class HorovodCollective(SharingMember):
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
         with peer_errors("reduce-scatter"):
-            handle = start(tensor, op=self._hvd.Sum, name=self._name("reducescatter"))
+            handle = start(tensor, op=self._hvd.Sum, name=self._name("reducescatter"), process_set=self._set)
         if is_even:
             self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
         else:
@@ -162,7 +215,9 @@ class HorovodCollective(SharingMember):
         turns = range(0, max(counts), width)
         with peer_errors("allgather"):
             handles = [
-                self._hvd.allgather_async(tensor[begin : begin + width], name=self._name("allgather"))
+                self._hvd.allgather_async(
+                    tensor[begin : begin + width], name=self._name("allgather"), process_set=self._set
+                )
                 for begin in turns
             ]
             for begin, handle in zip(turns, handles, strict=True):
@@ -175,7 +230,9 @@ class HorovodCollective(SharingMember):
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the ranks' tensors end to end, in one tensor."""
         with peer_errors("allgather"):
-            result: torch.Tensor = self._hvd.allgather(tensor, name=self._name("allgather"))
+            result: torch.Tensor = self._hvd.allgather(
+                tensor, name=self._name("allgather"), process_set=self._set
+            )
         return result
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
@@ -189,7 +246,9 @@ class HorovodCollective(SharingMember):
                 parts = [piece[begin : begin + _TURN_BYTES] for piece in to]
                 splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
                 name = self._name("alltoall")
-                handles.append(self._hvd.alltoall_async(torch.cat(parts), splits, name=name))
+                handles.append(
+                    self._hvd.alltoall_async(torch.cat(parts), splits, name=name, process_set=self._set)
+                )
             for begin, handle in zip(turns, handles, strict=True):
                 arrived, lengths = self._hvd.synchronize(handle)
                 for piece, part in zip(of, torch.split(arrived, lengths.tolist()), strict=True):
@@ -199,14 +258,22 @@ class HorovodCollective(SharingMember):
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
         with peer_errors("broadcast"):
             handles = [
-                self._hvd.broadcast_async_(t, root_rank=root, name=self._name("broadcast")) for t in tensors
+                self._hvd.broadcast_async_(
+                    t, self._global(root), name=self._name("broadcast"), process_set=self._set
+                )
+                for t in tensors
             ]
             for handle in handles:
                 self._hvd.synchronize(handle)
 
     def _barrier(self) -> None:
         with peer_errors("barrier"):
-            self._hvd.barrier()
+            self._hvd.barrier(process_set=self._set)
+
+    def _global(self, rank: int) -> int:
+        """Returns the number in the whole gang of one of these ranks, which Horovod calls it by."""
+        ranks: Sequence[int] | None = self._set.ranks
+        return rank if ranks is None else ranks[rank]
 
     def close(self) -> None:
         self._release()
@@ -214,6 +281,18 @@ class HorovodCollective(SharingMember):
         self._hvd.shutdown()
 
     abort = close
+
+
+def _groups(member: Member) -> list[list[int]]:
+    """Returns the ranks for which Horovod needs sets: the hosts' first ones, then those of each host.
+
+    Horovod makes sets while it starts, and none for all ranks or for a single one.
+    """
+    if not member.has_levels:
+        return []
+    ends = [*member.leaders[1:], member.size]
+    hosts = [list(range(begin, end)) for begin, end in zip(member.leaders, ends, strict=True)]
+    return [list(member.leaders), *(ranks for ranks in hosts if len(ranks) > 1)]
 
 
 def check_nccl() -> None:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringspark.estimators.collectives.base import Meeting, ReduceOp, num_bytes, peer_errors
+from ringspark.estimators.collectives.base import (
+    Collective,
+    Levels,
+    Meeting,
+    ReduceOp,
+    num_bytes,
+    peer_errors,
+)
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
@@ -23,7 +31,7 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import (
 from ringspark.estimators.collectives.rendezvous.torch_store import MemberStore
 from ringspark.estimators.collectives.shared_memory import open_shared_memory
 from ringspark.estimators.collectives.sharing_member import SharingMember
-from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.collectives.traffic import Member, Traffic
 from ringspark.estimators.environment import environment
 
 # Of a message that Gloo sends both ways at once.
@@ -31,14 +39,27 @@ _TURN_BYTES = 512 << 10
 
 
 class TorchCollective(SharingMember):
-    """The connected half of the collective; it owns the default process group."""
+    """The connected half of the collective; that of the whole gang owns the default process group.
+
+    Attributes:
+        group: The process group; None for the default one, and after this rank has left.
+    """
 
     name = "torch"
 
-    def __init__(self, member: Member, use_gpu: bool, client: RendezvousClient) -> None:
+    def __init__(
+        self, member: Member, use_gpu: bool, client: RendezvousClient, store: MemberStore | None = None
+    ) -> None:
         super().__init__(member)
+        self.group: Any = None
+        # The numbers of these ranks in the whole gang.
+        self._ranks: Sequence[int] = range(member.size)
         self._use_gpu = use_gpu
         self._client = client
+        self._store = store
+        self._meeting: Meeting | None = None
+        self._machines: list[str] = []
+        self._parts = 0
 
     @classmethod
     def connect(cls, member: Member, meeting: Meeting) -> TorchCollective:
@@ -46,16 +67,21 @@ class TorchCollective(SharingMember):
         client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
         try:
             # All ranks have done their imports before, so Gloo's ports are open as briefly as possible.
-            guard = PortGuard(machines_of(client, member, seconds))
+            machines = machines_of(client, member, seconds)
+            guard = PortGuard(machines)
+            store = MemberStore(client, guard, seconds)
             with peer_errors("joining the process group"):
-                _join(member, MemberStore(client, guard, seconds), seconds, meeting.use_gpu)
+                _join(member, store, seconds, meeting.use_gpu)
             # Every pair is connected, so any later connection to Gloo's port is a stranger's.
             guard.shut()
-            collective = cls(member, meeting.use_gpu, client)
+            collective = cls(member, meeting.use_gpu, client, store)
+            collective._meeting, collective._machines = meeting, machines
             try:
                 collective._tell_nccl()
                 collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
                 collective.share(open_shared_memory(client, member, seconds))
+                if member.has_levels:
+                    collective.levels = collective._levels()
             except BaseException:
                 collective.abort()
                 raise
@@ -64,12 +90,64 @@ class TorchCollective(SharingMember):
             raise
         return collective
 
+    def part(self, groups: Sequence[Sequence[int]]) -> Collective | None:
+        """Makes collectives of some of the ranks each, and returns this rank's. Runs on every rank.
+
+        Args:
+            groups: Ranks of each part, ascending; no rank is in two of them. Equal on all ranks.
+
+        Returns:
+            None for a rank that is in no part.
+        """
+        assert self._meeting is not None
+        assert self._store is not None
+        seconds = self._meeting.timeout_seconds
+        self._parts += 1
+        name = f"part{self._parts}"
+        guard = self._store.guard = PortGuard(self._machines)
+        mine = next((list(ranks) for ranks in groups if self.rank in ranks), None)
+        made: TorchCollective | None = None
+        with environment(_gloo_settings(self.member)), peer_errors("joining a part of the gang"):
+            for ranks in groups:
+                # Every rank makes every group, in the same order: so torch gives them names of their own.
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
+                if self.rank in ranks and len(ranks) > 1:
+                    member = self.member.within(list(ranks))
+                    made = TorchCollective(member, self._use_gpu, self._client.within(name, member))
+                    made.group, made._ranks = group, list(ranks)
+                    made.traffic = Traffic(member, self.traffic)
+                del group
+        self._client.meet(f"{name}/connected", seconds)
+        guard.shut()
+        if mine is None:
+            return None
+        if made is None:
+            return LocalCollective()
+        self.on_leave(made._leave)
+        own = self._client.within(f"{name}/{mine[0]}", made.member)
+        made._client = own
+        made._prove(shared_nonce(own, made.member, seconds), self._meeting.secret, seconds)
+        made.share(open_shared_memory(own, made.member, seconds))
+        return made
+
+    def _levels(self) -> Levels:
+        """Returns this rank's host and the hosts among each other. Runs on every rank."""
+        leaders = self.member.leaders
+        hosts = [list(range(a, b)) for a, b in zip(leaders, [*leaders[1:], self.size], strict=True)]
+        inside = self.part(hosts)
+        assert inside is not None
+        return Levels(inside=inside, between=self.part([leaders]))
+
+    def _leave(self) -> None:
+        self._release()
+        self.group = None
+
     def _prove(self, nonce: bytes, secret: bytes, timeout_seconds: float) -> None:
         """Raises an error if a stranger has taken the place of a rank on one of Gloo's connections."""
         mine = torch.frombuffer(bytearray(proofs_for(self.member, nonce, secret)), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         with peer_errors("proving the connections"):
-            work = dist.all_to_all_single(theirs, mine, async_op=True)
+            work = dist.all_to_all_single(theirs, mine, async_op=True, group=self.group)
             work.wait(timedelta(seconds=min(timeout_seconds, PROOF_SECONDS)))
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
@@ -77,12 +155,12 @@ class TorchCollective(SharingMember):
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         result = tensor.clone()
         with peer_errors("allreduce"):
-            dist.all_reduce(result, op=ops[op])
+            dist.all_reduce(result, op=ops[op], group=self.group)
         return result
 
     def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         with peer_errors("allreduce"):
-            work = dist.all_reduce(tensor, async_op=True)
+            work = dist.all_reduce(tensor, async_op=True, group=self.group)
 
         def wait() -> None:
             with peer_errors("allreduce"):
@@ -106,7 +184,11 @@ class TorchCollective(SharingMember):
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
         turns = zip(*(torch.split(t, _turn(tensor)) for t in (tensor, *pieces)), strict=True)
         with peer_errors("allgather"):
-            works = [dist.all_gather(parts, part, async_op=True) for part, *parts in turns if len(part)]
+            works = [
+                dist.all_gather(parts, part, async_op=True, group=self.group)
+                for part, *parts in turns
+                if len(part)
+            ]
             for work in works:
                 work.wait()
         self.traffic.all_gather([num_bytes([tensor])] * self.size)
@@ -119,7 +201,9 @@ class TorchCollective(SharingMember):
         with peer_errors("allgather"):
             # Padding would send the longest piece once per rank; for an embedding that exceeds all the rest.
             works = [
-                dist.broadcast(piece, src=r, async_op=True) for r, piece in enumerate(pieces) if len(piece)
+                dist.broadcast(piece, src=r, async_op=True, group=self.group)
+                for r, piece in zip(self._ranks, pieces, strict=True)
+                if len(piece)
             ]
             for work in works:
                 work.wait()
@@ -129,7 +213,24 @@ class TorchCollective(SharingMember):
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
-        return gather_on_root(tensor, counts)
+        return self._gather_on_root(tensor, counts)
+
+    def _gather_on_root(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Gathers tensors of any length; Gloo's own gather wants equal ones."""
+        with peer_errors("gather"):
+            if self.rank:
+                if len(tensor):
+                    dist.send(tensor, dst=self._ranks[0], group=self.group)
+                return []
+            pieces = [tensor, *(tensor.new_empty(count) for count in counts[1:])]
+            works: list[Any] = [
+                dist.irecv(piece, src=r, group=self.group)
+                for r, piece in zip(self._ranks[1:], pieces[1:], strict=True)
+                if len(piece)
+            ]
+            for work in works:
+                work.wait()
+        return pieces
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, counts: Sequence[int]
@@ -138,13 +239,17 @@ class TorchCollective(SharingMember):
         with peer_errors("reduce-scatter"):
             if len(set(counts)) == 1:
                 mine = torch.empty_like(parts[self.rank])
-                works = [_reduce_scatter_even(mine, tensor)]
+                works = [_reduce_scatter_even(mine, tensor, self.group)]
             else:
                 # Gloo's reduce overwrites its input, also on the ranks that get no result.
                 tensor = tensor.clone()
                 parts = list(torch.split(tensor, list(counts)))
                 mine = parts[self.rank]
-                works = [dist.reduce(part, dst=r, async_op=True) for r, part in enumerate(parts) if len(part)]
+                works = [
+                    dist.reduce(part, dst=r, async_op=True, group=self.group)
+                    for r, part in zip(self._ranks, parts, strict=True)
+                    if len(part)
+                ]
         self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
 
         def wait() -> torch.Tensor:
@@ -160,14 +265,15 @@ class TorchCollective(SharingMember):
         received = joined.new_empty(sum(arriving))
         with peer_errors("all-to-all"):
             if joined.device.type == "cuda":
-                dist.all_to_all_single(received, joined, list(arriving), list(sent))
+                dist.all_to_all_single(received, joined, list(arriving), list(sent), group=self.group)
                 return received
             to, of = torch.split(joined, list(sent)), torch.split(received, list(arriving))
             of[self.rank].copy_(to[self.rank])
             # Each pair by itself: Gloo's all-to-all sends a long piece one way before the other way begins.
             peers = [peer for peer in range(self.size) if peer != self.rank]
-            works = [dist.irecv(of[peer], src=peer) for peer in peers if len(of[peer])]
-            works += [dist.isend(to[peer], dst=peer) for peer in peers if len(to[peer])]
+            known = {"group": self.group}
+            works = [dist.irecv(of[p], src=self._ranks[p], **known) for p in peers if len(of[p])]
+            works += [dist.isend(to[p], dst=self._ranks[p], **known) for p in peers if len(to[p])]
             for work in works:
                 if work is not None:
                     work.wait()
@@ -176,11 +282,11 @@ class TorchCollective(SharingMember):
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
         with peer_errors("broadcast"):
             for tensor in tensors:
-                dist.broadcast(tensor, src=root)
+                dist.broadcast(tensor, src=self._ranks[root], group=self.group)
 
     def _barrier(self) -> None:
         with peer_errors("barrier"):
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=self.group)
 
     def abort(self) -> None:
         stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
@@ -200,15 +306,11 @@ class TorchCollective(SharingMember):
 
 def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: bool) -> None:
     """Makes the default process group."""
-    # If pairs connected lazily, Gloo's port would have to stay open during the training.
-    values = {"TORCH_GLOO_LAZY_INIT": "0"}
-    if interface := interface_of(member.host):
-        values["GLOO_SOCKET_IFNAME"] = interface
     # An optimizer imports torch's compiler, which imports this module. The defaults of its functions are the
     # group of that moment, and would hold it, and Gloo's port, as long as the process lives.
     import torch.distributed.nn  # noqa: F401
 
-    with environment(values):
+    with environment(_gloo_settings(member)):
         # Both backends, because metrics travel as CPU tensors even if gradients are on GPUs.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
@@ -219,18 +321,13 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
         )
 
 
-@peer_errors("gather")
-def gather_on_root(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Returns every rank's 1-D tensor on rank 0, none on the others; Gloo's own gather wants equal ones."""
-    if dist.get_rank():
-        if len(tensor):
-            dist.send(tensor, dst=0)
-        return []
-    pieces = [tensor, *(tensor.new_empty(count) for count in counts[1:])]
-    works: list[Any] = [dist.irecv(piece, src=r) for r, piece in enumerate(pieces) if r and len(piece)]
-    for work in works:
-        work.wait()
-    return pieces
+def _gloo_settings(member: Member) -> dict[str, str | None]:
+    """Returns the environment in which Gloo connects the ranks of a group."""
+    # If pairs connected lazily, Gloo's port would have to stay open during the training.
+    values: dict[str, str | None] = {"TORCH_GLOO_LAZY_INIT": "0"}
+    if interface := interface_of(member.host):
+        values["GLOO_SOCKET_IFNAME"] = interface
+    return values
 
 
 def _turn(tensor: torch.Tensor) -> int:
@@ -241,7 +338,7 @@ def _turn(tensor: torch.Tensor) -> int:
     return max(1, len(tensor) if tensor.device.type == "cuda" else _TURN_BYTES // tensor.element_size())
 
 
-def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor) -> Any:
+def _reduce_scatter_even(part: torch.Tensor, whole: torch.Tensor, group: Any) -> Any:
     """Begins a reduce-scatter in equal parts; looks the call up by name, because torch 2.13 renamed it."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    return getattr(dist, name)(part, whole, async_op=True)
+    return getattr(dist, name)(part, whole, async_op=True, group=group)

@@ -47,6 +47,7 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
     """
     local_sizes = Counter(hosts)
     first_rank = dict(zip(local_sizes, accumulate(local_sizes.values(), initial=0), strict=False))
+    leaders = tuple(first_rank.values())
     seen: Counter[str] = Counter()
     members = []
     for host in hosts:
@@ -63,6 +64,7 @@ def assign_ranks(hosts: Sequence[str]) -> list[Member]:
                 cross_rank=cross.index(host),
                 cross_size=len(cross),
                 host=host,
+                leaders=leaders,
             )
         )
     return members

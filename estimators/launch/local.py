@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import CollectiveError, Meeting, Member, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
-from ringspark.estimators.launch.gang_task import Work, work_and_leave
+from ringspark.estimators.launch.gang_task import Work, assign_ranks, work_and_leave
 from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
 from ringspark.estimators.memory import check_on_rank
@@ -72,16 +73,17 @@ def run_spawned(
     work: Work,
     *,
     timeout_seconds: float = 60.0,
+    hosts: Sequence[str] | None = None,
 ) -> list[str]:
     """Runs `work` on `num_workers` ranks, each a new process of this host; returns texts in rank order.
+
+    Args:
+        hosts: Address of this host for each rank; ranks of different ones take themselves to be on several.
 
     Raises:
         WorkerError: A rank failed.
     """
-    members = [
-        Member(rank=r, size=num_workers, local_rank=r, local_size=num_workers, host="127.0.0.1")
-        for r in range(num_workers)
-    ]
+    members = assign_ranks(hosts or ["127.0.0.1"] * num_workers)
     # cloudpickle, as in Spark, also ships closures and functions of the main script.
     pickled = cloudpickle.dumps(work)
     kind = collective_class(collective)

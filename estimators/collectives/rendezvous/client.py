@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from copy import copy
 from itertools import cycle
 
 from ringspark.estimators.collectives.base import CollectiveError
@@ -46,30 +47,42 @@ class RendezvousClient:
         self._connection, self._channel = _connected(member, address, secret, self.patience)
         # Rank 0 may be stopped, and no rank should wait for its answers for ever.
         self._connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
+        self._prefix = ""
+
+    def within(self, name: str, member: Member) -> RendezvousClient:
+        """Returns this connection for some of the ranks, who meet each other under keys of their own.
+
+        Args:
+            name: Name of these ranks, which no others use.
+            member: This rank's place among them.
+        """
+        part = copy(self)
+        part._member, part._prefix = member, f"{self._prefix}{name}/"
+        return part
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask(b"set", key.encode(), value)
+        self._ask(b"set", self._name(key), value)
 
     def get(self, key: str) -> bytes | None:
         """Returns the value of the key; None if it has none."""
-        return self._ask(b"get", key.encode())
+        return self._ask(b"get", self._name(key))
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a number that starts at 0; returns the sum."""
-        return int(self._ask(b"add", key.encode(), str(amount).encode()) or 0)
+        return int(self._ask(b"add", self._name(key), str(amount).encode()) or 0)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Sets the key if it has the expected value; returns the value that it has afterwards."""
-        return self._ask(b"swap", key.encode(), expected, desired) or b""
+        return self._ask(b"swap", self._name(key), expected, desired) or b""
 
     def delete(self, key: str) -> bool:
         """Deletes the key; returns whether it existed."""
-        return self._ask(b"delete", key.encode()) is not None
+        return self._ask(b"delete", self._name(key)) is not None
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Waits for the keys; returns whether all of them exist within that time."""
         deadline = time.monotonic() + seconds
-        names = [key.encode() for key in keys]
+        names = [self._name(key) for key in keys]
         while True:
             left = deadline - time.monotonic()
             # Waits in slices, so that other threads get a turn on the connection.
@@ -97,6 +110,9 @@ class RendezvousClient:
 
     def close(self) -> None:
         self._connection.close()
+
+    def _name(self, key: str) -> bytes:
+        return f"{self._prefix}{key}".encode()
 
     def _ask(self, *parts: bytes) -> bytes | None:
         """Sends a request; returns the value of the answer, None if the server has none."""

@@ -12,17 +12,21 @@ from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
 
 
 class MemberStore(Store):
-    """Replaces `TCPStore`, whose port obeys anybody. torch's C++ code calls it too."""
+    """Replaces `TCPStore`, whose port obeys anybody. torch's C++ code calls it too.
+
+    Attributes:
+        guard: Guard of the ports that are open now; a later group has a guard of its own.
+    """
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
         self._client = client
-        self._guard = guard
+        self.guard = guard
         self._seconds = timeout_seconds
 
     def set(self, key: str, value: str | bytes) -> None:
         # The value may hold the address of a port that was opened a moment ago.
-        self._guard.restrict()
+        self.guard.restrict()
         self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -60,4 +64,4 @@ class MemberStore(Store):
 
     def clone(self) -> MemberStore:
         """Returns this same store, because the server accepts one connection per rank."""
-        return MemberStore(self._client, self._guard, self._seconds)
+        return MemberStore(self._client, self.guard, self._seconds)

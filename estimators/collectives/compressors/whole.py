@@ -1,0 +1,19 @@
+"""Numbers as they are: for sums of two levels that are compressed in none."""
+
+from __future__ import annotations
+
+import torch
+
+from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.compressors.base import COMMON, Compressor, Sent
+from ringspark.estimators.collectives.compressors.options import feedback
+
+
+class Whole(Compressor):
+    """All numbers, in their own dtype: nothing is left behind."""
+
+    OPTIONS = {**COMMON, "feedback": feedback(False)}
+    unbiased = True
+
+    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
+        return Sent(collective.all_reduce(vector), torch.zeros_like(vector))
