@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringspark.estimators.collectives.compressors import is_asked
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
@@ -39,7 +41,7 @@ class Exchange:
             return "hogwild" if self.consistency["name"] == "hogwild" else "parameter_server"
         if isinstance(self.local_steps, Mapping):
             return _OF_LOCAL[self.local_steps["name"]]
-        return "compressed" if self.compression["name"] != "none" else _OF_SHARDING[self.sharding]
+        return "compressed" if is_asked(self.compression) else _OF_SHARDING[self.sharding]
 
 
 _OF_LOCAL = {"average": "local_average", "diloco": "diloco", "elastic": "elastic"}

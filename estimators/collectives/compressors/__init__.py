@@ -15,9 +15,14 @@ from ringspark.estimators.collectives.compressors.sign import Sign
 from ringspark.estimators.collectives.compressors.sixteen_bits import Bf16, Fp16
 from ringspark.estimators.collectives.compressors.sparsify import Sparsify
 from ringspark.estimators.collectives.compressors.topk import TopK
+from ringspark.estimators.collectives.compressors.whole import Whole
 from ringspark.estimators.names import nearest
 
+# Stands for no compressor, unless gradients are to be summed in two levels.
+NONE = "none"
+
 COMPRESSORS: dict[str, type[Compressor]] = {
+    NONE: Whole,
     "fp16": Fp16,
     "bf16": Bf16,
     "topk": TopK,
@@ -28,9 +33,6 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "powersgd": PowerSgd,
     "gradiveq": GradiVeQ,
 }
-
-# Stands for no compressor.
-NONE = "none"
 
 
 def resolved_compression(value: str | Mapping[str, Any], subject: str = "a compression") -> dict[str, Any]:
@@ -51,15 +53,18 @@ def resolved_compression(value: str | Mapping[str, Any], subject: str = "a compr
         )
     given = {"name": value} if isinstance(value, str) else dict(value)
     name = given.pop("name", None)
-    names = [NONE, *COMPRESSORS]
-    if name not in names:
+    if name not in COMPRESSORS:
         raise ValueError(
-            f"{subject} must be one of {', '.join(names)}, got {name!r}{nearest(str(name), names)}"
+            f"{subject} must be one of {', '.join(COMPRESSORS)}, got {name!r}"
+            f"{nearest(str(name), COMPRESSORS)}"
         )
-    options = {} if name == NONE else COMPRESSORS[name].OPTIONS
-    if given and not options:
-        raise ValueError(f"{subject} 'none' takes no options, got {next(iter(given))!r}")
-    return {"name": name, **resolved(f"{subject} {name!r}", given, options)}
+    found = {"name": name, **resolved(f"{subject} {name!r}", given, COMPRESSORS[name].OPTIONS)}
+    return found if is_asked(found) else {"name": NONE}
 
 
-__all__ = ["COMPRESSORS", "NONE", "Compressor", "Sent", "resolved_compression"]
+def is_asked(compression: Mapping[str, Any]) -> bool:
+    """Whether gradients go another way than whole between all workers."""
+    return compression["name"] != NONE or compression.get("between") == "hosts"
+
+
+__all__ = ["COMPRESSORS", "NONE", "Compressor", "Sent", "is_asked", "resolved_compression"]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.options import AFTER, LEAST, Option
+from ringspark.estimators.collectives.compressors.options import AFTER, BETWEEN, LEAST, Option
 
 
 class Sent(NamedTuple):
@@ -91,4 +91,4 @@ def generator_for(vector: torch.Tensor, *numbers: int) -> torch.Generator:
     return torch.Generator(device=vector.device).manual_seed(mixed % 2**63)
 
 
-COMMON = {"after": AFTER, "least": LEAST}
+COMMON = {"after": AFTER, "least": LEAST, "between": BETWEEN}

@@ -39,6 +39,12 @@ LEAST = Option(
     rule="a number of elements of at least 1",
     words="tensors of fewer elements travel whole, as those of one dimension do",
 )
+BETWEEN = Option(
+    default="workers",
+    holds=lambda ends: ends in ("workers", "hosts"),
+    rule="'workers' or 'hosts'",
+    words="ends of the compressed exchange: all workers, or hosts, each of which sums whole gradients inside",
+)
 
 
 def feedback(default: bool) -> Option:

@@ -13,7 +13,6 @@ class Whole(Compressor):
     """All numbers, in their own dtype: nothing is left behind."""
 
     OPTIONS = {**COMMON, "feedback": feedback(False)}
-    unbiased = True
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         return Sent(collective.all_reduce(vector), torch.zeros_like(vector))

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, Sent
+from ringspark.estimators.collectives.compressors import COMPRESSORS, NONE, Compressor, Sent
+from ringspark.estimators.collectives.compressors.two_levels import levels_of, sum_of_hosts
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal, shaped_like
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
@@ -52,8 +53,11 @@ class CompressedSum(PlainSync):
         super().__init__(module, optimizer)
         self._collective = collective
         options = dict(exchange.compression)
-        kind = COMPRESSORS[options.pop("name")]
+        name = options.pop("name")
+        kind = COMPRESSORS[name]
+        self._levels = levels_of(collective) if options["between"] == "hosts" else None
         self._after: int = options["after"]
+        self._freezes = name != NONE and hasattr(optimizer, "freeze_variance")
         self._step = 0
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
@@ -84,8 +88,8 @@ class CompressedSum(PlainSync):
         counts = self._first_messages()
         self._rows.sum()
         is_compressed = self._step >= self._after
-        if self._step == self._after and hasattr(self.optimizer, "freeze_variance"):
-            self.optimizer.freeze_variance()
+        if self._step == self._after and self._freezes:
+            self.optimizer.freeze_variance()  # type: ignore[attr-defined]
         self._step += 1
         factor = scale() if self._groups else 1.0
         for group in self._groups:
@@ -115,6 +119,8 @@ class CompressedSum(PlainSync):
     def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
         if self._collective.size == 1:
             return Sent(vector.clone(), torch.zeros_like(vector))
+        if self._levels is not None:
+            return sum_of_hosts(vector, compressor, self._levels, self._step)
         return compressor.sum(vector, self._collective, self._step)
 
     def _send_whole(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
@@ -133,7 +139,9 @@ class CompressedSum(PlainSync):
             return
         self._step = int(own["step"])
         for number, group in enumerate(self._groups):
-            group.load({key: t for key, t in _below(own, number).items() if key != "residual"})
+            # Equal on all ranks that have it; between hosts, those are their first ranks, so always rank 0.
+            kept = [{k: t for k, t in _below(s, number).items() if k != "residual"} for s in (own, states[0])]
+            group.load(kept[0] or kept[1])
             if is_same:
                 group.residual.copy_(_below(own, number)["residual"])
             elif rank == 0:

@@ -24,7 +24,7 @@ GRADIENT_COMPRESSION = Setting[dict[str, Any]](
     default_words="`'none'`",
     convert=_compression,
     without_effect=(
-        lambda given: given["gradientCompression"]["name"] != "none" and given["numWorkers"] == 1,
+        lambda given: given["gradientCompression"] != {"name": "none"} and given["numWorkers"] == 1,
         "there is one worker",
     ),
 )

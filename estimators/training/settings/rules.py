@@ -29,6 +29,10 @@ class Combination(NamedTuple):
     message: str
 
 
+def _compresses(config: TrainConfig) -> bool:
+    return config.gradient_compression != {"name": "none"}
+
+
 def _runs_apart(c: TrainConfig) -> bool:
     """Whether workers exchange by another way than common sums of their gradients."""
     return c.consistency["name"] != "bsp" and c.num_workers > 1
@@ -114,7 +118,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "gradientCompression with another consistency than 'bsp'",
-        lambda c: c.gradient_compression["name"] != "none" and _runs_apart(c),
+        lambda c: _compresses(c) and _runs_apart(c),
         "gradientCompression sums gradients that all workers exchange at once, and with consistency "
         "'{consistency[name]}' none waits for the others; set consistency='bsp', or "
         "gradientCompression='none'",
@@ -122,9 +126,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "localSteps with gradientCompression or another consistency than 'bsp'",
         lambda c: (
-            c.local_steps != 1
-            and c.num_workers > 1
-            and (c.gradient_compression["name"] != "none" or c.consistency["name"] != "bsp")
+            c.local_steps != 1 and c.num_workers > 1 and (_compresses(c) or c.consistency["name"] != "bsp")
         ),
         "localSteps has workers exchange weights now and then instead of gradients, got gradientCompression "
         "'{gradient_compression[name]}' and consistency '{consistency[name]}' beside it; set localSteps=1, "
@@ -132,7 +134,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "gradientCompression with sharding",
-        lambda c: c.gradient_compression["name"] != "none" and c.sharding != "none" and c.num_workers > 1,
+        lambda c: _compresses(c) and c.sharding != "none" and c.num_workers > 1,
         "gradientCompression sums whole gradients on every rank, and sharding '{sharding}' leaves each a "
         "part of them; set sharding='none', or gradientCompression='none'",
     ),

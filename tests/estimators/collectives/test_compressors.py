@@ -16,6 +16,7 @@ import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, resolved_compression
+from ringspark.estimators.collectives.compressors.options import resolved
 from ringspark.estimators.collectives.compressors.sparsify import chances_for
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
@@ -50,8 +51,7 @@ SMALL = {"gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3},
 
 
 def _made(name: str, **options: Any) -> Compressor:
-    values = resolved_compression({"name": name, **SMALL.get(name, {}), **options})
-    del values["name"]
+    values = resolved(name, {**SMALL.get(name, {}), **options}, COMPRESSORS[name].OPTIONS)
     return COMPRESSORS[name](SHAPES, 7, values)
 
 
@@ -218,6 +218,7 @@ def _closed_form(name: str, size: int, picked: list[int], rank: int) -> int:
         return sum(pieces) - pieces[(rank + 1) % size]
 
     return {
+        "none": ring(ELEMENTS),
         "fp16": two_rounds(4 + 2 * part),
         "bf16": two_rounds(2 * part),
         "sign": two_rounds((4 + 2048 // 8) * -(-part // 2048)),
@@ -312,7 +313,8 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
         ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number of at least 1, got 2.5"),
         ({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3"),
         ({"rank": 2}, "must be one of none"),
-        ({"name": "none", "rank": 2}, "'none' takes no options, got 'rank'"),
+        ({"name": "none", "rank": 2}, "'none' takes after, .*, got 'rank'"),
+        ({"name": "sign", "between": "racks"}, "between must be 'workers' or 'hosts', got 'racks'"),
     ],
 )
 def test_an_unknown_name_or_option_is_refused_with_what_there_is(value: Any, words: str) -> None:
