@@ -213,24 +213,7 @@ class TorchCollective(SharingMember):
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
-        return self._gather_on_root(tensor, counts)
-
-    def _gather_on_root(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Gathers tensors of any length; Gloo's own gather wants equal ones."""
-        with peer_errors("gather"):
-            if self.rank:
-                if len(tensor):
-                    dist.send(tensor, dst=self._ranks[0], group=self.group)
-                return []
-            pieces = [tensor, *(tensor.new_empty(count) for count in counts[1:])]
-            works: list[Any] = [
-                dist.irecv(piece, src=r, group=self.group)
-                for r, piece in zip(self._ranks[1:], pieces[1:], strict=True)
-                if len(piece)
-            ]
-            for work in works:
-                work.wait()
-        return pieces
+        return gather_on_root(tensor, counts, self.group, self._ranks)
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, counts: Sequence[int]
@@ -319,6 +302,29 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
             world_size=member.size,
             timeout=timedelta(seconds=timeout_seconds),
         )
+
+
+@peer_errors("gather")
+def gather_on_root(
+    tensor: torch.Tensor, counts: Sequence[int], group: Any = None, ranks: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Returns every rank's 1-D tensor on the first one, none on the others; Gloo's own gather wants equal ones.
+
+    Args:
+        group: The process group of the ranks; None for all.
+        ranks: Their numbers among all ranks; None for all.
+    """
+    first, *others = range(len(counts)) if ranks is None else ranks
+    if dist.get_rank() != first:
+        if len(tensor):
+            dist.send(tensor, dst=first, group=group)
+        return []
+    pieces = [tensor, *(tensor.new_empty(count) for count in counts[1:])]
+    arriving = zip(others, pieces[1:], strict=True)
+    works: list[Any] = [dist.irecv(piece, src=r, group=group) for r, piece in arriving if len(piece)]
+    for work in works:
+        work.wait()
+    return pieces
 
 
 def _gloo_settings(member: Member) -> dict[str, str | None]:
