@@ -308,7 +308,7 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
 def gather_on_root(
     tensor: torch.Tensor, counts: Sequence[int], group: Any = None, ranks: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
-    """Returns every rank's 1-D tensor on the first one, none on the others; Gloo's own gather wants equal ones.
+    """Returns every rank's 1-D tensor on the first one, none on the others; Gloo's gather wants equal ones.
 
     Args:
         group: The process group of the ranks; None for all.

@@ -17,7 +17,7 @@ import json
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -105,9 +105,9 @@ def convergence(
 class Training:
     """One compressor's network on one rank of two hosts."""
 
-    def __init__(self, name: str, collective: Collective, rows: int) -> None:
+    def __init__(self, compression: Any, collective: Collective, rows: int) -> None:
         torch.manual_seed(0)
-        exchange = Exchange(compression=resolved_compression(COMPRESSIONS[name]))
+        exchange = Exchange(compression=resolved_compression(compression))
         make = momentum(0.01, 0.0)
         self.sync = STRATEGIES[exchange.strategy]().prepare(
             SPEC.build(), lambda module: make(module.parameters()), collective, exchange
@@ -124,11 +124,13 @@ class Training:
         self.sync.step(self.scaler)
 
 
-def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) -> dict[str, Any]:
-    """The seconds of each step and the bytes over the cable, by compressor, in turns."""
-    trainings = {name: Training(name, collective, rows) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    sent: dict[str, list[int]] = {name: [] for name in names}
+def steps_of(
+    collective: Collective, compressions: Mapping[str, Any], repeats: int, rows: int
+) -> dict[str, Any]:
+    """The seconds of each step and the bytes over the cable, by compression, in turns."""
+    trainings = {name: Training(value, collective, rows) for name, value in compressions.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in compressions}
+    sent: dict[str, list[int]] = {name: [] for name in compressions}
     for turn in range(WARM_UPS + repeats):
         for name, training in trainings.items():
             collective.barrier()
@@ -141,16 +143,25 @@ def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) 
     return {"seconds": seconds, "sent": sent}
 
 
-def step_times(names: list[str], options: Namespace) -> list[list[str]]:
-    """A line for each collective, rate and compressor."""
+def step_times(
+    compressions: Mapping[str, Any], options: Namespace, rates: Sequence[int] = (100, 1000), ranks: int = 1
+) -> list[list[str]]:
+    """A line for each collective, rate and compression, of `ranks` workers on each of two hosts."""
     lines = []
-    for megabits in (100, 1000):
+    for megabits in rates:
         with shaped_hosts(2, mbit=megabits) as hosts:
             for collective in GANGS[: options.gangs]:
-                results = hosts.run(steps_of, names, options.steps, options.rows, collective=collective)
+                results = hosts.run(
+                    steps_of,
+                    compressions,
+                    options.steps,
+                    options.rows,
+                    collective=collective,
+                    ranks_per_host=ranks,
+                )
                 told = results[0]
                 seconds, sent = told["seconds"], told["sent"]
-                for name in names:
+                for name in compressions:
                     lines.append(
                         [
                             f"{collective}, {megabits} Mbit/s, {name}",
@@ -207,7 +218,7 @@ def main() -> None:
         f"compression: a step of {size:,} parameters by a worker on each of two hosts, {options.rows} rows "
         f"each, median of {options.steps}; bytes are those of the network interface",
         ["", "ms", "faster", "bytes sent", "fewer"],
-        step_times(names, options),
+        step_times({name: COMPRESSIONS[name] for name in names}, options),
     )
 
 

@@ -19,7 +19,7 @@ GRADIENT_COMPRESSION = Setting[dict[str, Any]](
     field="gradient_compression",
     words="how gradients are compressed between the workers: 'none', 'fp16', 'bf16', 'topk', 'randomk', "
     "'sparsify', 'qsgd', 'sign', 'powersgd' or 'gradiveq', or a dict of the name and its options, such as "
-    "{'name': 'powersgd', 'rank': 2}",
+    "{'name': 'powersgd', 'rank': 2}; with 'between': 'hosts' workers of one host sum whole gradients",
     default={"name": "none"},
     default_words="`'none'`",
     convert=_compression,

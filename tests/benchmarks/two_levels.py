@@ -1,0 +1,43 @@
+"""Sums of two levels: what crosses the cable between two hosts of two workers each, and the time of a step.
+
+The workers of a host share memory, and the hosts a link of 100 Mbit/s, shaped inside namespaces of this
+machine. Each compression goes between all workers and between the hosts, in turns within one gang; the bytes
+are those of the first host's network interface, for both its workers.
+
+    OMP_NUM_THREADS=1 make bench ARGS="two_levels"
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compression
+import harness
+from links import link_refusal
+
+NAMES = ("none", "powersgd, rank 2", "topk, 1 %", "sign", "fp16")
+
+
+def main() -> None:
+    """Steps over a shaped link, by compression and by its ends."""
+    options = harness.parse(__doc__, steps=(5, 1), gangs=(2, 1), rows=(32, 2), compressors=(len(NAMES), 1))
+    if reason := link_refusal():
+        print(f"two_levels: skipped, no shaped links: {reason}")
+        return
+    cases: dict[str, Any] = {}
+    for name in NAMES[: options.compressors]:
+        value = compression.COMPRESSIONS[name]
+        given = {"name": value} if isinstance(value, str) else value
+        cases[name] = given
+        cases[f"{name}, between hosts"] = {**given, "between": "hosts"}
+    size = sum(p.numel() for p in compression.SPEC.build().parameters())
+    harness.print_table(
+        f"two_levels: a step of {size:,} parameters by two workers on each of two hosts, {options.rows} rows "
+        f"each, median of {options.steps}; bytes are those of the first host's network interface",
+        ["", "ms", "faster", "bytes sent", "fewer"],
+        compression.step_times(cases, options, rates=(100,), ranks=2),
+    )
+
+
+if __name__ == "__main__":
+    main()
