@@ -1,15 +1,40 @@
 """The roles of the ranks: asked wherever a training deals with rows, random numbers or files.
 
 A rank's number in the gang is for transport alone. Its place in the mesh decides which rows it reads, what it
-draws, over which ranks sums of rows go, and which rank writes files. The only axis is data: every rank reads
-different rows. An axis that cuts the network instead adds its collective here, and the code that asks stays.
+draws, over which ranks sums of rows go, and which rank writes files. The mesh has one axis for each way to
+spread a training; a rank is at one place of each:
+
+- `data`: every rank has the whole network, or the same part of it, and reads different rows;
+- `shard`: like `data`, and each rank keeps a part of the weights between their uses;
+- `expert`: like `data`, and each rank has other experts of a mixture-of-experts layer, for the rows of all;
+- `pipeline`: each rank has some of the blocks; the rows pass from one to the next;
+- `sequence`: each rank has a part of every row, and the whole network;
+- `tensor`: each rank has a part of every matrix, and all rows of the others.
+
+Ranks that differ in `pipeline`, `sequence` or `tensor` alone read the same rows: they are one copy of the
+network, and know the same losses.
+
+Invariant: ranks are numbered along `AXES`, the last axis fastest, so that ranks that talk most are
+neighbours, which are on one host. The first rank is in the last stage of the pipeline, where the losses are
+known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+
+# From the outermost to the innermost.
+AXES = ("pipeline", "data", "shard", "expert", "sequence", "tensor")
+# Along these, ranks read different rows.
+ROWS = ("data", "shard", "expert")
+# Along these, ranks hold parts of one network for the same rows.
+MODEL = ("pipeline", "sequence", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +44,77 @@ class Mesh:
     Attributes:
         world: Collective of all ranks, for what all must do alike: stop, skip a step, load a checkpoint.
         data: Collective of the ranks that read different rows of one global batch, including this one.
-            Gradients, losses and metrics are summed over it.
+            Losses and metrics are summed over it.
+        sizes: Number of places on each axis; the product is the number of ranks.
+        places: This rank's place on each axis.
+        axes: Collective of the ranks that differ from this one on that axis alone.
+        copy: Collective of the ranks that are one copy of the network together.
+        gradients: Collective of the ranks whose gradients of this rank's parameters add up; those of
+            experts add up over `expert_gradients`.
+        expert_gradients: The same ranks without those that have other experts.
+        parts: Collective of the ranks that have different parts of the weights, of the first copy; None on
+            ranks of other copies.
     """
 
     world: Collective
     data: Collective
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
+    axes: Mapping[str, Collective] = field(default_factory=dict)
+    copy: Collective = field(default_factory=LocalCollective)
+    gradients: Collective
+    expert_gradients: Collective
+    parts: Collective | None = None
 
     @classmethod
-    def of(cls, world: Collective) -> Mesh:
-        """Makes the mesh in which all ranks read different rows."""
-        return cls(world=world, data=world)
+    def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> Mesh:
+        """Makes the mesh; without sizes, or with those of rows alone, all ranks read different rows.
+
+        Runs on every rank.
+
+        Args:
+            sizes: Number of places on each axis; an axis that is not named has one.
+
+        Raises:
+            ValueError: The sizes do not make up the gang, or the collective has no parts.
+        """
+        full = {axis: (sizes or {}).get(axis, 1) for axis in AXES}
+        if sizes is None:
+            full["data"] = world.size
+        if math.prod(full.values()) != world.size:
+            raise ValueError(f"parallelism has {math.prod(full.values())} places for {world.size} workers")
+        here = _places(full)[world.rank]
+        if all(full[axis] == 1 for axis in AXES if axis != "data"):
+            alone = {axis: LocalCollective() if axis != "data" else world for axis in AXES}
+            return cls(
+                world=world,
+                data=world,
+                sizes=full,
+                places=here,
+                axes=alone,
+                gradients=world,
+                expert_gradients=world,
+            )
+        if world.name != "torch":
+            raise ValueError(
+                f"parallelism needs collective 'torch', got {world.name!r}; set collective='torch', or give "
+                "all workers to 'data'"
+            )
+        made = _Maker(world, full)
+        parts = ("pipeline", "expert", "sequence", "tensor")
+        is_first_copy = all(here[axis] == 0 for axis in AXES if axis not in parts)
+        over_parts = made.over(parts)
+        return cls(
+            world=world,
+            data=made.over(ROWS),
+            sizes=full,
+            places=here,
+            axes={axis: made.over((axis,)) for axis in AXES},
+            copy=made.over(MODEL),
+            gradients=made.over((*ROWS, "sequence")),
+            expert_gradients=made.over(("data", "shard", "sequence")),
+            parts=over_parts if is_first_copy else None,
+        )
 
     @property
     def data_rank(self) -> int:
@@ -44,3 +130,53 @@ class Mesh:
     def writes(self) -> bool:
         """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
         return self.world.rank == 0
+
+    @property
+    def cuts_network(self) -> bool:
+        """Whether a rank has less than the whole network, or less than whole rows."""
+        return any(self.sizes.get(axis, 1) > 1 for axis in (*MODEL, "expert"))
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage of the pipeline: 0 gets the rows, and the last one has the losses."""
+        return self.sizes.get("pipeline", 1) - 1 - self.places.get("pipeline", 0)
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether this rank sees what the network returns."""
+        return self.places.get("pipeline", 0) == 0
+
+
+def _places(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Returns each rank's place on each axis, in rank order."""
+    return [dict(zip(AXES, places, strict=True)) for places in product(*(range(sizes[a]) for a in AXES))]
+
+
+def groups_over(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """Returns the groups of ranks that differ on these axes alone; every rank is in one of them."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, places in enumerate(_places(sizes)):
+        groups.setdefault(tuple(places[axis] for axis in AXES if axis not in axes), []).append(rank)
+    return list(groups.values())
+
+
+class _Maker:
+    """Makes each group of ranks once, whatever roles it has."""
+
+    def __init__(self, world: Collective, sizes: Mapping[str, int]) -> None:
+        self._world = world
+        self._sizes = sizes
+        self._made: dict[str, Collective] = {}
+
+    def over(self, axes: Sequence[str]) -> Collective:
+        groups = groups_over(self._sizes, axes)
+        if len(groups) == 1:
+            return self._world
+        if all(len(group) == 1 for group in groups):
+            return LocalCollective()
+        key = str(groups)
+        if key not in self._made:
+            part = self._world.part(groups)  # type: ignore[attr-defined]
+            assert part is not None  # the groups hold every rank
+            self._made[key] = part
+        return self._made[key]

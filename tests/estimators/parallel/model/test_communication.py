@@ -1,0 +1,138 @@
+"""Exchanges inside a network: values and gradients are those of one process that holds the whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.mesh import AXES, Mesh, groups_over
+from ringspark.estimators.parallel.model.communication import (
+    copied,
+    cut_along,
+    exchanged,
+    joined,
+    joined_for_parts,
+    part_of_whole,
+    scattered,
+    summed,
+)
+from ringspark.estimators.training.phase import Status
+
+pytestmark = pytest.mark.distributed
+SHAPE = (5, 3)  # does not divide by 2 along either dimension
+
+
+def _whole() -> torch.Tensor:
+    return torch.arange(15.0, dtype=torch.float64).view(SHAPE) + 1
+
+
+def _own(rank: int) -> torch.Tensor:
+    """A function's weights that differ by rank."""
+    return torch.linspace(1, 2 + rank, 15, dtype=torch.float64).view(SHAPE)
+
+
+def _gradient(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[float, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    value = loss(x)
+    value.backward()
+    assert x.grad is not None
+    return float(value.detach()), x.grad
+
+
+def _all(collective: Collective, device: str, status: Status) -> str:
+    rank, size = collective.rank, collective.size
+    ranks, found = range(size), {}
+
+    def same(name: str, got: tuple[float, torch.Tensor], want: tuple[float, torch.Tensor]) -> None:
+        found[name] = abs(got[0] - want[0]) < 1e-9 and torch.allclose(got[1], want[1])
+
+    # Each rank uses a whole value in its own way, and the parts are summed.
+    same(
+        "copied and summed",
+        _gradient(lambda x: summed(copied(x, collective) * _own(rank), collective).square().sum(), _whole()),
+        _gradient(lambda x: sum(x * _own(r) for r in ranks).square().sum(), _whole()),
+    )
+    for dim in (0, 1):
+        whole = _gradient(lambda x: (x.square() * _own(0)).sum(), _whole())
+        got = _gradient(
+            lambda x, dim=dim: (joined(x, dim, collective).square() * _own(0)).sum(),
+            cut_along(_whole(), dim, rank, size),
+        )
+        same(f"joined {dim}", got, (whole[0], cut_along(whole[1], dim, rank, size)))
+        got = _gradient(
+            lambda x, dim=dim: joined(part_of_whole(x, dim, collective) * 2, dim, collective).square().sum(),
+            _whole(),
+        )
+        same(f"part {dim}", got, _gradient(lambda x: (2 * x).square().sum(), _whole()))
+        # A partial value that is scattered, and joined for parts that use it differently.
+        got = _gradient(
+            lambda x, dim=dim: (
+                summed(
+                    joined_for_parts(
+                        scattered(copied(x, collective) * _own(rank), dim, collective), dim, collective
+                    )
+                    * _own(rank),
+                    collective,
+                )
+                .square()
+                .sum()
+            ),
+            _whole(),
+        )
+        want = _gradient(
+            lambda x: sum(sum(x * _own(r) for r in ranks) * _own(q) for q in ranks).square().sum(), _whole()
+        )
+        same(f"scattered {dim}", got, want)
+    # Row i of rank r goes to rank (i + r) % size; it comes back weighted.
+    rows = torch.arange(4.0, dtype=torch.float64).view(4, 1) + 10 * rank
+    order = sorted(range(4), key=lambda i: ((i + rank) % size, i))
+    counts = [sum((i + r) % size == q for i in range(4)) for r in ranks for q in ranks]
+    sent, arriving = counts[rank * size :][:size], counts[rank::size]
+    x = rows.clone().requires_grad_()
+    moved = exchanged(x[order], sent, arriving, collective)
+    back = exchanged(moved * (rank + 1), arriving, sent, collective)
+    back.square().sum().backward()
+    factors = torch.tensor([[(i + rank) % size + 1.0] for i in range(4)], dtype=torch.float64)
+    found["exchanged"] = torch.allclose(x.grad, 2 * rows * factors**2) and len(moved) == sum(arriving)
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_values_and_gradients_are_those_of_the_whole(size: int) -> None:
+    for text in run_spawned(size, "torch", _all):
+        assert all(json.loads(text).values()), text
+
+
+def test_the_groups_over_axes_hold_every_rank_once_and_neighbours_on_the_last_axis() -> None:
+    sizes = dict.fromkeys(AXES, 1) | {"pipeline": 2, "data": 2, "tensor": 2}
+    assert groups_over(sizes, ["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups_over(sizes, ["pipeline"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups_over(sizes, ["data", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def _places(collective: Collective, device: str, status: Status) -> str:
+    mesh = Mesh.of(collective, {"pipeline": 2, "data": 2})
+    told: dict[str, Any] = {
+        "stage": mesh.stage,
+        "losses": mesh.has_losses,
+        "data": [mesh.data_rank, mesh.data_size],
+        "copy": mesh.copy.all_reduce(torch.tensor([float(collective.rank)])).item(),
+        "parts": mesh.parts is not None,
+    }
+    return json.dumps(told)
+
+
+@pytest.mark.slow
+def test_the_first_rank_has_the_losses_and_every_copy_of_the_network_its_rows() -> None:
+    told = [json.loads(text) for text in run_spawned(4, "torch", _places)]
+    assert [rank["stage"] for rank in told] == [1, 1, 0, 0]
+    assert [rank["losses"] for rank in told] == [True, True, False, False]
+    assert [rank["data"] for rank in told] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+    assert [rank["copy"] for rank in told] == [2.0, 4.0, 2.0, 4.0]
+    assert [rank["parts"] for rank in told] == [True, False, True, False]
