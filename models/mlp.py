@@ -97,6 +97,15 @@ class MLP(nn.Module):
         self.trunk = dense_trunk(in_features, hidden, activation, dropout, norm)
         self.head = nn.Linear(hidden[-1] if hidden else in_features, out_features)
 
+    def tensor_plan(self, num_ranks: int) -> dict[str, str]:
+        """Returns how tensor parallelism cuts the layers: pairs, of which the second sums for both."""
+        names = [f"trunk.{index}.linear" for index in range(len(self.trunk))]
+        if any(not isinstance(block.norm, nn.Identity) for block in self.trunk):
+            # A normalisation needs all outputs of the layer before it.
+            return dict.fromkeys(names, "column_joined")
+        plan = {name: "row" if index % 2 else "column" for index, name in enumerate(names)}
+        return plan | ({"head": "row"} if len(names) % 2 else {})
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps (batch, in_features) to (batch, out_features)."""
         out: torch.Tensor = self.head(self.trunk(x))

@@ -122,6 +122,32 @@ class ModelLayout:
         table = self._table(own)
         return {name: self._stand_in(name, place, own.get(name)) for name, place in table.items()}
 
+    def shared_optimizer(self, own: OptimizerState) -> OptimizerState:
+        """Returns stand-ins for the whole optimizer state, which `whole` fetches. Runs on every rank.
+
+        Args:
+            own: The whole state of this rank's parameters; looked at where `Mesh.holds_first`.
+        """
+        tensors = {
+            f"{name}/{key}": value
+            for name, values in own.items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        plain = {
+            name: {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
+            for name, values in own.items()
+        }
+        texts = gather_bytes(self.mesh.whole, json.dumps(plain).encode())
+        result: OptimizerState = {}
+        for text in texts:
+            for name, values in json.loads(text).items():
+                result.setdefault(name, {}).update(values)
+        for full, stand_in in self.shared(tensors).items():
+            name, key = full.rsplit("/", 1)
+            result.setdefault(name, {})[key] = stand_in
+        return {name: result[name] for name in sorted(result)}
+
     def _table(self, own: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
         """Returns where all tensors lie; equal on all ranks."""
         mesh = self.mesh
@@ -149,7 +175,7 @@ class ModelLayout:
         return {n: _Place(tuple(s), d, tuple(h)) for n, (s, d, h) in json.loads(known_text).items()}
 
     def _cut_of(self, name: str, tensor: torch.Tensor) -> Cut | None:
-        parameter = name.partition("/")[0]
+        parameter = _parameter_of(name)
         cut = self.cuts.get(parameter)
         if cut is None or tensor.dim() != len(self.shapes[parameter]):
             return None
@@ -161,7 +187,7 @@ class ModelLayout:
 
     def _whole(self, name: str, tensor: torch.Tensor) -> list[int]:
         cut = self._cut_of(name, tensor)
-        return list(tensor.shape if cut is None else self.shapes[name.partition("/")[0]])
+        return list(tensor.shape if cut is None else self.shapes[_parameter_of(name)])
 
     def _stand_in(self, name: str, place: _Place, own: torch.Tensor | None) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, place.dtype)
@@ -182,7 +208,7 @@ class ModelLayout:
         parts, nothing = self.mesh.whole, torch.empty(0, dtype=dtype)
         if not self.mesh.holds_first:
             return nothing
-        cut = self.cuts.get(name.partition("/")[0]) if len(place.holders) > 1 else None
+        cut = self.cuts.get(_parameter_of(name)) if len(place.holders) > 1 else None
         shapes = [list(place.shape) for _ in place.holders]
         if cut is not None:
             for index, shape in enumerate(shapes):
@@ -200,3 +226,8 @@ class ModelLayout:
         found = [pieces[holder].view(shape) for holder, shape in zip(place.holders, shapes, strict=True)]
         # A copy, because an optimizer goes on to change what this rank has.
         return found[0].clone() if cut is None else join(found, cut)
+
+
+def _parameter_of(name: str) -> str:
+    """Returns the parameter of "<parameter>" or "<parameter>/<key>"."""
+    return name.partition("/")[0]

@@ -284,7 +284,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "parallelism that cuts the network with localSteps or another consistency than 'bsp'",
         lambda c: c.cuts_network and (c.local_steps != 1 or _runs_apart(c)),
         "parallelism {parallelism} has workers exchange inside every step, and with localSteps "
-        "({local_steps}) or consistency '{consistency[name]}' they step apart; set localSteps=1 and consistency='bsp'",
+        "({local_steps}) or consistency '{consistency[name]}' they step apart; set localSteps=1 and "
+        "consistency='bsp'",
     ),
     Combination(
         "parallelism that cuts the network with an optimizer that looks at whole parameters",
