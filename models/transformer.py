@@ -7,38 +7,43 @@ activation checkpointing has a chain to cut into segments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from ringspark.models.mlp import check_dropout
+from ringspark.models.whole_rows import WholeRows, attend
 
 INIT_STD = 0.02
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads: (batch, seq, dim) -> (batch, seq, dim)."""
+    """Self-attention of several heads: (batch, seq, dim) -> (batch, seq, dim).
+
+    Attributes:
+        head_dim: Width of a head. `qkv` and `out` may hold fewer heads than the whole network has.
+        attend: How queries, keys and values are mixed; see `whole_rows.attend`, which it is at first.
+    """
+
+    attend: Attend = staticmethod(attend)
 
     def __init__(self, dim: int, num_heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
-        self.num_heads, self.dropout, self.causal = num_heads, dropout, causal
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.dropout, self.causal = dropout, causal
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attends where `mask`, (batch, 1, 1, seq) booleans, is True; everywhere if it is None."""
-        batch, seq, dim = x.shape
-        heads = self.qkv(x).view(batch, seq, 3, self.num_heads, dim // self.num_heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, dim / heads)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-        )
-        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
+        # Not a view: a size of -1 is unknown to it where there are no rows or tokens.
+        heads = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
+        mixed = self.attend(query, key, value, mask, self.dropout if self.training else 0.0, self.causal)
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
@@ -63,7 +68,13 @@ class TransformerBlock(nn.Module):
 
 
 class _Trunk(nn.Module):
-    """The part that both networks share below their heads: embeddings, blocks, the last normalisation."""
+    """The part that both networks share below their heads: embeddings, blocks, the last normalisation.
+
+    Attributes:
+        rows: Which tokens of a row are here; see `WholeRows`.
+    """
+
+    rows = WholeRows()
 
     def __init__(
         self,
@@ -104,7 +115,7 @@ class _Trunk(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps (batch, seq) to (batch, seq, dim); attends where `tokens`, (batch, seq) booleans, is True."""
+        """Maps (batch, seq) ids to (batch, own seq, dim); attends where `tokens`, (batch, seq), is True."""
         seq = ids.shape[1]
         if seq > self.max_seq_len:
             raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
@@ -114,7 +125,9 @@ class _Trunk(nn.Module):
             mask = tokens[:, None, None, :]
             # A row that is all padding attends to itself: attention to nothing would be NaN.
             mask = mask | ~mask.any(-1, keepdim=True)
-        x = self.dropout(self.tokens(ids) + self.positions(torch.arange(seq, device=ids.device)))
+        mask = self.rows.mask(mask, seq)
+        positions = self.rows.own(torch.arange(seq, device=ids.device), 0)
+        x = self.dropout(self.tokens(self.rows.own(ids, 1)) + self.positions(positions))
         for block in self.blocks:
             x = block(x, mask)
         out: torch.Tensor = self.norm(x)
@@ -180,14 +193,8 @@ class TransformerClassifier(_Trunk):
         tokens = mask.bool() if mask is not None else None
         if tokens is None and self.padding_id is not None:
             tokens = ids != self.padding_id
-        x = self._features(ids, tokens)
-        if tokens is None:
-            pooled = x.mean(1)
-        else:
-            real = tokens.unsqueeze(-1).to(x.dtype)  # (batch, seq, 1)
-            pooled = (x * real).sum(1) / real.sum(1).clamp(min=1)
-        out: torch.Tensor = self.head(pooled)
-        return out
+        pooled = self.rows.pool(self._features(ids, tokens), tokens, ids.shape[1])
+        return self.rows.alike(self.head(pooled))
 
 
 class TransformerLM(_Trunk):
@@ -231,6 +238,7 @@ class TransformerLM(_Trunk):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq) token ids to (batch, vocab_size, seq)."""
         logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
+        logits = self.rows.joined(logits, 1, ids.shape[1])
         # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
         return logits.transpose(1, 2).contiguous()
 
