@@ -8,6 +8,7 @@ activation checkpointing has a chain to cut into segments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,6 +109,23 @@ class _Trunk(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
 
+    def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
+        """Returns how tensor parallelism cuts the layers: whole heads, pairs of layers, ids.
+
+        Raises:
+            ValueError: So many ranks have no whole heads each.
+        """
+        heads = self.blocks[0].attention.num_heads
+        if heads % num_ranks:
+            raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
+        return {
+            "tokens": "vocabulary",
+            "blocks.*.attention.qkv": ["column", 3],
+            "blocks.*.attention.out": "row",
+            "blocks.*.up": "column",
+            "blocks.*.down": "row",
+        }
+
     def _init_weights(self) -> None:
         # Embeddings start small, as in GPT-2: torch's variance of 1 would drown what the blocks add.
         for module in self.modules():
@@ -197,6 +215,11 @@ class TransformerClassifier(_Trunk):
         return self.rows.alike(self.head(pooled))
 
 
+def scores(x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:
+    """Compares (batch, seq, dim) with every token's embedding: (batch, seq, vocab_size)."""
+    return F.linear(x, tokens.weight)
+
+
 class TransformerLM(_Trunk):
     """A causal decoder: logits of the next token at every position. The head shares the embedding's weights.
 
@@ -210,6 +233,9 @@ class TransformerLM(_Trunk):
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
     """
+
+    # How tokens are compared; a table that is cut by its ids has a way of its own.
+    scores: Callable[[torch.Tensor, Any], torch.Tensor] = staticmethod(scores)
 
     def __init__(
         self,
@@ -237,7 +263,7 @@ class TransformerLM(_Trunk):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq) token ids to (batch, vocab_size, seq)."""
-        logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
+        logits = self.scores(self._features(ids), self.tokens)  # (batch, seq, vocab_size)
         logits = self.rows.joined(logits, 1, ids.shape[1])
         # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
         return logits.transpose(1, 2).contiguous()

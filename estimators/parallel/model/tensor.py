@@ -71,7 +71,7 @@ class VocabularyEmbedding(nn.Module):
                 "a table of embeddings is cut by its ids, and max_norm or scale_grad_by_freq look at all of "
                 "them; make the layer without, or leave it out of the plan"
             )
-        self._collective = collective
+        self.collective = collective
         cut = Cut(AXIS, 0)
         lengths = [len(part_of(layer.weight, cut, r, collective.size)) for r in range(collective.size)]
         self._first = sum(lengths[: collective.rank])
@@ -87,7 +87,14 @@ class VocabularyEmbedding(nn.Module):
         if self._padding is not None:
             # A padding row is looked up but never trained.
             found = torch.where(keeps.unsqueeze(-1), found, found.detach())
-        return summed(found.masked_fill(~is_here.unsqueeze(-1), 0), self._collective)
+        return summed(found.masked_fill(~is_here.unsqueeze(-1), 0), self.collective)
+
+
+def scores(x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
+    """Compares (..., dim) with the embeddings of all ids, of which each rank has some: (..., ids), whole."""
+    assert isinstance(tokens, VocabularyEmbedding)
+    own = F.linear(copied(x, tokens.collective), tokens.weight)
+    return joined(own, -1, tokens.collective)
 
 
 def _parameter(whole: torch.Tensor, cut: Cut, collective: Collective) -> nn.Parameter:
@@ -217,6 +224,8 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
                     f"parallelism gives 'tensor' {collective.size} workers, more than {name!r} has parts"
                 )
             part.train(layer.training)
+            if isinstance(part, VocabularyEmbedding) and hasattr(module, "scores"):
+                module.scores = scores
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}

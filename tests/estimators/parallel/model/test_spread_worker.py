@@ -114,6 +114,59 @@ def test_a_training_goes_on_over_another_mesh(
     assert resumed.history[1].train_loss == pytest.approx(straight.history[1].train_loss, rel=1e-6)
 
 
+TEXT = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
+TRANSFORMERS = {
+    "classifier": ModelSpec("transformer_classifier", {**TEXT, "out_features": 3, "padding_id": 0}),
+    "language model": ModelSpec("transformer_lm", TEXT),
+}
+
+
+def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 23, (ROWS, 11))
+    for row, length in zip(ids, rng.integers(0, 12, ROWS), strict=True):
+        row[length:] = 0
+    is_lm = spec == TRANSFORMERS["language model"]
+    label = np.roll(ids, -1, 1) if is_lm else ids.sum(1) % 3
+    manifest = make_shards({"x": ids, "y": label})
+    settings: dict[str, Any] = {
+        "model": spec.to_json(),
+        "task": "any",
+        "losses": ("cross_entropy",),
+        "batch_size": BATCH,
+        "epochs": 3,
+        # Keys' biases have gradients of mere rounding, which Adam would make steps of full size.
+        "optimizer": "momentum",
+        "learning_rate": 0.05,
+        "max_grad_norm": 1.0,
+        "collective": "torch",
+    }
+    return config_of(manifest, folder, **settings | changes)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"tensor": 2}, {}),
+        pytest.param({"tensor": 4}, {"gradient_checkpointing": "all"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_trains_a_transformer_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, int], changes: dict[str, Any]
+) -> None:
+    spec = TRANSFORMERS[name]
+    config = _texts(make_shards, tmp_path / "one", spec, **changes)
+    one = train_gang(config)
+    workers = int(np.prod(list(mesh.values())))
+    spread = replace(config, run_uri=str(tmp_path / "mesh"), num_workers=workers, parallelism=mesh)
+    many = train_gang(spread)
+    assert one.steps == many.steps == 51
+    assert _difference(one, many, spec) < 1e-5
+    assert many.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+
+
 def test_weights_of_a_network_of_transformers_or_ones_own_are_cut_by_a_plan(tmp_path: Path) -> None:
     from ringspark.estimators.parallel.model.tensor import plan_of
 
