@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ringspark.models.chain import Link
 from ringspark.models.mlp import check_dropout
 
 INIT_STD = 0.02
@@ -105,19 +106,18 @@ class _Trunk(nn.Module):
 
     def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Maps (batch, seq) to (batch, seq, dim); attends where `tokens`, (batch, seq) booleans, is True."""
-        seq = ids.shape[1]
-        if seq > self.max_seq_len:
-            raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
-        ids = ids.long()
-        mask = None
-        if tokens is not None:
-            mask = tokens[:, None, None, :]
-            # A row that is all padding attends to itself: attention to nothing would be NaN.
-            mask = mask | ~mask.any(-1, keepdim=True)
-        x = self.dropout(self.tokens(ids) + self.positions(torch.arange(seq, device=ids.device)))
+        x, mask = self._embedded(ids), _attention_mask(tokens)
         for block in self.blocks:
             x = block(x, mask)
         out: torch.Tensor = self.norm(x)
+        return out
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        seq = ids.shape[1]
+        if seq > self.max_seq_len:
+            raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
+        positions = self.positions(torch.arange(seq, device=ids.device))
+        out: torch.Tensor = self.dropout(self.tokens(ids.long()) + positions)
         return out
 
 
@@ -177,10 +177,33 @@ class TransformerClassifier(_Trunk):
             ids: (batch, seq) token ids.
             mask: (batch, seq), 0 where a row is filled up; None takes `padding_id`.
         """
-        tokens = mask.bool() if mask is not None else None
-        if tokens is None and self.padding_id is not None:
-            tokens = ids != self.padding_id
-        x = self._features(ids, tokens)
+        tokens = self._real_tokens(ids, mask)
+        return self._pooled_head(self._features(ids, tokens), tokens)
+
+    def links(self) -> list[Link]:
+        """Returns the embeddings, the blocks and the head; hidden states and real tokens travel between them."""
+        blocks = [
+            Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
+            for key, block in self.blocks.named_children()
+        ]
+        embed = Link("tokens", self._embedded_with_mask, ("tokens", "positions", "dropout"))
+        return [embed, *blocks, Link("head", self._normed_head, ("norm", "head"))]
+
+    def _real_tokens(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns (batch, seq) booleans, False where a row is filled up; None if no row is."""
+        if mask is not None:
+            return mask.bool()
+        return None if self.padding_id is None else ids != self.padding_id
+
+    def _embedded_with_mask(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._embedded(ids), self._real_tokens(ids, mask)
+
+    def _normed_head(self, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        return self._pooled_head(self.norm(x), tokens)
+
+    def _pooled_head(self, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         if tokens is None:
             pooled = x.mean(1)
         else:
@@ -230,9 +253,42 @@ class TransformerLM(_Trunk):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq) token ids to (batch, vocab_size, seq)."""
-        logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
+        return self._tied_head(self._features(ids))
+
+    def links(self) -> list[Link]:
+        """Returns the embeddings, the blocks and the head, which uses the embedding's weights."""
+        blocks = [Link(f"blocks.{key}", b, (f"blocks.{key}",)) for key, b in self.blocks.named_children()]
+        embed = Link("tokens", self._embedded, ("tokens", "positions", "dropout"))
+        return [embed, *blocks, Link("head", self._normed_head, ("norm", "tokens"))]
+
+    def _normed_head(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tied_head(self.norm(x))
+
+    def _tied_head(self, x: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x, self.tokens.weight)  # (batch, seq, vocab_size)
         # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
         return logits.transpose(1, 2).contiguous()
+
+
+class _MaskedBlock:
+    """A block that takes and gives the real tokens beside the hidden states. A class, so that it is copied."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: torch.Tensor, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.block(x, _attention_mask(tokens)), tokens
+
+
+def _attention_mask(tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns where to attend, (batch, 1, 1, seq) booleans, for real tokens, (batch, seq)."""
+    if tokens is None:
+        return None
+    mask = tokens[:, None, None, :]
+    # A row that is all padding attends to itself: attention to nothing would be NaN.
+    return mask | ~mask.any(-1, keepdim=True)
 
 
 def _check_sizes(**sizes: int) -> None:
