@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ringspark.models.chain import Link
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
@@ -57,6 +59,11 @@ def dense_trunk(
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
     widths = [in_dim, *hidden]
     return nn.Sequential(*(DenseBlock(a, b, activation, dropout, norm) for a, b in pairwise(widths)))
+
+
+def trunk_links(trunk: nn.Sequential) -> list[Link]:
+    """Returns the blocks of a network's `trunk`."""
+    return [Link(f"trunk.{key}", block, (f"trunk.{key}",)) for key, block in trunk.named_children()]
 
 
 def check_dropout(name: str, probability: float) -> None:
@@ -110,3 +117,7 @@ class MLP(nn.Module):
         """Maps (batch, in_features) to (batch, out_features)."""
         out: torch.Tensor = self.head(self.trunk(x))
         return out
+
+    def links(self) -> list[Link]:
+        """Returns the blocks and the head."""
+        return [*trunk_links(self.trunk), Link("head", self.head, ("head",))]
