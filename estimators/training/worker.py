@@ -35,7 +35,7 @@ from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.probe import probe
+from ringspark.estimators.training.probe import probe, samples
 from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
@@ -129,11 +129,13 @@ def _train(
     train, validation = _open_readers(config, mesh, manifest, opened)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device, mesh, status)
+    pipeline = None
     if mesh.cuts_network:
         status.phase = "cutting the network"
         with torch.no_grad():
             mesh.world.broadcast(list(module.state_dict().values()))
-        module = spread(module, mesh, config.parallelism)
+        sample = None if objects.transform_batch is not None else samples(config.input_columns, manifest)
+        pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
     if config.gradient_checkpointing != "none":
@@ -176,6 +178,7 @@ def _train(
             train.num_steps,
             device,
             objects,
+            pipeline,
         )
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()

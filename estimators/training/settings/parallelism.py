@@ -13,8 +13,10 @@ from ringspark.estimators.training.settings.declaration import Setting
 AXES = ("data", "shard", "tensor", "pipeline", "expert", "sequence")
 # Those along which a worker has a part of the network, or of every row.
 MODEL_AXES = ("tensor", "pipeline", "expert", "sequence")
+# Those of `parallel.model.pipeline.schedules`, which imports torch.
+SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream", "2bw")
 # Option -> its default: the ways of the axes.
-OPTIONS: dict[str, Any] = {"plan": None}
+OPTIONS: dict[str, Any] = {"plan": None, "schedule": "1f1b", "virtual": 1, "cuts": ()}
 
 
 def _parallelism(value: Any) -> dict[str, Any]:
@@ -49,7 +51,33 @@ def _plan(value: Any) -> dict[str, Any] | None:
     return None if value is None else {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()}
 
 
-_CHECKS: dict[str, Any] = {"plan": _plan}
+def _schedule(value: Any) -> str:
+    if value not in SCHEDULE_NAMES:
+        raise ValueError(
+            f"parallelism's 'schedule' must be one of {', '.join(SCHEDULE_NAMES)}, got {value!r}"
+            f"{nearest(str(value), SCHEDULE_NAMES)}"
+        )
+    return str(value)
+
+
+def _virtual(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"parallelism's 'virtual' must be a number of stages a worker of at least 1, got {value!r}"
+        )
+    return value
+
+
+def _cuts(value: Any) -> list[str]:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise ValueError(
+            "parallelism's 'cuts' must be a list of names of the blocks that begin the second and later "
+            f"stages, such as ['blocks.2'], got {value!r}"
+        )
+    return list(value)
+
+
+_CHECKS: dict[str, Any] = {"plan": _plan, "schedule": _schedule, "virtual": _virtual, "cuts": _cuts}
 
 
 def sizes_of(parallelism: Mapping[str, Any], num_workers: int) -> dict[str, int]:
@@ -77,7 +105,8 @@ PARALLELISM = Setting[dict[str, Any]](
     words="how the workers share one network: workers along 'data' (whole copies, other rows), 'shard' (the "
     "same, weights in parts), 'tensor' (parts of matrices), 'pipeline' (some blocks each), 'expert' (other "
     "experts) and 'sequence' (parts of every row), such as {'data': 2, 'tensor': 2}; 'plan' says which "
-    "layers 'tensor' cuts in a network of your own",
+    "layers 'tensor' cuts in a network of your own; 'schedule', 'virtual' and 'cuts' say how a pipeline "
+    "runs, whose micro-batches are those of gradientAccumulation",
     default={},
     default_words="`{}`: all along 'data'",
     convert=_parallelism,

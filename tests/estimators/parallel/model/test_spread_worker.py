@@ -49,6 +49,23 @@ def _difference(first: Any, second: Any, spec: ModelSpec = MLP) -> float:
 
 MESHES = [
     pytest.param({"tensor": 2}, 2, {}, id="tensor2"),
+    pytest.param({"pipeline": 2}, 2, {"gradient_accumulation": 4}, id="pipeline2"),
+    pytest.param({"pipeline": 4}, 4, {"gradient_accumulation": 4}, id="pipeline4", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "pipeline": 2},
+        4,
+        {"gradient_accumulation": 2},
+        id="data2-pipeline2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"pipeline": 2, "tensor": 2}, 4, {}, id="pipeline2-tensor2", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "pipeline": 2},
+        4,
+        {"sharding": "optimizer", "gradient_accumulation": 2},
+        id="zero1-pipeline2",
+        marks=pytest.mark.slow,
+    ),
     pytest.param({"tensor": 4}, 4, {}, id="tensor4", marks=pytest.mark.slow),
     pytest.param({"data": 2, "tensor": 2}, 4, {}, id="data2-tensor2", marks=pytest.mark.slow),
     pytest.param(
