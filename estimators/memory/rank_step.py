@@ -79,6 +79,7 @@ def measure_ranks(
     network: CutNetwork,
     inputs: Sequence[Column],
     labels: Sequence[Column],
+    known: Sequence[RankBytes] | None = None,
 ) -> list[RankBytes]:
     """Measures one micro-batch and one update on each rank of a pipeline, in the order of `network.parts`.
 
@@ -86,6 +87,7 @@ def measure_ranks(
         config: Config with resolved losses and the mesh; the columns' rows count, not its `batch_size`.
         inputs: Arguments of `forward` for one micro-batch.
         labels: Labels of its rows.
+        known: Result of an earlier call with other rows, to save the updates.
 
     Raises:
         Exception: Like `measure_step`.
@@ -93,10 +95,11 @@ def measure_ranks(
     know_sizes(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
     found = []
-    for part in network.parts:
+    for number, part in enumerate(network.parts):
         count = WorkCount()
         with on_fake_tensors(config, objects, part.module, count) as step:
-            found.append(_Rank(config, network, part, step, count, forms).measured(inputs, labels))
+            rank = _Rank(config, network, part, step, count, forms)
+            found.append(rank.measured(inputs, labels, None if known is None else known[number]))
     return found
 
 
@@ -153,6 +156,10 @@ def _with(peak: Peak, **parts: int) -> Peak:
     return replace(peak, total=sum(merged.values()), parts=merged)
 
 
+def _with_batch(update: UpdateBytes, batch: int) -> UpdateBytes:
+    return replace(update, peaks={name: _with(peak, batch=batch) for name, peak in update.peaks.items()})
+
+
 class _Rank:
     """The passes of one rank."""
 
@@ -169,7 +176,9 @@ class _Rank:
         self._step, self._count, self._forms = step, count, forms
         self._last = len(network.owners) - 1
 
-    def measured(self, inputs: Sequence[Column], labels: Sequence[Column]) -> RankBytes:
+    def measured(
+        self, inputs: Sequence[Column], labels: Sequence[Column], known: RankBytes | None
+    ) -> RankBytes:
         step = self._step
         batch = Batch(
             inputs=tuple(c.empty(step.recipe.device) for c in inputs),
@@ -185,26 +194,35 @@ class _Rank:
         for passes in rounds:
             for stage in self._part.stages:
                 passes |= self._stage(stage, batch)
-        communication = communication_bytes(self._config, step.module)
+        if known is not None:
+            # The rows of the batch are there in an update too.
+            return replace(
+                known,
+                first=rounds[0],
+                passes=rounds[1],
+                update=_with_batch(known.update, num_bytes(rows)),
+                batch=num_bytes(rows),
+                arriving={stage: self._arriving(stage) for stage in self._part.stages},
+            )
         self._count.take()
         update = step.update()
-        parts = {
-            "parameters": step.meter.live["parameters"],
-            "gradients": step.meter.live["gradients"],
-            "optimizer_state": update.state,
-        }
         work = self._count.take()
-        # Two updates ran: the first made the state.
-        half = Work(launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2)
         return RankBytes(
-            parts=parts,
+            parts={
+                "parameters": step.meter.live["parameters"],
+                "gradients": step.meter.live["gradients"],
+                "optimizer_state": update.state,
+            },
             first=rounds[0],
             passes=rounds[1],
             update=update,
-            update_work=half,
+            # Two updates ran: the first made the state.
+            update_work=Work(
+                launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2
+            ),
             batch=num_bytes(rows),
             arriving={stage: self._arriving(stage) for stage in self._part.stages},
-            communication=communication,
+            communication=communication_bytes(self._config, step.module),
         )
 
     def _arriving(self, stage: int) -> int:
