@@ -33,7 +33,8 @@ class Training:
     """A training whose mesh is to be found.
 
     Attributes:
-        config: Its settings, for one worker; `batch_size` are the rows of a step over all workers.
+        settings: Its settings as they are given.
+        config: The same for one worker; `batch_size` are the rows of a step over all workers.
         objects: The user's objects.
         inputs: Columns of all rows of a step.
         labels: Likewise.
@@ -41,6 +42,7 @@ class Training:
         profiles: What was measured of it on tensors without numbers.
     """
 
+    settings: TrainConfig
     config: TrainConfig
     objects: UserObjects
     inputs: Sequence[Column]
@@ -57,6 +59,7 @@ class Training:
         labels: Sequence[Column],
     ) -> Training:
         """Builds the network without weights."""
+        settings = config
         plan = {key: value for key, value in config.parallelism.items() if key == "plan"}
         config = replace(config, num_workers=1, parallelism=plan, gradient_accumulation=1, min_workers=None)
         if config.model is not None:
@@ -67,8 +70,18 @@ class Training:
         know_sizes(network, inputs, objects)
         profiles = Profiles(config, objects, network, inputs, labels)
         return cls(
-            config=config, objects=objects, inputs=inputs, labels=labels, network=network, profiles=profiles
+            settings=settings,
+            config=config,
+            objects=objects,
+            inputs=inputs,
+            labels=labels,
+            network=network,
+            profiles=profiles,
         )
+
+    def spreadable(self) -> Spreadable:
+        """Returns what `AXIS_RULES` judge."""
+        return Spreadable(config=self.settings, network=self.network)
 
     def step_work(self) -> StepWork:
         """Returns the work of a step of the whole network on one worker.
@@ -89,9 +102,8 @@ def plan_meshes(
         memory: Bytes of a worker for tensors; None for no limit.
         num_micro: Micro-batches of a step; None chooses.
     """
-    given = Spreadable(config=training.config, network=training.network)
     best: dict[tuple[tuple[str, int], ...], MeshPlan] = {}
-    for candidate in candidates(given, workers, interleaves=machine.crowding(workers) == 1):
+    for candidate in candidates(training.spreadable(), workers, interleaves=machine.crowding(workers) == 1):
         plan = _planned(training, workers, candidate, machine, memory, num_micro)
         key = tuple(sorted(candidate.sizes.items()))
         best[key] = plan if key not in best else min(best[key], plan, key=_rank)
@@ -125,7 +137,7 @@ def _planned(
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
     rows = training.config.batch_size // max(1, candidate.size("data") * candidate.size("shard"))
     plans = [
-        _with_micro(training.config, workers, candidate, profile, machine, memory, count)
+        _with_micro(training.settings, workers, candidate, profile, machine, memory, count)
         for count in micro_batches(candidate, rows, num_micro)
     ]
     if not plans:
