@@ -10,7 +10,8 @@ from torch import nn
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.cut_network import cut_network
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.rank_step import RankBytes, in_turns, measure_ranks, peak_of_order
+from ringspark.estimators.memory.rank_step import RankBytes, in_turns, measure_ranks, peak_of_steps
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Steps, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -51,10 +52,9 @@ def plan_cut(
     inputs, labels = ([micro_batch(c, num_micro) for c in columns] for columns in (inputs, labels))
     network = cut_network(empty, config.axes, config.parallelism, inputs)
     ranks = measure_ranks(config, objects, network, inputs, labels)
-    orders = orders_of(config, num_micro)
     plans = [
-        CutPlan(peak=peak_of_order(rank, order, config.sharding), rank=rank)
-        for rank, order in zip(ranks, orders, strict=True)
+        CutPlan(peak=peak_of_steps(rank, steps, config.sharding), rank=rank)
+        for rank, steps in zip(ranks, steps_of(config, network.owners, num_micro), strict=True)
     ]
     return max(plans, key=lambda plan: plan.peak.total)
 
@@ -62,6 +62,19 @@ def plan_cut(
 def micro_batch(column: Column, num_micro: int) -> Column:
     """Returns the largest of the equal parts of a column."""
     return Column(shape=(-(-column.shape[0] // num_micro), *column.shape[1:]), dtype=column.dtype)
+
+
+def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
+    """Returns what each rank of a pipeline does in a step, and when it begins to receive.
+
+    Args:
+        owners: Rank of each stage.
+
+    Raises:
+        ValueError: Like `orders_of`.
+    """
+    orders = orders_of(config, num_micro)
+    return [in_turns(num_micro)] if len(owners) == 1 else with_arrivals(orders, owners)
 
 
 def orders_of(config: TrainConfig, num_micro: int) -> Orders:
@@ -72,7 +85,7 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
     """
     num_ranks, options = config.axes["pipeline"], config.parallelism
     if num_ranks == 1:
-        return [in_turns(num_micro)]
+        return [[step for step in in_turns(num_micro) if isinstance(step, Action)]]
     virtual = options.get("virtual", 1)
     schedule = schedule_of(options.get("schedule", "1f1b"), virtual)
     if schedule.order is None:

@@ -1,8 +1,9 @@
 """Runs the passes and the update of each rank of a cut network on fake tensors: its bytes, work and messages.
 
 Every stage runs alone: on values of the shapes that arrive, with gradients of the shapes that come back. What
-a schedule makes of it is arithmetic, `peak_of_order`: a micro-batch between its two passes keeps what its
-forward pass has saved, and the pass that runs has its own temporaries above all that is kept.
+a schedule makes of it is arithmetic, `peak_of_steps`: a micro-batch between its two passes keeps what its
+forward pass has saved, values that arrive early and gradients that leave late have their places, and the pass
+that runs has its own temporaries above all that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.memory.sharing import communication_bytes
 from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
 from ringspark.estimators.memory.work import Work, WorkCount
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind, Order
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
+from ringspark.estimators.parallel.model.pipeline.executor import SENDS_UNDER_WAY
 from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
 from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.training.feed import Batch
@@ -60,6 +62,7 @@ class RankBytes:
         update_work: What it computes.
         batch: Bytes of the rows of one micro-batch.
         arriving: Bytes of the values that a stage gets from another rank, by stage.
+        returning: Bytes of the gradients of what a stage gives to another rank, by stage.
         communication: Bytes of buffers in which gradients travel.
     """
 
@@ -70,6 +73,7 @@ class RankBytes:
     update_work: Work
     batch: int
     arriving: Mapping[int, int]
+    returning: Mapping[int, int]
     communication: int
 
 
@@ -103,29 +107,38 @@ def measure_ranks(
     return found
 
 
-def peak_of_order(rank: RankBytes, order: Order, sharding: str) -> Peak:
+def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
     """Returns the moment of a step with the most bytes on a rank.
 
     Args:
-        order: What the rank does in a step.
+        steps: What the rank does in a step, and when it begins to receive.
         sharding: Way of sharding.
     """
-    micros = {action.micro for action in order}
+    micros = {step.micro for step in steps}
     # All rows of the step are there from its begin to its end.
     waiting = rank.batch * (len(micros) - 1)
-    held, ended = 0, 0
+    held, ended, on_their_way, sent = 0, 0, 0, 0
     highest = Peak(total=0, parts={})
     begun: set[int] = set()
-    for kind, stage, _ in order:
+    for step in steps:
+        if isinstance(step, Arrival):
+            on_their_way += rank.arriving[step.stage] if step.is_forward else rank.returning[step.stage]
+            continue
+        kind, stage, _ = step
         found = rank.passes if stage in begun else rank.first
         one, forward_kept = found[stage, kind is Kind.FORWARD], found[stage, True].kept
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
             held -= forward_kept
-        extra = held + ended + (rank.arriving[stage] if kind is Kind.FORWARD else 0)
+        # What this pass has received is among its own bytes.
+        if kind is not Kind.WEIGHT:
+            on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
+        extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
         highest = _higher(highest, one.peaks[sharding], extra, waiting)
         if kind is Kind.FORWARD:
             held += forward_kept
-        elif kind is not Kind.INPUT:
+        if kind in (Kind.BACKWARD, Kind.INPUT):
+            sent += rank.arriving[stage] > 0
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
             ended += forward_kept + one.kept
             begun.add(stage)
     state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
@@ -139,8 +152,8 @@ def peak_of_order(rank: RankBytes, order: Order, sharding: str) -> Peak:
     return _with(peak, communication=rank.communication)
 
 
-def in_turns(num_micro: int) -> list[Action]:
-    """Returns the order of a rank without a pipeline: each micro-batch forward and backward."""
+def in_turns(num_micro: int) -> Steps:
+    """Returns the steps of a rank without a pipeline: each micro-batch forward and backward."""
     return [Action(kind, 0, micro) for micro in range(num_micro) for kind in (Kind.FORWARD, Kind.BACKWARD)]
 
 
@@ -202,7 +215,8 @@ class _Rank:
                 passes=rounds[1],
                 update=_with_batch(known.update, num_bytes(rows)),
                 batch=num_bytes(rows),
-                arriving={stage: self._arriving(stage) for stage in self._part.stages},
+                arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
+                returning=self._returning(),
             )
         self._count.take()
         update = step.update()
@@ -221,15 +235,21 @@ class _Rank:
                 launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2
             ),
             batch=num_bytes(rows),
-            arriving={stage: self._arriving(stage) for stage in self._part.stages},
+            arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
+            returning=self._returning(),
             communication=communication_bytes(self._config, step.module),
         )
 
-    def _arriving(self, stage: int) -> int:
-        """Returns the bytes of values that are received before they are needed: of the next micro-batch."""
-        if not stage or self._network.owners[stage - 1] == self._network.owners[stage]:
+    def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
+        """Returns the bytes of the values that pass to a stage from another rank, or of those with gradients."""
+        owners = self._network.owners
+        if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
-        return sum(form.dtype.itemsize * torch.Size(form.shape).numel() for form in self._forms[stage] if form)
+        forms = [form for form in self._forms[stage] if form and (form.requires_grad or not wanted)]
+        return sum(form.dtype.itemsize * torch.Size(form.shape).numel() for form in forms)
+
+    def _returning(self) -> dict[int, int]:
+        return {stage: self._bytes_before(stage + 1, wanted=True) for stage in self._part.stages}
 
     def _stage(self, stage: int, batch: Batch) -> dict[tuple[int, bool], PassBytes]:
         before = self._begin()

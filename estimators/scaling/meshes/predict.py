@@ -9,7 +9,6 @@ from torch import nn
 
 from ringspark.estimators.memory.budget import reason
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.cut_plan import orders_of
 from ringspark.estimators.memory.step import know_sizes
 from ringspark.estimators.memory.work import Work
 from ringspark.estimators.scaling.meshes.axes import Spreadable
@@ -160,7 +159,7 @@ def _with_micro(
     except ValueError as error:
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=str(error))
     rows = -(-config.batch_size // (config.num_copies * num_micro))
-    peak = profile.peak(config, orders_of(config, num_micro), rows)
+    peak = profile.peak(config, rows)
     time = step_time(config, profile, machine)
     refusal = ""
     if memory is not None and peak.total > memory:

@@ -15,12 +15,12 @@ from torch import nn
 
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.cut_network import CutNetwork, cut_network, link_costs
+from ringspark.estimators.memory.cut_plan import steps_of
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks, peak_of_order
+from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks, peak_of_steps
 from ringspark.estimators.memory.sharing import communication_bytes
 from ringspark.estimators.memory.work import Work
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
-from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.scaling.meshes.candidates import Candidate, with_mesh
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -78,19 +78,19 @@ class Profile:
                 total += self.work(rank, stage, is_forward, rows)
         return total
 
-    def peak(self, config: TrainConfig, orders: Orders, rows: int) -> Peak:
+    def peak(self, config: TrainConfig, rows: int) -> Peak:
         """Returns the highest moment of the rank that needs most.
 
         Args:
-            config: The config with the whole mesh.
-            orders: What each rank does in a step.
+            config: The config with the whole mesh and the number of micro-batches.
             rows: Rows of a micro-batch.
         """
         peaks = []
-        for part, few, many, order in zip(self.network.parts, self.few, self.many, orders, strict=True):
+        by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
+        for part, few, many, steps in zip(self.network.parts, self.few, self.many, by_rank, strict=True):
             sent = communication_bytes(config, part.module)
             small, large = (
-                peak_of_order(replace(own, communication=sent), order, config.sharding) for own in (few, many)
+                peak_of_steps(replace(own, communication=sent), steps, config.sharding) for own in (few, many)
             )
             parts = {
                 part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()

@@ -12,8 +12,8 @@ from torch import nn
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.cut_network import CutNetwork, cut_network
-from ringspark.estimators.memory.cut_plan import orders_of
-from ringspark.estimators.memory.rank_step import RankBytes, in_turns, measure_ranks, peak_of_order
+from ringspark.estimators.memory.cut_plan import orders_of, steps_of
+from ringspark.estimators.memory.rank_step import RankBytes, in_turns, measure_ranks, peak_of_steps
 from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -61,7 +61,7 @@ def test_one_rank_with_everything_needs_what_the_memory_plan_says(micro: int, ch
     )
     # The loss of each micro-batch is kept, and the plan runs but two of them.
     kept = 4 * max(0, micro - 2)
-    assert peak_of_order(rank, in_turns(micro), "none").total == plan.peak + kept
+    assert peak_of_steps(rank, in_turns(micro), "none").total == plan.peak + kept
     assert rank.update.state == plan.optimizer_state
 
 
@@ -101,16 +101,17 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     assert middle.stages == (1,)
     rank = ranks[2]
     kept = rank.passes[1, True].kept
-    peaks = {m: peak_of_order(rank, orders_of(config, m)[2], "none") for m in (1, 2, 3, 4, 8)}
+    peaks = {m: peak_of_steps(rank, steps_of(config, network.owners, m)[2], "none") for m in (1, 2, 3, 4, 8)}
     live = {m: most_live(orders_of(config, m))[2] for m in peaks}
     assert live == {1: 1, 2: 2, 3: 3, 4: 3, 8: 3}
     batch = {m: m * rank.batch for m in peaks}
-    # From the second micro-batch on, gradients are there, and the values of the next one arrive early.
-    assert peaks[3].total - batch[3] - (peaks[2].total - batch[2]) == kept
-    assert peaks[4].total - batch[4] == peaks[8].total - batch[8]
+    # Beside what is kept, at most a few values and gradients are on their way.
+    places = 4 * rank.arriving[1]
+    assert 0 <= peaks[3].total - batch[3] - (peaks[2].total - batch[2]) - kept <= places
+    assert 0 <= peaks[8].total - batch[8] - (peaks[4].total - batch[4]) <= places < kept
     gpipe = replace(config, parallelism={**config.parallelism, "schedule": "gpipe"})
-    highest = [peak_of_order(rank, orders_of(gpipe, m)[2], "none").total - m * rank.batch for m in (4, 8)]
-    assert highest[1] - highest[0] == 4 * kept
+    highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], "none").total for m in (4, 8)]
+    assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
 
 
 def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
@@ -119,9 +120,9 @@ def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
         SPEC, BATCH, parallelism=mesh, numWorkers=2, gradientAccumulation=4, collective="torch", budget="1g"
     )
     config = _config(mesh, 2, 4)
-    _, ranks = _measured(config, ROWS // 4)
-    orders = orders_of(config, 4)
-    peaks = [peak_of_order(r, o, "none").total for r, o in zip(ranks, orders, strict=True)]
+    network, ranks = _measured(config, ROWS // 4)
+    steps = steps_of(config, network.owners, 4)
+    peaks = [peak_of_steps(r, own, "none").total for r, own in zip(ranks, steps, strict=True)]
     assert plan.peak == max(peaks) < plan_memory(SPEC, BATCH, gradientAccumulation=4).peak
     assert sum(plan.at_peak.values()) == plan.peak
     assert plan.fits
