@@ -19,7 +19,7 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.cut_network import CutNetwork, RankPart
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
 from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
 from ringspark.estimators.memory.work import Work, WorkCount
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
@@ -64,6 +64,7 @@ class RankBytes:
         arriving: Bytes of the values that a stage gets from another rank, by stage.
         returning: Bytes of the gradients of what a stage gives to another rank, by stage.
         communication: Bytes of buffers in which gradients travel.
+        bucket: Bytes of gradients that live at a time beside these; 0 if all of them do.
     """
 
     parts: Mapping[str, int]
@@ -75,6 +76,11 @@ class RankBytes:
     arriving: Mapping[int, int]
     returning: Mapping[int, int]
     communication: int
+    bucket: int
+
+
+# The moment with the most bytes where gradients leave as soon as they are there.
+_LEAVING = "leaving"
 
 
 def measure_ranks(
@@ -101,7 +107,8 @@ def measure_ranks(
     found = []
     for number, part in enumerate(network.parts):
         count = WorkCount()
-        with on_fake_tensors(config, objects, part.module, count) as step:
+        leaving = {_LEAVING: {"gradients": 0.0}}
+        with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
             rank = _Rank(config, network, part, step, count, forms)
             found.append(rank.measured(inputs, labels, None if known is None else known[number]))
     return found
@@ -133,7 +140,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
         if kind is not Kind.WEIGHT:
             on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
         extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
-        highest = _higher(highest, one.peaks[sharding], extra, waiting)
+        highest = _higher(highest, one.peaks[_LEAVING if rank.bucket else sharding], extra, waiting)
         if kind is Kind.FORWARD:
             held += forward_kept
         if kind in (Kind.BACKWARD, Kind.INPUT):
@@ -143,6 +150,8 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
             begun.add(stage)
     state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
     in_passes = _with(highest, optimizer_state=state)
+    if rank.bucket:
+        in_passes = _with(in_passes, gradients=rank.bucket)
     update = rank.update.peaks[sharding]
     update = _with(update, batch=update.parts["batch"] + waiting)
     if rank.communication and sharding == "none":
@@ -238,6 +247,7 @@ class _Rank:
             arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
             returning=self._returning(),
             communication=communication_bytes(self._config, step.module),
+            bucket=bucket_bytes(self._config, step.module),
         )
 
     def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:

@@ -36,6 +36,19 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
     return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
 
 
+def bucket_bytes(config: TrainConfig, module: nn.Module) -> int:
+    """Returns the most bytes of gradients that live at a time while buckets of them leave; 0 if all do.
+
+    Args:
+        module: Like that of `communication_bytes`.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    whole = config.sharding == "none" and num_sharers(config) > 1 and config.axes["pipeline"] == 1
+    if not whole or config.gradient_accumulation > 1 or num_bytes(trained.values()) <= FLAT_BYTES:
+        return 0
+    return max(num_bytes(bucket.values()) for bucket in deal(trained, BUCKET_BYTES))
+
+
 def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     """Returns the bytes of buffers that stay allocated between the ranks' exchanges.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.meter import Meter, Peak
+from ringspark.estimators.memory.meter import Meter, Peak, Weights
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
@@ -96,17 +96,22 @@ def measure_step(
 
 @contextmanager
 def on_fake_tensors(
-    config: TrainConfig, objects: UserObjects, empty: nn.Module, *others: TorchDispatchMode
+    config: TrainConfig,
+    objects: UserObjects,
+    empty: nn.Module,
+    *others: TorchDispatchMode,
+    weightings: Mapping[str, Weights] | None = None,
 ) -> Iterator[FakeStep]:
     """Returns a context in which tensors have no memory; it gives the network and all that a step needs.
 
     Args:
         others: Modes that see the operators too.
+        weightings: Of the meter, beside one for each way of sharding.
     """
     device = device_of(config)
     gpus = [device] if device.type == "cuda" else []
-    weightings = {name: shares(name, num_sharers(config)) for name in SHARDED_PARTS}
-    meter = Meter(weightings)
+    sharded = {name: shares(name, num_sharers(config)) for name in SHARDED_PARTS}
+    meter = Meter({**sharded, **(weightings or {})})
     # Copied here, because a fake mode cannot copy real buffers.
     transform: BatchTransform | None = None
     if objects.transform_batch is not None:

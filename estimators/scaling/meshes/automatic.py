@@ -15,15 +15,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.available import Available
+from ringspark.estimators.memory.available import Available, of_machine
 from ringspark.estimators.memory.budget import network_name, reason
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.scaling.exchange_time import Link
-from ringspark.estimators.scaling.meshes.candidates import candidates
-from ringspark.estimators.scaling.meshes.found_machine import ASSUMED, found_machine, given_machine
+from ringspark.estimators.scaling.meshes.candidates import Candidate, candidates
+from ringspark.estimators.scaling.meshes.found_machine import (
+    ASSUMED,
+    found_machine,
+    given_machine,
+    rehearsed_rows,
+)
 from ringspark.estimators.scaling.meshes.machine import Machine, Rates
 from ringspark.estimators.scaling.meshes.predict import StepWork, Training, plan_meshes
+from ringspark.estimators.scaling.meshes.rehearsal import MOST_RANKS
 from ringspark.estimators.scaling.meshes.report import ParallelismPlan
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -180,10 +186,18 @@ def _needs_no_plan(
 def _machine(training: Training, work: StepWork, workers: int, is_here: bool) -> tuple[Machine, str]:
     if training.config.use_gpu:
         return given_machine(_GPU, work, None, _GPU_LINK, None, workers, None, None)
-    quick = ASSUMED.seconds(work(training.config.batch_size)) <= MOST_SECONDS
+    quick = ASSUMED.seconds(work(training.config.batch_size)) <= MOST_SECONDS and _has_room(training, workers)
     if is_here and quick:
         return found_machine(training, work, workers, _REPEATS)
     if quick:
         # The workers' cores are like this one's, and each has its own.
         return found_machine(training, work, workers, _REPEATS, link=_NETWORK, cores_per_host=workers)
     return given_machine(ASSUMED, work, None, _NETWORK, None, workers, None, None)
+
+
+def _has_room(training: Training, workers: int) -> bool:
+    """Whether this machine can hold the whole network's step on all ranks that would measure it."""
+    limit = of_machine(1)
+    alone = training.profiles.of(Candidate(sizes={}))
+    peak = alone.peak(training.config, rehearsed_rows(training.config.batch_size)[1])
+    return limit is None or 2 * min(workers, MOST_RANKS) * peak.total <= limit.num_bytes

@@ -64,21 +64,27 @@ def found_machine(
     ranks = min(workers, workers_per_host or workers)
     cores = cores_per_host or cores_here()
     most = training.config.batch_size
-    rows = () if step_seconds is not None else (max(1, most // 4), max(2, most))
-    config = replace(training.config, batch_size=max(2, most))
+    rows = () if step_seconds is not None else rehearsed_rows(most)
     found = rehearse_meshes(
-        config, training.objects, training.inputs, training.labels, rows, max(2, workers), repeats
+        training.config, training.objects, training.inputs, training.labels, rows, max(2, workers), repeats
     )
-    measured = step_seconds or found.step_seconds
+    shared = max(1.0, found.num_ranks / cores_here())
+    # As if each rank had a core for itself.
+    measured = step_seconds or {n: seconds / shared for n, seconds in found.step_seconds.items()}
     rates = found.rates.fitted({n: (work(n), seconds) for n, seconds in measured.items()})
     planned = Machine(
         rates=rates, inside={}, between=between, wire=found.wire, ranks_per_host=ranks, cores_per_host=cores
     )
     # Measured by ranks that may have shared cores more, or less, than those of the plan will.
-    share = planned.crowding(workers) / max(1.0, found.num_ranks / cores_here())
+    share = planned.crowding(workers) / shared
     inside = {n: _scaled(own, share) for n, own in found.inside.items()} if link is None else {2: link}
     machine = replace(planned, inside=inside, wire=_scaled(found.wire, share) if link is None else link)
     return machine, _facts(machine, workers, "measured here")
+
+
+def rehearsed_rows(rows: int) -> tuple[int, int]:
+    """Returns the two numbers of rows of the steps that are measured for a step of so many over all workers."""
+    return max(1, rows // 8), max(2, rows // 2)
 
 
 def _scaled(link: Link, factor: float) -> Link:

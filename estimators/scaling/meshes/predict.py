@@ -142,7 +142,26 @@ def _planned(
     if not plans:
         told = f"a copy has {rows:,} rows of a step for {num_micro:,} micro-batches"
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
-    return min(plans, key=_rank)
+    return _refined(training, workers, candidate, min(plans, key=_rank), memory)
+
+
+def _refined(
+    training: Training, workers: int, candidate: Candidate, plan: MeshPlan, memory: int | None
+) -> MeshPlan:
+    """Returns the plan with its peak measured on the rows that a micro-batch has, not between others."""
+    if not plan.peak:
+        return plan
+    config = with_mesh(training.settings, workers, candidate.parallelism, plan.num_micro)
+    rows = -(-config.batch_size // (config.num_copies * plan.num_micro))
+    peak = training.profiles.exact_peak(candidate, config, rows)
+    return replace(plan, peak=peak.total, at_peak=peak.parts, refusal=_too_much(peak.total, memory))
+
+
+def _too_much(peak: int, memory: int | None) -> str:
+    """Returns why a peak does not fit; "" if it does."""
+    if memory is None or peak <= memory:
+        return ""
+    return f"needs {show_bytes(peak)} per worker, {show_bytes(memory)} are there"
 
 
 def _with_micro(
@@ -161,9 +180,6 @@ def _with_micro(
     rows = -(-config.batch_size // (config.num_copies * num_micro))
     peak = profile.peak(config, rows)
     time = step_time(config, profile, machine)
-    refusal = ""
-    if memory is not None and peak.total > memory:
-        refusal = f"needs {show_bytes(peak.total)} per worker, {show_bytes(memory)} are there"
     return MeshPlan(
         sizes=candidate.sizes,
         options=candidate.options,
@@ -173,5 +189,5 @@ def _with_micro(
         step_seconds=time.total,
         exposed_seconds=time.exposed,
         bubble=time.bubble,
-        refusal=refusal,
+        refusal=_too_much(peak.total, memory),
     )

@@ -18,8 +18,9 @@ from ringspark.estimators.memory.cut_network import CutNetwork, cut_network, lin
 from ringspark.estimators.memory.cut_plan import steps_of
 from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks, peak_of_steps
-from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
 from ringspark.estimators.memory.work import Work
+from ringspark.estimators.parallel.model.pipeline.actions import Steps
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
 from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.scaling.meshes.candidates import Candidate, with_mesh
@@ -35,12 +36,14 @@ class Profile:
     """One copy of a network on its ranks.
 
     Attributes:
+        config: The config with which it was measured, of one copy.
         network: Its parts.
         rows: The two measured numbers of rows of a micro-batch, ascending.
         few: Each rank with the fewer rows.
         many: Each rank with the more rows.
     """
 
+    config: TrainConfig
     network: CutNetwork
     rows: tuple[int, int]
     few: Sequence[RankBytes]
@@ -88,10 +91,7 @@ class Profile:
         peaks = []
         by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
         for part, few, many, steps in zip(self.network.parts, self.few, self.many, by_rank, strict=True):
-            sent = communication_bytes(config, part.module)
-            small, large = (
-                peak_of_steps(replace(own, communication=sent), steps, config.sharding) for own in (few, many)
-            )
+            small, large = (_peak(own, config, part.module, steps) for own in (few, many))
             parts = {
                 part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()
             }
@@ -101,6 +101,16 @@ class Profile:
     def _at(self, few: float, many: float, rows: float) -> float:
         low, high = self.rows
         return many if low == high else few + (many - few) * (rows - low) / (high - low)
+
+
+def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps) -> Peak:
+    """Returns a rank's highest moment with the buffers that the whole mesh needs."""
+    rank = replace(
+        rank,
+        communication=communication_bytes(config, module),
+        bucket=bucket_bytes(config, module),
+    )
+    return peak_of_steps(rank, steps, config.sharding)
 
 
 class Profiles:
@@ -143,6 +153,15 @@ class Profiles:
             self._found[key] = self._measured(sizes, candidate.options)
         return self._found[key]
 
+    def exact_peak(self, candidate: Candidate, config: TrainConfig, rows: int) -> Peak:
+        """Returns what `Profile.peak` does, measured with so many rows."""
+        profile = self.of(candidate)
+        if rows in profile.rows:
+            return profile.peak(config, rows)
+        columns = [self._columns(side, rows) for side in (self._inputs, self._labels)]
+        own = measure_ranks(profile.config, self._objects, profile.network, *columns, known=profile.few)
+        return replace(profile, rows=(rows, rows), few=own, many=own).peak(config, rows)
+
     def _measured(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
         config = with_mesh(self._config, math.prod(sizes.values()), {**sizes, **options}, 1)
         # Ranks with other rows get a part of them, and a pipeline has at least two micro-batches.
@@ -152,7 +171,7 @@ class Profiles:
         few, many = ([self._columns(s, rows) for s in (self._inputs, self._labels)] for rows in counts)
         first = measure_ranks(config, self._objects, network, *few)
         second = measure_ranks(config, self._objects, network, *many, known=first)
-        return Profile(network=network, rows=counts, few=first, many=second)
+        return Profile(config=config, network=network, rows=counts, few=first, many=second)
 
     def _columns(self, columns: Sequence[Column], rows: int) -> list[Column]:
         share = rows / self._config.batch_size

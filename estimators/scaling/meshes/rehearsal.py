@@ -1,8 +1,8 @@
 """Measures on a gang of this machine what the time of a step over a mesh is predicted from.
 
-Steps of two sizes, each rank for itself, on no more ranks than there are cores; products of matrices and
-sums of vectors, which tell the one from the other; and with all ranks at it, as in a training: sums in groups
-of each size, and values that neighbours send each other.
+All ranks are at it together, as in a training: steps of two sizes, each rank for itself; products of matrices
+and sums of vectors, which tell the one from the other; sums in groups of each size; and values that neighbours
+send each other. So what is found is that of ranks which share the cores and the memory of their host.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MeasuredMachine:
     """What a gang found.
 
     Attributes:
-        step_seconds: Rows -> seconds of a whole step of one rank.
+        step_seconds: Rows -> seconds of a whole step of each rank.
         rates: Of operators, before they are fitted to the steps.
         inside: Number of ranks -> their link.
         wire: Link between two ranks that send to each other.
-        num_ranks: Ranks that exchanged at a time.
+        num_ranks: Ranks that ran at a time.
     """
 
     step_seconds: dict[int, float]
@@ -59,22 +59,19 @@ class MeshRehearsal:
 
     Attributes:
         steps: The steps; no rows for none.
-        cores: Ranks that compute at a time.
     """
 
     steps: Rehearsal
-    cores: int
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)
         median, place = self.steps.median, torch.device(device)
-        works = collective.rank < self.cores
         status.phase = "measuring steps"
-        made = self.steps.make_steps(place) if works else {}
-        step_seconds = {n: median(made.get(n, _nothing), collective) for n in self.steps.rows}
-        del made
+        made = self.steps.make_steps(place)
+        step_seconds = {rows: median(step, collective) for rows, step in made.items()}
+        made.clear()
         status.phase = "measuring operators"
-        rates = [median(f if works else _nothing, collective) for f in _operators(place)]
+        rates = [median(run, collective) for run in _operators(place)]
         status.phase = "measuring exchanges"
         inside = {}
         for size in _divisors(collective.size):
@@ -121,7 +118,7 @@ def rehearse_meshes(
         sizes=SIZES,
         repeats=repeats,
     )
-    work = MeshRehearsal(steps=steps, cores=cores_here())
+    work = MeshRehearsal(steps=steps)
     texts = run_spawned(num_ranks, "torch", work, timeout_seconds=120)
     steps_found, (product, sum_), groups, sent = json.loads(texts[0])
     flops, moved = 2 * _MATRIX**3, 3 * 4 * _VECTOR
@@ -162,7 +159,3 @@ def _there_and_back(pair: Any, count: int, device: torch.device) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(2, number + 1) if number % n == 0]
-
-
-def _nothing() -> None:
-    return
