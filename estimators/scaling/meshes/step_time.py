@@ -1,10 +1,10 @@
 """The time of a step over a mesh: passes by a schedule, exchanges inside the network, the sum, the update.
 
-    step = max(schedule, crowding * work of a rank) + sum of gradients + update
+    step = schedule + sum of gradients + update
 
-The schedule is worked through action by action (`pipeline.simulation`), so its bubble is what is left of the
-ranks' time. Ranks that share the cores of their host fill each other's gaps: then their work counts, not the
-order. Not in it: reading of rows, validation, checkpoints, and waiting for a rank that is slower than others.
+The schedule is worked through action by action (`shared_cores`), so its bubble is what is left of the ranks'
+time. Ranks that share the cores of their host fill each other's gaps, as far as they have something to do.
+Not in it: reading of rows, validation, checkpoints, and waiting for a rank that is slower than others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ringspark.estimators.memory.sharing import num_sharers
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
-from ringspark.estimators.parallel.model.pipeline.simulation import simulated
 from ringspark.estimators.scaling.exchange_time import ring_seconds
 from ringspark.estimators.scaling.meshes.machine import Machine
 from ringspark.estimators.scaling.meshes.profile import Profile
+from ringspark.estimators.scaling.meshes.shared_cores import makespan
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # The backward pass, behind which a sum can hide, is about two of three parts of the passes.
@@ -78,9 +78,13 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
                 seconds += machine.sending(arriving, workers)
         return seconds
 
-    _, alone = _passes(orders, len(ranks), crowding, compute)
+    # Cores that a rank of the pipeline and those beside it, with other rows or parts, have for them.
+    slots = len(orders) / crowding
+    alone, _ = _passes(orders, len(ranks), slots, compute)
     # An exchange was measured with all ranks of the host at it.
-    both, passes = _passes(orders, len(ranks), crowding, compute, exchange)
+    passes, used = _passes(
+        orders, len(ranks), slots, lambda action: compute(action) + exchange(action) / crowding
+    )
     summed = _sum_seconds(config, profile, machine)
     if not profile.network.is_pipeline and machine.hosts(workers) > 1 and _in_buckets(profile):
         summed -= min(summed, _BACKWARD_SHARE * alone / config.gradient_accumulation)
@@ -88,30 +92,26 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
     return StepTime(
         total=passes + summed + update,
         exposed=passes - alone + summed,
-        bubble=max(0.0, 1 - both / passes) if profile.network.is_pipeline else 0.0,
+        bubble=max(0.0, 1 - used) if profile.network.is_pipeline else 0.0,
     )
 
 
 def _passes(
-    orders: Orders,
-    num_stages: int,
-    crowding: float,
-    compute: Callable[[Action], float],
-    exchange: Callable[[Action], float] = lambda action: 0.0,
+    orders: Orders, num_stages: int, slots: float, cost: Callable[[Action], float]
 ) -> tuple[float, float]:
-    """Returns the seconds that a rank works, the mean of all, and those of the whole schedule."""
+    """Returns the seconds of a schedule, and the share of the cores' time in which ranks work."""
+    # All micro-batches are alike.
     known: dict[tuple[Kind, int], float] = {}
 
-    def cost(action: Action) -> float:
+    def of_kind(action: Action) -> float:
         key = action.kind, action.stage
         if key not in known:
-            known[key] = compute(action) + exchange(action) / crowding
+            known[key] = cost(action)
         return known[key]
 
-    timelines = simulated(orders, num_stages, cost)
-    work = sum(timed.end - timed.begin for rank in timelines for timed in rank) / len(timelines)
-    end = max(timed.end for rank in timelines for timed in rank)
-    return crowding * work, max(end, crowding * work)
+    end = makespan(orders, num_stages, of_kind, slots)
+    work = sum(of_kind(action) for order in orders for action in order)
+    return end, work / (min(slots, len(orders)) * end)
 
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:

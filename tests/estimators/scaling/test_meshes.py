@@ -12,6 +12,9 @@ from ringspark.estimators import plan_parallelism
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.work import Work
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.orders import one_forward_one_backward
+from ringspark.estimators.parallel.model.pipeline.simulation import simulated
 from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.scaling import Link, MeshPlan, ParallelismPlan
 from ringspark.estimators.scaling.exchange_time import ring_seconds
@@ -25,6 +28,7 @@ from ringspark.estimators.scaling.meshes.candidates import (
 from ringspark.estimators.scaling.meshes.found_machine import ASSUMED
 from ringspark.estimators.scaling.meshes.machine import Machine, Rates
 from ringspark.estimators.scaling.meshes.predict import Training
+from ringspark.estimators.scaling.meshes.shared_cores import makespan
 from ringspark.estimators.scaling.meshes.step_time import step_time
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -95,12 +99,30 @@ def test_a_pipeline_waits_as_its_schedule_says(training: Training) -> None:
     for micro in (4, 8):
         found = _time(training, free, micro, pipeline=4, schedule="1f1b", cuts=cuts)
         assert found.bubble == pytest.approx(1 - 11 / 4 * micro / (3 * (micro + 3) - 1), abs=0.01)
+    # Ranks that share one core fill each other's gaps: all work, and nobody waits.
     crowded = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="1f1b", cuts=cuts)
-    # Ranks that share a core fill each other's gaps: all work, and nobody waits.
-    assert crowded.bubble == 0
+    assert crowded.bubble == pytest.approx(0, abs=1e-9)
     assert crowded.total == pytest.approx(_time(training, free).total, rel=0.01)
     sent = _time(training, _machine(), 4, pipeline=4, schedule="1f1b", cuts=cuts)
     assert sent.exposed > 4 * LINK.alpha
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 4), (4, 8), (3, 1)])
+def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: int) -> None:
+    orders = one_forward_one_backward(ranks, 1, micro)
+
+    def cost(action: Action) -> float:
+        return 1.0 if action.kind is Kind.FORWARD else 2.0
+
+    free = makespan(orders, ranks, cost, ranks)
+    assert free == max(timed.end for rank in simulated(orders, ranks, cost) for timed in rank)
+    assert free == 3 * (micro + ranks - 1)
+    work = 3.0 * ranks * micro
+    assert makespan(orders, ranks, cost, 1) == pytest.approx(work)
+    assert makespan(orders, ranks, cost, 0.5) == pytest.approx(2 * work)
+    # At the ends of a step only some have something to do: between both bounds (Graham 1969).
+    two = makespan(orders, ranks, cost, 2)
+    assert max(free, work / 2) <= two <= work / 2 + free / 2
 
 
 def test_more_micro_batches_need_less_and_slower_links_take_longer(training: Training) -> None:
