@@ -146,13 +146,21 @@ def _chosen(
         return Choice(
             config=config, told="the network does not run without data, so every worker has all of it"
         )
-    machine, facts = _machine(training, work, workers, is_here)
     micro = None if chooses_micro else config.gradient_accumulation
     if begun is not None:
         # A part of the run's identity, on which batches of batch normalisation depend.
         micro = begun.gradient_accumulation
-    meshes = plan_meshes(training, workers, machine, memory, micro)
-    plan = ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts)
+
+    def planned(machine: Machine, facts: str) -> ParallelismPlan:
+        meshes = plan_meshes(training, workers, machine, memory, micro)
+        return ParallelismPlan(
+            workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts
+        )
+
+    # Where at most one fits, there is nothing to measure.
+    plan = planned(*_estimated(training, work, workers))
+    if sum(mesh.fits for mesh in plan.meshes) > 1 and _is_measured(training, work, workers):
+        plan = planned(*_measured(training, work, workers, is_here))
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
     chosen = replace(config, parallelism=plan.best, gradient_accumulation=plan.chosen.num_micro)
@@ -185,16 +193,24 @@ def _needs_no_plan(
     return f"whole copies are chosen: the network is small, {show_bytes(count)}"
 
 
-def _machine(training: Training, work: StepWork, workers: int, is_here: bool) -> tuple[Machine, str]:
+def _estimated(training: Training, work: StepWork, workers: int) -> tuple[Machine, str]:
     if training.config.use_gpu:
         return given_machine(_GPU, work, None, _GPU_LINK, None, workers, None, None)
-    quick = ASSUMED.seconds(work(training.config.batch_size)) <= MOST_SECONDS and _has_room(training, workers)
-    if is_here and quick:
-        return found_machine(training, work, workers, _REPEATS)
-    if quick:
-        # The workers' cores are like this one's, and each has its own.
-        return found_machine(training, work, workers, _REPEATS, link=_NETWORK, cores_per_host=workers)
     return given_machine(ASSUMED, work, None, _NETWORK, None, workers, None, None)
+
+
+def _is_measured(training: Training, work: StepWork, workers: int) -> bool:
+    """Whether a step is worth measuring: on CPUs, where it is not too long, and this machine can hold it."""
+    if training.config.use_gpu or ASSUMED.seconds(work(training.config.batch_size)) > MOST_SECONDS:
+        return False
+    return _has_room(training, workers)
+
+
+def _measured(training: Training, work: StepWork, workers: int, is_here: bool) -> tuple[Machine, str]:
+    if is_here:
+        return found_machine(training, work, workers, _REPEATS)
+    # The workers' cores are like this machine's, and each has its own.
+    return found_machine(training, work, workers, _REPEATS, link=_NETWORK, cores_per_host=workers)
 
 
 def _has_room(training: Training, workers: int) -> bool:

@@ -126,7 +126,9 @@ class Profiles:
         """Args: inputs, labels: Columns of all rows of a step over all workers."""
         self._config, self._objects, self._empty = config, objects, empty
         self._inputs, self._labels = inputs, labels
+        # The profiles live as long as this, so that no other gets the id of one.
         self._found: dict[tuple[object, ...], Profile] = {}
+        self._exact: dict[tuple[int, int], Profile] = {}
 
     def cuts(self, candidate: Candidate) -> list[str]:
         """Returns the links that begin the second and later stages, by what each link costs."""
@@ -157,8 +159,10 @@ class Profiles:
         profile = self.of(candidate)
         if rows in profile.rows:
             return profile.peak(config, rows)
-        own = self._ranks(profile.config, profile.network, rows, profile.few)
-        return replace(profile, rows=(rows, rows), few=own, many=own).peak(config, rows)
+        if (id(profile), rows) not in self._exact:
+            own = self._ranks(profile.config, profile.network, rows, profile.few)
+            self._exact[id(profile), rows] = replace(profile, rows=(rows, rows), few=own, many=own)
+        return self._exact[id(profile), rows].peak(config, rows)
 
     def _measured(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
         config = with_mesh(self._config, math.prod(sizes.values()), {**sizes, **options}, 1)

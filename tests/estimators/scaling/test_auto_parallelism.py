@@ -130,6 +130,21 @@ def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_a_network_that_is_not_small_is_measured(
+    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "MOST_SECONDS", 60.0)
+    wide = ModelSpec("mlp", {"in_features": 8, "hidden": [768] * 3, "out_features": 1})
+    config = _config(manifest, tmp_path, model=wide.to_json())
+    choice = choose_parallelism(config, NOTHING, manifest)
+    assert choice.told.startswith("Steps measured here: ")
+    for name in ("data 2", "tensor 2", "pipeline 2"):
+        assert f" {name} " in choice.told
+    assert choice.config.parallelism.keys() <= {"tensor", "pipeline", "schedule", "cuts", "virtual"}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_what_is_chosen_trains_what_one_worker_does(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path / "one", num_workers=1)
     spread = _config(manifest, tmp_path / "many")
