@@ -139,7 +139,7 @@ def test_a_network_that_is_not_small_is_measured(
     choice = choose_parallelism(config, NOTHING, manifest)
     assert choice.told.startswith("Steps measured here: ")
     for name in ("data 2", "tensor 2", "pipeline 2"):
-        assert f" {name} " in choice.told
+        assert name in choice.told
     assert choice.config.parallelism.keys() <= {"tensor", "pipeline", "schedule", "cuts", "virtual"}
 
 
