@@ -281,6 +281,16 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
     assert sums[True] == pytest.approx(100, abs=10)
 
 
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
+    """What sends more than there is leaves more than there was, and doubles it in the next step."""
+    compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS)
+    for step in range(200):
+        gradient = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(step))
+        residual = compressor.sum(gradient + residual, LocalCollective(), step).error
+    assert float(residual.square().mean().sqrt()) < 30
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> None:
     values = resolved_compression({"name": "qsgd", "bits": bits, "feedback": True})
