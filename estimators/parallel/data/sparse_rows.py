@@ -50,6 +50,13 @@ class SparseRows:
             if max(lengths) >= 0:
                 parameter.grad = self._summed(parameter, rows, [max(0, length) for length in lengths])
 
+    @torch.no_grad()
+    def are_finite(self) -> bool:
+        """Whether the sums are; they are equal on all ranks."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        return all(bool(torch.isfinite(v).all()) for v in values)
+
     def _summed(
         self, parameter: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, lengths: list[int]
     ) -> torch.Tensor:

@@ -100,6 +100,14 @@ def _life(collective: Collective, device: str, status: Status) -> str:
     is_bad = not bool(torch.isfinite(_gradient(sync)).any())
     adds_up("not finite", is_bad and _residual(sync).equal(before))
 
+    # What travels whole is not finite: the step is skipped, whatever the matrices are.
+    before = _residual(sync).clone()
+    step(3)
+    if collective.rank:
+        sync.network.first.bias.grad[0] = float("inf")
+    sync.reduce()
+    adds_up("bias not finite", _residual(sync).equal(before))
+
     # fp16 scales the gradients by another power of 2 in each step.
     due += step(4)
     _backward(sync, collective.rank, 4, factor=1024.0)
@@ -136,6 +144,21 @@ def _life(collective: Collective, device: str, status: Status) -> str:
     return json.dumps(found)
 
 
+def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anything_is_sent() -> None:
+    """A compressor may leave that number out, and would keep an infinite one."""
+    sync = _sync(LocalCollective(), name="randomk")
+    largest = torch.finfo(torch.float64).max
+    _residual(sync)[3] = largest
+    before = _residual(sync).clone()
+    _backward(sync, 0, 0)
+    for matrix in (sync.network.first.weight, sync.network.second.weight):
+        assert matrix.grad is not None
+        matrix.grad.fill_(largest / 4)
+    sync.reduce()
+    assert _residual(sync).equal(before)
+    assert bool(_gradient(sync).isnan().all())
+
+
 @cache
 def _lives(name: str) -> list[dict[str, bool]]:
     return [json.loads(text) for text in run_spawned(2, name, _life)]
@@ -147,6 +170,7 @@ def _lives(name: str) -> list[dict[str, bool]]:
     [
         "plain steps",
         "not finite",
+        "bias not finite",
         "scaled",
         "unused everywhere",
         "used by one",
