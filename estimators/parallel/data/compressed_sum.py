@@ -58,7 +58,8 @@ class CompressedSum(PlainSync):
         self._step = 0
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
-        tables = sparse_parameters(module) if collective.size > 1 else {}
+        # Also on one rank: it may go on with what several had not sent, in the same order.
+        tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
         large = {
             name: p
@@ -245,8 +246,7 @@ class _Group:
         return {"residual": self.residual, **self._compressor.state()}
 
     def load(self, compressor: Mapping[str, torch.Tensor]) -> None:
-        if compressor:
-            self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})
+        self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})
 
 
 def _below(state: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import resolved_compression
+from ringspark.estimators.collectives.compressors import COMPRESSORS, resolved_compression
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import Exchange
-from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients, CompressedSum
+from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients, CompressedSum, _Group
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
@@ -217,6 +217,11 @@ def _weights_after(collective: Collective, compression: str, count: int, steps: 
     return sync.network.state_dict()
 
 
+_FOUND: dict[str, dict[str, Any]] = {
+    "powersgd": {},
+    "gradiveq": {"slice": 16, "components": 2, "samples": 1},
+}
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {},
     "randomk": {"ratio": 0.1},
@@ -261,6 +266,42 @@ def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
         one.reduce()
     assert torch.allclose(_gradient(sync), _gradient(other) + 3)
     assert not _residual(sync).any()
+
+
+@pytest.mark.parametrize("name", ["powersgd", "gradiveq"])
+def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: str) -> None:
+    """Otherwise a training that was started again would take other steps than one that was not."""
+    values = resolved_compression({"name": name, **_FOUND[name]})
+    del values["name"]
+    used, fresh = (COMPRESSORS[name]([torch.Size((16, 16))], 0, values) for _ in range(2))
+    group = _Group({"weight": nn.Parameter(torch.zeros(16, 16))}, used)
+    begin = {key: t.clone() for key, t in used.state().items()}
+    for step in range(4):
+        used.sum(torch.randn(256), LocalCollective(), step)
+    group.load(begin)
+    vector = torch.randn(256)
+    for step in range(2):
+        one, other = (c.sum(vector, LocalCollective(), step).total for c in (used, fresh))
+        assert one.equal(other)
+
+
+def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> None:
+    """Rows of a table travel by themselves, so no residual holds any, whatever the number of ranks."""
+    module = nn.Sequential(nn.Embedding(40, 40, sparse=True), nn.Linear(40, 40))
+    compression = resolved_compression({"name": "topk", "least": 1})
+    sync = CompressedGradients().prepare(
+        module,
+        lambda m: torch.optim.Adam(m.parameters(), 0.1),
+        LocalCollective(),
+        Exchange(compression=compression),
+    )
+    kept = torch.ones(40 * 40)
+    sync.load_rank_states([{"0/residual": kept, "step": torch.tensor([5])}] * 2, is_same=False)
+    module(torch.tensor([3])).sum().backward()
+    expected = module[1].weight.grad.clone() + 2
+    sync.reduce()
+    assert torch.allclose(module[1].weight.grad, expected)
+    sync.step(LossScaler("fp32", torch.device("cpu")))
 
 
 def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:
