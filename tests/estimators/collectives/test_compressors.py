@@ -263,6 +263,24 @@ def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> Non
     torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
 
 
+def test_powersgd_finds_a_gradient_again_after_one_whose_products_overflowed() -> None:
+    compressor, local = _made("powersgd", feedback=False), LocalCollective()
+    gradient = _noise(0).float()
+    for step, factor in enumerate((1.0, 1e30, 1e30)):
+        total, _ = compressor.sum(gradient * factor, local, step)
+    assert not total.isfinite().all()
+    total, _ = compressor.sum(gradient, local, 3)
+    assert total.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fp16_takes_very_large_and_very_small_numbers_of_fp32(dtype: torch.dtype) -> None:
+    for size in (3e38, 1e-30):
+        vector = torch.tensor([1.0, -0.5, 0.25], dtype=dtype) * size
+        total, _ = _made("fp16").sum(vector, LocalCollective(), 0)
+        torch.testing.assert_close(total, vector, rtol=2**-11, atol=0)
+
+
 def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> None:
     """A gradient of 4 in one step of four and of -1 in the others, beside a large one that sets the size."""
     shape, local = [torch.Size((1, 2))], LocalCollective()
