@@ -11,6 +11,7 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -346,3 +347,13 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
 def test_an_unknown_name_or_option_is_refused_with_what_there_is(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         resolved_compression(value)
+
+
+def test_options_may_be_numbers_of_numpy_and_are_plain_ones_after_it() -> None:
+    """`np.linspace` makes a grid of them; a config is JSON."""
+    for given in ({"ratio": np.float64(0.5)}, {"ratio": np.int64(1)}, {"after": np.int32(3)}):
+        (name, value), found = next(iter(given.items())), resolved_compression({"name": "topk", **given})
+        assert found[name] == value
+        assert json.loads(json.dumps(found)) == found
+    with pytest.raises(ValueError, match="ratio must be a share"):
+        resolved_compression({"name": "topk", "ratio": np.bool_(True)})
