@@ -28,6 +28,25 @@ from ringspark.estimators.parallel.exchange import Exchange
 _DTYPES = (torch.float32, torch.float64)
 
 
+def compressed_parameters(
+    trained: Mapping[str, nn.Parameter], compression: Mapping[str, Any]
+) -> dict[str, nn.Parameter]:
+    """Returns those whose gradients are compressed; those of the others travel whole.
+
+    Args:
+        compression: Name and all options of a compressor.
+    """
+    kind = COMPRESSORS[compression["name"]]
+    return {
+        name: p
+        for name, p in trained.items()
+        if p.dtype in _DTYPES
+        and p.dim() > 1
+        and p.numel() >= compression["least"]
+        and kind.helps(p.shape, compression)
+    }
+
+
 class CompressedGradients:
     """Data parallelism whose gradients are compressed."""
 
@@ -61,15 +80,9 @@ class CompressedSum(PlainSync):
         # Also on one rank: it may go on with what several had not sent, in the same order.
         tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
-        large = {
-            name: p
-            for name, p in trained.items()
-            if name not in tables
-            and p.dtype in _DTYPES
-            and p.dim() > 1
-            and p.numel() >= options["least"]
-            and kind.helps(p.shape, options)
-        }
+        large = compressed_parameters(
+            {name: p for name, p in trained.items() if name not in tables}, exchange.compression
+        )
         rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
         self._small = [GradientBucket(own) for own in deal(rest, None)]
         self._groups = [
