@@ -70,7 +70,9 @@ def resolved(subject: str, given: Mapping[str, Any], options: Mapping[str, Optio
     values = {name: option.default for name, option in options.items()}
     for name, value in given.items():
         if name not in options:
-            raise ValueError(f"{subject} takes {', '.join(options)}, got {name!r}{nearest(name, options)}")
+            raise ValueError(
+                f"{subject} takes {', '.join(options)}, got {name!r}{nearest(str(name), options)}"
+            )
         option = options[name]
         # Grids of values are often made by NumPy.
         plain = value.item() if isinstance(value, np.generic) else value

@@ -21,7 +21,12 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor, Sent
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, refuse_sparse
-from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal, shaped_like
+from ringspark.estimators.parallel.data.gradient_buckets import (
+    GradientBucket,
+    deal,
+    shape_in_memory,
+    shaped_like,
+)
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
 from ringspark.estimators.parallel.exchange import Exchange
 
@@ -43,7 +48,7 @@ def compressed_parameters(
         if p.dtype in _DTYPES
         and p.dim() > 1
         and p.numel() >= compression["least"]
-        and kind.helps(p.shape, compression)
+        and kind.helps(shape_in_memory(p), compression)
     }
 
 
@@ -86,7 +91,7 @@ class CompressedSum(PlainSync):
         rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
         self._small = [GradientBucket(own) for own in deal(rest, None)]
         self._groups = [
-            _Group(own, kind([p.shape for p in own.values()], exchange.seed, options))
+            _Group(own, kind([shape_in_memory(p) for p in own.values()], exchange.seed, options))
             for own in deal(large, None)
         ]
         self._waits: list[Callable[[], None]] = []

@@ -340,6 +340,7 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
         ({"name": "topk", "ratio": True}, "ratio must be a share"),
         ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number of at least 1, got 2.5"),
         ({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3"),
+        ({"name": "topk", 3: 0.1}, "'topk' takes .*, got 3"),
         ({"rank": 2}, "must be one of none"),
         ({"name": "none", "rank": 2}, "'none' takes no options, got 'rank'"),
     ],

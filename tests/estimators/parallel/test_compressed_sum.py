@@ -304,6 +304,36 @@ def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> Non
     sync.step(LossScaler("fp32", torch.device("cpu")))
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        torch.zeros(30, 20),
+        torch.zeros(20, 30).t(),
+        torch.zeros(16, 6, 3, 3),
+        torch.zeros(16, 6, 3, 3).to(memory_format=torch.channels_last),
+    ],
+    ids=["rows", "columns", "channels first", "channels last"],
+)
+def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Tensor) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weights.clone())
+    assert layer.weight.stride() == weights.stride()
+    sync = CompressedSum(
+        layer,
+        torch.optim.SGD(layer.parameters(), 0.1),
+        LocalCollective(),
+        Exchange(compression=resolved_compression({"name": "powersgd", "rank": 1, "least": 1})),
+    )
+    torch.manual_seed(1)
+    gradient = torch.outer(torch.randn(len(weights)), torch.randn(weights[0].numel())).view(weights.shape)
+    layer.weight.grad = gradient.clone()
+    (group,) = sync._groups
+    group.take(1.0)
+    sent = group.exchange([1], lambda vector, compressor: compressor.sum(vector, LocalCollective(), 0))
+    group.give([1], sent.total)
+    torch.testing.assert_close(layer.weight.grad, gradient, atol=1e-4, rtol=1e-4)
+
+
 def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:
     found = [json.loads(text) for text in run_spawned(2, "torch", _begins_later)]
     assert found == [[True, True, False, False]] * 2
