@@ -12,12 +12,13 @@ def _hides_gradients(given: Mapping[str, Any]) -> bool:
     """Whether no step shows the gradients of a part of the batch and those of the whole."""
     if given["numWorkers"] == 1:
         return bool(given["gradientAccumulation"] == 1)
-    return (
-        given["sharding"] != "none"
-        or given["gradientCompression"]["name"] != "none"
-        or given["consistency"]["name"] != "bsp"
-        or given["localSteps"] != 1
+    found = (
+        given["sharding"],
+        given["gradientCompression"]["name"],
+        given["consistency"]["name"],
+        given["localSteps"],
     )
+    return found != ("none", "none", "bsp", 1)
 
 
 NOISE_SCALE = Setting(
