@@ -53,8 +53,6 @@ class SummedGradients(PlainSync):
         tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
         trained = {name: p for name, p in trained.items() if name not in tables}
-        # Rows that travel by themselves have no place in the sums of squares.
-        self._measures_local = self._measures_local and not tables
         is_flat = num_bytes(trained.values()) <= flat_bytes
         self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
@@ -103,6 +101,8 @@ class SummedGradients(PlainSync):
             bucket.give()
             bucket.await_all()
         self._sums.clear()
+        if self._measures_local:
+            self._squares += self._rows.squares()
         self._rows.sum()
         if self._measures_local:
             self.local_square = torch.stack(self._squares).sum()
