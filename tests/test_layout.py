@@ -253,7 +253,9 @@ IN_MORE_PLACES = {
     **dict.fromkeys(
         ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED
     ),
-    **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
+    **dict.fromkeys(
+        ("batchSize", "batchSizeSchedule", "gradientCheckpointing", "precision", "sharding"), _PLANNED
+    ),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
     **dict.fromkeys(("noiseScale",), _READ),

@@ -231,8 +231,8 @@ class Recovery:
         if position.step - position.step_in_epoch != steps.before(epoch):
             raise ValueError(
                 f"{uri} is of a training with {position.step - position.step_in_epoch} steps before epoch "
-                f"{epoch + 1}, this one has {steps.before(epoch)}; give the same batchSizeSchedule, or runUri "
-                "a folder of its own"
+                f"{epoch + 1}, this one has {steps.before(epoch)}; give the same batchSizeSchedule, or "
+                "runUri a folder of its own"
             )
         if position.finished_epochs > self._config.epochs:
             raise ValueError(

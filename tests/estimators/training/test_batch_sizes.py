@@ -178,8 +178,8 @@ def test_the_first_steps_rise_from_the_rate_itself_to_the_scaled_one() -> None:
     assert scaling is not None
     assert [scaling.factor(step) for step in range(5)] == pytest.approx([1, 2, 3, 4, 4])
     assert str(scaling) == (
-        "learning rates are scaled (linear from a batch of 8): times 4 from epoch 1 on (batches of 32), after "
-        "a rise from 1 over 3 steps"
+        "learning rates are scaled (linear from a batch of 8): times 4 from epoch 1 on (batches of 32), "
+        "after a rise from 1 over 3 steps"
     )
 
 
