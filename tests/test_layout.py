@@ -258,7 +258,7 @@ IN_MORE_PLACES = {
     ),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
-    **dict.fromkeys(("noiseScale",), _READ),
+    **dict.fromkeys(("noiseScale", "scaleLearningRate"), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),

@@ -89,9 +89,9 @@ SCALE_LEARNING_RATE = Setting[dict[str, Any]](
     name="scaleLearningRate",
     field="scale_learning_rate",
     words="how rates follow the batch size: 'none', or {'name': 'linear', 'baseBatchSize': b, "
-    "'warmupEpochs': e}, which multiplies them by batch size / b, or by its square root with the name 'sqrt', "
-    "as for Adam; over the first e epochs, a fraction is fine, they rise from learningRate to that, before "
-    "the schedule",
+    "'warmupEpochs': e}, which multiplies them by batch size / b, or by its square root with the name "
+    "'sqrt', as for Adam; over the first e epochs, a fraction is fine, they rise from learningRate to that, "
+    "before the schedule",
     default={"name": "none"},
     default_words="`'none'`",
     convert=_scaling,

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
@@ -351,6 +352,18 @@ def test_a_run_goes_on_from_any_step_of_any_size(make_shards: MakeShards, tmp_pa
     assert _is_same(result, expected)
 
 
+def test_pauses_where_the_size_changes_are_one_training(make_shards: MakeShards, tmp_path: Path) -> None:
+    """As the rounds of a population: each is a training that ends with a checkpoint."""
+    manifest = data(make_shards)
+    changes: dict[str, Any] = {"scale_learning_rate": SQRT, "lr_schedule": "linear"}
+    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), _objects())
+    for pause in (2, 4, None):
+        config = config_of(manifest, tmp_path / "paused", pause_after=pause, collective="local", **changes)
+        result = train_worker(config, LocalCollective(), _objects())
+    assert result.resumed_steps == (12, 20)
+    assert _is_same(result, expected)
+
+
 def test_a_bad_step_of_a_later_size_is_rolled_back(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = data(make_shards)
 
@@ -409,11 +422,12 @@ def _gang(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
-    make_shards: MakeShards, tmp_path: Path
+    make_shards: MakeShards, tmp_path: Path, collective: str
 ) -> None:
     manifest = data(make_shards)
-    gang: dict[str, Any] = {"num_workers": 2, "collective": "torch"}
+    gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
     cases: dict[str, dict[str, Any]] = {
         "shuffled": {},
         "in order": {"shuffle": False, "cache": "memory"},
@@ -434,7 +448,7 @@ def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
     _stopped(begun, 15)
     to_begin = replace(begun, run_uri=str(tmp_path / "to_begin"))
     work = partial(_gang, configs, _checked(replace(begun, **gang)), _checked(replace(to_begin, **gang)))
-    texts = json.loads(run_spawned(2, "torch", work, timeout_seconds=120)[0])
+    texts = json.loads(run_spawned(2, collective, work, timeout_seconds=120)[0])
     results = {name: TrainResult.from_json(text) for name, text in texts.items()}
     results["to begin"] = train_here(to_begin, _objects())
     assert results["begun"].resumed_steps == results["to begin"].resumed_steps == (14,)
