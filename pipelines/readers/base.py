@@ -288,7 +288,7 @@ class ShardReader(ABC):
         lanes, cycle = [LaneBuffer() for _ in plan.deal.lanes], plan.deal.lane_cycle
         waiting = deque(reads.first_steps.tolist())
         num_steps = plan.plan.num_steps
-        steps = block_steps(self._widths(), self.num_shards, plan.plan.batch_size)
+        steps = self._block_steps(plan.plan.batch_size)
         empty = self._empty()
         pieces = prefetch_bundles(
             self._pieces(plan, reads),
@@ -334,6 +334,9 @@ class ShardReader(ABC):
             name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
             for name, kind in self._kinds.items()
         }
+
+    def _block_steps(self, batch_size: int) -> int:
+        return block_steps(self._widths(), self.num_shards, batch_size)
 
     def _bundle_rows(self) -> int:
         return _BUNDLE_BYTES // sum(self._widths())
