@@ -253,10 +253,12 @@ IN_MORE_PLACES = {
     **dict.fromkeys(
         ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED
     ),
-    **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
+    **dict.fromkeys(
+        ("batchSize", "batchSizeSchedule", "gradientCheckpointing", "precision", "sharding"), _PLANNED
+    ),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
-    **dict.fromkeys(("noiseScale",), _READ),
+    **dict.fromkeys(("noiseScale", "scaleLearningRate"), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),

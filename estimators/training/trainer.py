@@ -100,7 +100,7 @@ class Trainer:
         running.log.epoch(
             EpochRecord(
                 epoch=epoch + 1,
-                steps=train.num_steps,
+                steps=running.steps.in_epoch(epoch),
                 rows=rows,
                 seconds=time.monotonic() - running.epoch_start,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
@@ -109,7 +109,7 @@ class Trainer:
                 skipped_steps=self._scaler.skipped_steps - running.skipped_before,
                 metrics=values,
                 cost=cost,
-                batch_size=self._config.batch_size,
+                batch_size=running.steps.batches.size(epoch),
                 noise=None if running.noise is None else running.noise.take(),
             )
         )
@@ -162,7 +162,7 @@ class Trainer:
                     )
                 if self._recovery.due.after_step(state.step):
                     # After the last step, the epoch's record and its callbacks come before the checkpoint.
-                    is_due = step + 1 == reader.num_steps
+                    is_due = step + 1 == plan.num_steps
                     if not is_due:
                         self._save()
         self._status.phase = f"training, end of epoch {epoch + 1}"
