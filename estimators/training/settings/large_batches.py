@@ -19,11 +19,11 @@ def _hides_gradients(given: Mapping[str, Any]) -> bool:
         return bool(given["gradientAccumulation"] == 1)
     found = (
         given["sharding"],
-        given["gradientCompression"]["name"],
+        given["gradientCompression"],
         given["consistency"]["name"],
         given["localSteps"],
     )
-    return found != ("none", "none", "bsp", 1)
+    return found != ("none", {"name": "none"}, "bsp", 1)
 
 
 def _scaling(value: Any) -> dict[str, Any]:
