@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import torch
 
 from ringspark.estimators.collectives.network import interface_of
+from ringspark.estimators.collectives.operation_times import OperationTimes
 from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.traffic import Member, Traffic
 
@@ -67,11 +68,13 @@ class Collective(Protocol):
 
     Attributes:
         traffic: Counter of the bytes sent, also by a strategy whose library sends by itself.
+        operations: Notes of when the operations were under way, for who measures a step.
     """
 
     name: str
     member: Member
     traffic: Traffic
+    operations: OperationTimes
 
     @property
     def rank(self) -> int: ...
@@ -82,6 +85,9 @@ class Collective(Protocol):
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent so far, as `Traffic` counts them."""
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        """Whether a sum of tensors on `device` travels while the rank computes, not only while it waits."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Returns the reduction of `tensor` over all ranks, in its dtype and on its device."""
@@ -160,7 +166,8 @@ class ConnectedMember:
     def __init__(self, member: Member) -> None:
         self.member = member
         self.traffic = Traffic(member)
-        self._on_leave: list[Callable[[], None]] = []
+        self.operations = OperationTimes()
+        self._on_leave: list[Callable[[], None]] = [self.operations.drop]
 
     @property
     def rank(self) -> int:
@@ -173,6 +180,9 @@ class ConnectedMember:
     @property
     def bytes_sent(self) -> int:
         return self.traffic.bytes_sent
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        return False
 
     def on_leave(self, release: Callable[[], None]) -> None:
         self._on_leave.append(release)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ringspark.estimators.collectives.base import Meeting, ReduceOp, num_bytes, peer_errors
 from ringspark.estimators.collectives.network import interface_of, name_problem
+from ringspark.estimators.collectives.operation_times import Started
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
@@ -106,7 +108,7 @@ class HorovodCollective(SharingMember):
             result: torch.Tensor = self._hvd.allreduce(tensor, op=ops[op], name=self._name("allreduce"))
         return result
 
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]:
         with peer_errors("allreduce"):
             # The same name in every step, because Horovod keeps what the ranks agreed on by name.
             handle = self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=f"ringspark.{name}")
@@ -118,7 +120,7 @@ class HorovodCollective(SharingMember):
                     time.sleep(_LOOK_SECONDS)
                 self._hvd.synchronize(handle)
 
-        return wait
+        return Started(wait=wait, is_done=partial(self._hvd.poll, handle))
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
@@ -136,7 +138,7 @@ class HorovodCollective(SharingMember):
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    ) -> Started[torch.Tensor]:
         # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
@@ -152,7 +154,7 @@ class HorovodCollective(SharingMember):
                 result: torch.Tensor = self._hvd.synchronize(handle)
             return result if is_even else torch.split(result, list(counts))[self.rank].clone()
 
-        return wait
+        return Started(wait=wait, is_done=partial(self._hvd.poll, handle))
 
     def _gathered_in_turns(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         width = max(1, _TURN_BYTES // tensor.element_size())

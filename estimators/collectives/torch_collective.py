@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ringspark.estimators.collectives.base import Meeting, ReduceOp, num_bytes, peer_errors
 from ringspark.estimators.collectives.network import interface_of
+from ringspark.estimators.collectives.operation_times import Started
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
 from ringspark.estimators.collectives.rendezvous.peer_proof import (
@@ -80,7 +81,7 @@ class TorchCollective(SharingMember):
             dist.all_reduce(result, op=ops[op])
         return result
 
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]:
         with peer_errors("allreduce"):
             work = dist.all_reduce(tensor, async_op=True)
 
@@ -88,7 +89,7 @@ class TorchCollective(SharingMember):
             with peer_errors("allreduce"):
                 work.wait()
 
-        return wait
+        return Started(wait=wait, is_done=work.is_completed)
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is not None:
@@ -133,7 +134,7 @@ class TorchCollective(SharingMember):
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    ) -> Started[torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
         with peer_errors("reduce-scatter"):
             if len(set(counts)) == 1:
@@ -154,7 +155,7 @@ class TorchCollective(SharingMember):
             # The part gets its own memory, because it must not keep the other ranks' parts alive.
             return mine if mine._base is None else mine.clone()
 
-        return wait
+        return Started(wait=wait, is_done=lambda: all(work.is_completed() for work in works))
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))

@@ -81,7 +81,10 @@ class SummedGradients(PlainSync):
                 "a gradient came again after it was exchanged; checkpoint the model's layers with "
                 "use_reentrant=False, which gives each parameter one gradient per backward pass"
             )
-        self._buckets[number].awaited.discard(index)
+        awaited = self._buckets[number].awaited
+        awaited.discard(index)
+        if not awaited:
+            self._collective.operations.ready(_name(number))
         while len(self._sums) < len(self._buckets) and not self._buckets[len(self._sums)].awaited:
             self._send()
 
@@ -92,7 +95,7 @@ class SummedGradients(PlainSync):
         bucket.take()
         if self._measures_local:
             self._squares.append(bucket.square())
-        self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
+        self._sums.append(self._collective.start_sum(bucket.buffer, _name(number)))
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._reacts = False
@@ -107,3 +110,8 @@ class SummedGradients(PlainSync):
         if self._measures_local:
             self.local_square = torch.stack(self._squares).sum()
             self._squares.clear()
+
+
+def _name(number: int) -> str:
+    """Returns the name of a bucket's sum."""
+    return f"gradients.{number}"
