@@ -136,9 +136,7 @@ class HorovodCollective(SharingMember):
             joined, lengths = self._hvd.alltoall(tensor, splits, name=self._name("gather"))
         return [] if self.rank else list(torch.split(joined, lengths.tolist()))
 
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Started[torch.Tensor]:
+    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
         # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import wraps
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -66,9 +65,8 @@ class OperationTimes:
 
     Attributes:
         is_on: Whether operations are noted now.
-        sees_all: Whether all that the ranks exchange in a step is a call of this collective, which ends within
-            the step. A strategy whose library sends by itself, or which lets a sum take longer than a step,
-            says that it is not.
+        sees_all: Whether all that the ranks exchange in a step is a call of this collective that ends within
+            the step. A strategy whose library sends by itself, or whose sums take longer, says no.
     """
 
     def __init__(self) -> None:
@@ -149,11 +147,11 @@ def noted(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
     """Decorates a method of a collective that blocks: the operation goes by its name."""
     name = method.__name__
 
-    @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.operations.blocking(name):
             return method(self, *args, **kwargs)
 
+    call.__name__, call.__doc__ = name, method.__doc__
     return call
 
 

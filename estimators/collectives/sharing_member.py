@@ -130,9 +130,7 @@ class SharingMember(ConnectedMember, ABC):
     def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]: ...
 
     @abstractmethod
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Started[torch.Tensor]:
+    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
         """Scatters and counts the bytes, which depend on what the library can do."""
 
     @abstractmethod

@@ -132,9 +132,7 @@ class TorchCollective(SharingMember):
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
         return gather_on_root(tensor, counts)
 
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Started[torch.Tensor]:
+    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
         with peer_errors("reduce-scatter"):
             if len(set(counts)) == 1:

@@ -95,7 +95,11 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
                 "dur": (piece.end_ns - piece.begin_ns) / 1000,
                 "args": {"epoch": piece.epoch, "step": piece.step, "start": starts.index(piece.start) + 1}
                 | ({} if piece.rows is None else {"rows": piece.rows})
-                | ({} if piece.ready_ns is None else {"ready_ms_before": _ms(piece.begin_ns - piece.ready_ns)}),
+                | (
+                    {}
+                    if piece.ready_ns is None
+                    else {"ready_ms_before": _ms(piece.begin_ns - piece.ready_ns)}
+                ),
             }
         )
     for (pid, tid), name in sorted(threads.items()):
@@ -244,7 +248,7 @@ def _operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> I
     busy_until: list[int] = []
     for name, ready_ns, begin_ns, end_ns in step.operations:
         lane = next((n for n, until in enumerate(busy_until) if until <= begin_ns), len(busy_until))
-        busy_until[lane:lane + 1] = [end_ns]
+        busy_until[lane : lane + 1] = [end_ns]
         yield Slice(
             kind=name,
             begin_ns=spans.unix_ns(begin_ns),

@@ -1,9 +1,9 @@
 """Measures what an epoch cost beside its time: bytes, operations, energy, communication.
 
 Every rank measures its own part, and one small exchange at an epoch's end puts the parts together. An epoch
-that begins in its midst, after a resume or a rollback, has no bytes, no energy and no times of
-communication: those of its first part are lost with the process that counted them. The operations are counted in one micro-batch after each start
-of the ranks, and stand for all rows.
+that begins in its midst, after a resume or a rollback, has no bytes, energy or times of communication: those
+of its first part are lost with the process that counted them. The operations are counted in one micro-batch
+after each start of the ranks, and stand for all rows.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class EpochMeter:
             _UNKNOWN if found is None else found.hidden_ns * found.taken // found.measured,
         ]
         of_ranks = self._world.all_gather(torch.tensor(mine), [len(mine)] * self._world.size)
-        num_bytes, joules, keys, flops, counted, peaks, communicated, hidden = zip(*(t.tolist() for t in of_ranks), strict=True)
+        num_bytes, joules, keys, flops, counted, peaks, communicated, hidden = zip(
+            *(t.tolist() for t in of_ranks), strict=True
+        )
         # A rank without rows in its first batch has counted nothing yet.
         known = [(f, n) for f, n in zip(flops, counted, strict=True) if n]
         total = None

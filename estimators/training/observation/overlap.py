@@ -58,9 +58,7 @@ class Communication:
     hidden_ns: int = 0
 
 
-def hidden_and_total(
-    operations: Sequence[OperationTime], computing: Sequence[Interval]
-) -> tuple[int, int]:
+def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[Interval]) -> tuple[int, int]:
     """Returns how long a rank communicated while it computed, and how long it communicated, in nanoseconds.
 
     Args:

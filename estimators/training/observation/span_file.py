@@ -21,7 +21,7 @@ Span = tuple[str, int, int]
 """Kind, begin and end of a span."""
 
 OperationSpan = tuple[str, int, int, int]
-"""Name of an operation over the collective; when its data was ready, when it began, when its result was there."""
+"""Name of an operation over the collective; when its data was ready, it began, its result was there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class StepSpans:
         end_ns: Time at which it was ready to ask for the next one.
         spans: Times at which the host began and ended something.
         device_spans: The same by the GPU's events; empty on a CPU, or if they had not ended yet.
-        operations: Operations over the collective, in the order in which they began; empty in a file of before
-            they were recorded.
+        operations: Operations over the collective, in the order in which they began; none in a file of
+            before they were recorded.
     """
 
     epoch: int
@@ -47,7 +47,7 @@ class StepSpans:
     end_ns: int
     spans: tuple[Span, ...]
     device_spans: tuple[Span, ...] = ()
-    operations: tuple[OperationSpan, ...] = added(())  # noqa: RUF009
+    operations: tuple[OperationSpan, ...] = added(())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,17 +33,17 @@ class Twice(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("flat_bytes", [0, 1 << 20])
-def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(flat_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, None])
+def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes: int | None) -> None:
     """One exchange for all of them leaves after the backward pass, so there it may come in parts."""
     module = Twice()
     rows = torch.ones(3, 2, requires_grad=True)
     expected = torch.autograd.grad(module.layer(module.layer(rows)).sum(), module.layer.weight)[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    sync = SummedGradients(module, optimizer, LocalCollective(), flat_bytes=flat_bytes, bucket_bytes=1)
+    sync = SummedGradients(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
     with sync.micro_batch(last=True):
         loss = sync.module(rows).sum()
-        if not flat_bytes:
+        if bucket_bytes is not None:
             with pytest.raises(
                 ValueError, match=r"a gradient came again .*; checkpoint .* use_reentrant=False"
             ):
@@ -59,12 +59,14 @@ class InPlace(torch.optim.SGD):
         super().zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("flat_bytes", [0, 1 << 20])
-def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(flat_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, None])
+def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
+    bucket_bytes: int | None,
+) -> None:
     """They still stand in the buffer when a step begins, unlike the one that no row has given."""
     module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1)])
     optimizer = InPlace(module.parameters(), lr=0.1)
-    sync = SummedGradients(module, optimizer, LocalCollective(), flat_bytes=flat_bytes, bucket_bytes=1 << 20)
+    sync = SummedGradients(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
     gradients = []
     for _ in range(3):
         optimizer.zero_grad()
@@ -77,7 +79,7 @@ def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(f
 
 
 def _summed(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
-    return SummedGradients(module, optimizer, collective, flat_bytes=0, bucket_bytes=1)
+    return SummedGradients(module, optimizer, collective, bucket_bytes=1)
 
 
 def _zero(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:

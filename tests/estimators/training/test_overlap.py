@@ -1,4 +1,4 @@
-"""How much of the communication is hidden: the arithmetic, what ranks note, and what a training tells of it."""
+"""How much of the communication is hidden: the arithmetic, what ranks note, what a training tells."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def _points(some: list[tuple[int, int]]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS)
-def test_sets_of_intervals_are_sets_of_points(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+def test_sets_of_intervals_are_sets_of_points(
+    left: list[tuple[int, int]], right: list[tuple[int, int]]
+) -> None:
     one, other = intervals.union(left), intervals.union(right)
     for joined in (one, other):
         assert all(begin < end for begin, end in joined)
@@ -113,12 +115,12 @@ def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one() -> No
 class Training:
     """A network whose gradients go in buckets, or in one message."""
 
-    def __init__(self, collective: Collective, flat_bytes: int) -> None:
+    def __init__(self, collective: Collective, bucket_bytes: int | None) -> None:
         torch.manual_seed(0)
         self.network = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
         optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
         self._sync = SummedGradients(
-            self.network, optimizer, collective, flat_bytes=flat_bytes, bucket_bytes=2 * 4 * 256 * 257
+            self.network, optimizer, collective, bucket_bytes=bucket_bytes
         )
         self._x = torch.randn(512, 256, generator=torch.Generator().manual_seed(collective.rank))
 
@@ -134,10 +136,10 @@ class Training:
 
 
 def _noted_steps(collective: Collective, device: str, status: Status) -> str:
-    """What two trainings note, in buckets and flat, and whether their weights are those of an unwatched one."""
+    """What two trainings note, in buckets and flat, and whether their weights are those of unwatched ones."""
     told: dict[str, Any] = {}
-    for name, flat_bytes in (("buckets", 0), ("flat", 1 << 30)):
-        watched, alone = Training(collective, flat_bytes), Training(collective, flat_bytes)
+    for name, bucket_bytes in (("buckets", 2 * 4 * 256 * 257), ("flat", None)):
+        watched, alone = Training(collective, bucket_bytes), Training(collective, bucket_bytes)
         operations: tuple[OperationTime, ...] = ()
         shares = []
         for _ in range(3):
@@ -183,7 +185,9 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
             assert case["ordered"]
             assert case["in turn"]
             assert case["same"]
-            assert all(0 <= hidden <= total for hidden, total in zip(case["hidden"], case["total"], strict=True))
+            assert all(
+                0 <= hidden <= total for hidden, total in zip(case["hidden"], case["total"], strict=True)
+            )
             assert min(case["total"]) > 0
         # The first bucket's gradients are complete while the backward pass goes on.
         assert buckets["ready"][0] < buckets["backward"][1]
@@ -208,7 +212,7 @@ def _sockets() -> int:
 
 
 def _leaves_a_sum(path: str, notes: bool, collective: Collective, device: str, status: Status) -> str:
-    """Rank 0 leaves with a sum under way that rank 1 never begins; it writes down what it still holds then."""
+    """Rank 0 leaves with a sum under way that rank 1 never begins; it writes down what it holds then."""
     collective.barrier()
     if collective.rank == 1:
         with suppress(CollectiveError):
@@ -252,7 +256,12 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
 ) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     config = config_of(
-        manifest, tmp_path / "run", model=SPEC.to_json(), num_workers=2, collective="torch", timeline_every_steps=4
+        manifest,
+        tmp_path / "run",
+        model=SPEC.to_json(),
+        num_workers=2,
+        collective="torch",
+        timeline_every_steps=4,
     )
     result = train_ranks(config)[0]
     for row in TrainingSummary.of(result).history.itertuples():
@@ -272,7 +281,9 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
     for own in time_shares(result.run_uri).values():
         assert sum(own.values()) == pytest.approx(1)
         assert "gradients.0" not in own
-    named = {e["args"]["name"] for e in chrome_trace(result.run_uri)["traceEvents"] if e["name"] == "thread_name"}
+    named = {
+        e["args"]["name"] for e in chrome_trace(result.run_uri)["traceEvents"] if e["name"] == "thread_name"
+    }
     assert named == {f"rank {rank}{row}" for rank in (0, 1) for row in ("", ", communication")}
 
 
