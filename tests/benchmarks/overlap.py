@@ -2,12 +2,12 @@
 
 A network on two hosts with a shaped link between them, one rank on each. "Off" sends all gradients in one
 message after the backward pass, "on" sends buckets while it goes on, as a training over a network does; in
-turns within one gang. Of each, steps are taken in pairs: one is timed, one is measured as a training measures its steps,
-which tells how long a rank communicated, which share of that was hidden, and how long the step took for what
-was not.
+turns within one gang. Of each, steps are taken in pairs: one is timed, one is measured as a training
+measures its steps, which tells how long a rank communicated, which share of that was hidden, and how much was
+exposed, so that the step took longer.
 
-The first table has 5 million parameters, the second shows which buckets win from which size on. `--delay-ms 5` adds
-a link of 100 Mbit/s whose answers take 5 ms more.
+The first table has 5 million parameters, the second shows which buckets win from which size on.
+`--delay-ms 5` adds a link of 100 Mbit/s whose answers take 5 ms more.
 
     OMP_NUM_THREADS=1 make bench ARGS="overlap"
 """

@@ -30,8 +30,8 @@ from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 # Gradients of at most so many bytes travel in one exchange. From 2 to 250 MiB, `slope --sweep` finds both
 # ways within a tenth of each other where the ranks keep the cores of one host busy.
 FLAT_BYTES = 32 << 20
-# The same between processors of several hosts, and the least bytes of a bucket there. Over links of 100 Mbit/s
-# and 1 Gbit/s, `overlap` finds buckets to win a tenth from 5 MB on, and no difference at 1 MB.
+# The same between processors of several hosts, and the least bytes of a bucket there. Over links of 100
+# Mbit/s and 1 Gbit/s, the benchmark `overlap` finds buckets to win a tenth from 5 MB on, and nothing at 1 MB.
 NETWORK_FLAT_BYTES = 2 << 20
 _LEAST_BUCKET_BYTES = 1 << 20
 # The last bucket is complete when the backward pass ends, so of k equal ones a k-th is not hidden at best.

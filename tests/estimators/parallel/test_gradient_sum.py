@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._dynamo  # that would hold a group which exists while an optimizer imports it
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +18,13 @@ from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_sum import (
+    FLAT_BYTES,
+    NETWORK_FLAT_BYTES,
+    SummedGradients,
+    bucket_bytes_of,
+)
+from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.parallel.sharded.zero import ShardedSync
 
 
@@ -76,6 +84,18 @@ def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
         gradients.append(module[0].weight.grad.tolist())  # type: ignore[union-attr, operator]
     assert gradients == [[[3.0, 3.0]]] * 3
     assert module[1].weight.grad is None
+
+
+@given(st.integers(1, 1 << 34))
+def test_buckets_over_a_network_leave_the_backward_pass_something_to_hide(num_bytes: int) -> None:
+    """Between ranks that share memory nothing is hidden, and a smaller network pays for more messages."""
+    size = bucket_bytes_of(num_bytes, by_network=True)
+    assert (size is None) == (num_bytes <= NETWORK_FLAT_BYTES)
+    if size is not None:
+        assert 1 << 20 <= size <= BUCKET_BYTES
+        assert num_bytes >= 2 * size
+    if num_bytes <= FLAT_BYTES:
+        assert bucket_bytes_of(num_bytes, by_network=False) is None
 
 
 def _summed(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -112,17 +112,22 @@ def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one() -> No
 # ------------------------------------------------------------------------------ ranks
 
 
+BucketBytes = int | Literal["chosen"] | None
+WIDTH = 300
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
+# Six layers have a little more than 2 MiB, so over a network they go in buckets of a little more than 1 MiB.
+CASES: dict[str, BucketBytes] = {"buckets": 2 * LAYER_BYTES, "flat": None, "chosen": "chosen"}
+
+
 class Training:
     """A network whose gradients go in buckets, or in one message."""
 
-    def __init__(self, collective: Collective, bucket_bytes: int | None) -> None:
+    def __init__(self, collective: Collective, bucket_bytes: BucketBytes) -> None:
         torch.manual_seed(0)
-        self.network = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+        self.network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
         optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
-        self._sync = SummedGradients(
-            self.network, optimizer, collective, bucket_bytes=bucket_bytes
-        )
-        self._x = torch.randn(512, 256, generator=torch.Generator().manual_seed(collective.rank))
+        self._sync = SummedGradients(self.network, optimizer, collective, bucket_bytes=bucket_bytes)
+        self._x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(collective.rank))
 
     def step(self) -> list[tuple[int, int]]:
         """Takes a step; returns when it computed."""
@@ -136,9 +141,9 @@ class Training:
 
 
 def _noted_steps(collective: Collective, device: str, status: Status) -> str:
-    """What two trainings note, in buckets and flat, and whether their weights are those of unwatched ones."""
+    """What trainings note, in buckets and flat, and whether their weights are those of unwatched ones."""
     told: dict[str, Any] = {}
-    for name, bucket_bytes in (("buckets", 2 * 4 * 256 * 257), ("flat", None)):
+    for name, bucket_bytes in CASES.items():
         watched, alone = Training(collective, bucket_bytes), Training(collective, bucket_bytes)
         operations: tuple[OperationTime, ...] = ()
         shares = []
@@ -181,7 +186,8 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
         buckets, flat = told["buckets"], told["flat"]
         assert buckets["names"] == ["gradients.0", "gradients.1", "gradients.2"]
         assert flat["names"] == ["gradients.0"]
-        for case in (buckets, flat):
+        assert told["chosen"]["names"] == ["gradients.0", "gradients.1"]
+        for case in (buckets, flat, told["chosen"]):
             assert case["ordered"]
             assert case["in turn"]
             assert case["same"]
@@ -203,6 +209,7 @@ def test_through_shared_memory_nothing_is_hidden() -> None:
     for text in run_spawned(2, "torch", _noted_steps):
         told = json.loads(text)
         assert told["buckets"]["hidden"] == told["flat"]["hidden"] == [0, 0, 0]
+        assert told["chosen"]["names"] == ["gradients.0"]
         assert min(told["buckets"]["total"]) > 0
 
 
