@@ -147,7 +147,7 @@ def noted(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
     """Decorates a method of a collective that blocks: the operation goes by its name."""
     name = method.__name__
 
-    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.operations.blocking(name):
             return method(self, *args, **kwargs)
 
