@@ -67,11 +67,13 @@ class OperationTimes:
         is_on: Whether operations are noted now.
         sees_all: Whether all that the ranks exchange in a step is a call of this collective that ends within
             the step. A strategy whose library sends by itself, or whose sums take longer, says no.
+        in_every_step: Whether the ranks exchange in every step, not now and then as in local training.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.sees_all = True
+        self.in_every_step = True
         self._noted: list[_Operation] = []
         self._ready: dict[str, int] = {}
         self._watcher = _Watcher()

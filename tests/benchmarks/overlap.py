@@ -138,11 +138,15 @@ def main() -> None:
     )
     made.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="delay of a third link")
     made.add_argument("--only", choices=("main", "sizes"), help="one of the tables")
+    made.add_argument(
+        "--megabits", type=float, nargs="+", default=[100, 1000], help="rates of the links, a second"
+    )
     options = made.parse_args()
     if reason := link_refusal():
         print(f"overlap: skipped, no shaped links: {reason}")
         return
-    links = [(100.0, 0.0), (1000.0, 0.0)] + ([(100.0, options.delay_ms)] if options.delay_ms else [])
+    links = [(megabits, 0.0) for megabits in options.megabits]
+    links += [(100.0, options.delay_ms)] if options.delay_ms else []
     links = links[:1] if options.tiny else links
     told = f"{options.rows} rows a rank, medians of {options.repeats}"
     if options.only != "sizes":

@@ -11,12 +11,7 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
-from ringspark.estimators.training.observation.overlap import (
-    MEASURED_EVERY,
-    NO_OVERLAP,
-    Overlap,
-    StepOverlap,
-)
+from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
 from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, profiler_of
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RankTimeline, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -49,9 +44,7 @@ class Observation:
             timeline = RankTimeline(config.timeline_every_steps, mesh.world, config.run_uri, device)
         overlap: Overlap = NO_OVERLAP
         if mesh.world.size > 1 and device.type == "cpu":
-            # Steps without an exchange cost nothing to measure, so those with one are not left to chance.
-            every = MEASURED_EVERY if config.local_steps == 1 else 1
-            overlap = StepOverlap(mesh.world, timeline, every)
+            overlap = StepOverlap(mesh.world, timeline)
             timeline = overlap.timeline
         return cls(
             losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),

@@ -102,14 +102,16 @@ NO_OVERLAP = NoOverlap()
 class StepOverlap:
     """Measures every n-th step of an epoch, and all steps that a timeline records.
 
+    Where the ranks exchange now and then, every step is measured: one without an exchange costs nothing to
+    measure, and one with it is not left to chance.
+
     Attributes:
         timeline: What the loop tells its spans to, in place of the timeline given.
     """
 
-    def __init__(self, world: Collective, timeline: Timeline, every: int = MEASURED_EVERY) -> None:
+    def __init__(self, world: Collective, timeline: Timeline) -> None:
         self.timeline = _ComputingSpans(timeline)
         self._operations = world.operations
-        self._every = every
         self.begin()
 
     def begin(self) -> None:
@@ -119,8 +121,9 @@ class StepOverlap:
         self._taken += 1
         if not self._operations.sees_all:
             return _NOTHING
+        every = MEASURED_EVERY if self._operations.in_every_step else 1
         # The second step of an epoch, if it has one: readers and libraries begin in the first one.
-        is_due = number % self._every == min(1, num_steps - 1, self._every - 1)
+        is_due = number % every == min(1, num_steps - 1, every - 1)
         return self._measure() if is_due or self.timeline.is_recording else _NOTHING
 
     @contextmanager
