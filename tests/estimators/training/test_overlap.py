@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import config_of, train_ranks
 from torch import nn
+from waiting import wait_for
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective, CollectiveError
@@ -232,14 +232,15 @@ def _leaves_a_sum(path: str, notes: bool, collective: Collective, device: str, s
     """Rank 0 leaves with a sum under way that rank 1 never begins; it writes down what it holds then."""
     collective.barrier()
     if collective.rank == 1:
-        with suppress(CollectiveError):
-            collective.barrier()
-        raise CollectiveError("rank 0 is gone")
+        # Any call would be the sum that rank 0 has begun. Gloo keeps who leaves until a peer leaves too.
+        wait_for("rank 0 to leave", Path(f"{path}-leaves").exists, 60)
+        raise CollectiveError("rank 0 leaves")
     if notes:
         collective.operations.start()
     wait = collective.start_sum(torch.ones(1_000), "alone")
     looked = WATCHER in {thread.name for thread in threading.enumerate()}
     del wait
+    Path(f"{path}-leaves").touch()
     collective.abort()
     left = WATCHER in {thread.name for thread in threading.enumerate()}
     Path(path).write_text(json.dumps({"looked": looked, "left": left, "sockets": _sockets()}))
