@@ -79,7 +79,7 @@ def plan_scaling(
         hierarchical: Whether the ranks of a host sum among themselves first; else one ring goes around.
         compression: How many times fewer bytes a compressor sends; between hosts only if `hierarchical`.
         overlap: Share of the exchange that is hidden behind the backward pass, 0 to 1; at most the backward
-            pass's time is.
+            pass's time is. A training measures it: `communication_hidden` in `summary.history`.
         pricePerWorkerHour: In any currency; None counts worker-seconds.
         gangSize: Processes that are measured.
         repeats: Measured rounds, of which the median counts.

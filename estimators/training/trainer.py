@@ -141,7 +141,8 @@ class Trainer:
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
                 global_rows = plan.global_rows(step)
-                self._train_step(batch, global_rows, step + 1)
+                with self._observed.overlap.step(step, reader.num_steps):
+                    self._train_step(batch, global_rows, step + 1)
                 rows += global_rows
                 state.step += 1
                 running.step_in_epoch = step + 1

@@ -87,6 +87,8 @@ def open_service(
     The addresses travel over the collective, whose ranks know each other; so does each server's token, which
     a peer must prove to know.
     """
+    # The pushes and reads of a step are no calls of the collective.
+    collective.operations.sees_all = False
     rank, size = collective.rank, collective.size
     token = secrets.token_bytes(_TOKEN_BYTES)
     server = ShardServer(table, collective.member.host, token, rank, size)
