@@ -1,7 +1,7 @@
-"""`fit` with every way for workers to run apart: `localSteps` and `consistency`, on Spark, from shards on disk.
+"""`fit` with every way for workers to run apart (`localSteps`, `consistency`), on Spark from shards on disk.
 
-Each fit is trained once more from its own stored config by a gang without Spark: what is deterministic must be
-the same to the bit, the rest must count and learn the same.
+Each fit is trained once more from its own stored config by a gang without Spark: what is deterministic must
+be the same to the bit, the rest must count and learn the same.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ APART: dict[str, Any] = {
 WAYS = [(name, "localSteps", value) for name, value in LOCAL.items()]
 WAYS += [(name, "consistency", value) for name, value in APART.items()]
 ORDERED = {*LOCAL, "ssp of 0"}  # a rerun is the same to the bit
-FAST = {"streaming", "ssp"}
+FAST = {"ssp"}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,8 @@ def test_a_fit_of_workers_that_run_apart(
             assert values[0] == [getattr(epoch, key) for epoch in summary.epochs]
     if name in ORDERED:
         assert torch.equal(weights_of(results[0], SPEC.build()), weights)
-        assert results[0].bytes_sent == summary.bytes_sent
     else:
         # Their order is another each time; of a smooth problem the end is not.
         assert results[0].history[-1].train_loss < results[0].history[0].train_loss
+    # Whatever the order, each step pushes as much and reads as much.
+    assert results[0].bytes_sent == summary.bytes_sent

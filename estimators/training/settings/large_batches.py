@@ -13,9 +13,11 @@ NOISE_SCALE = Setting(
     may_differ_on_resume=True,
     without_effect=(
         lambda given: (
-            given["sharding"] != "none" if given["numWorkers"] > 1 else given["gradientAccumulation"] == 1
+            given["sharding"] != "none" or given["localSteps"] != 1 or given["consistency"]["name"] != "bsp"
+            if given["numWorkers"] > 1
+            else given["gradientAccumulation"] == 1
         ),
-        "it compares the gradients of two batch sizes, which takes two workers that hold whole gradients "
-        "(sharding='none'), or one with gradientAccumulation",
+        "it compares the gradients of two batch sizes, which takes two workers that sum whole gradients in "
+        "every step (sharding='none', localSteps=1, consistency='bsp'), or one with gradientAccumulation",
     ),
 )
