@@ -17,6 +17,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
+from ringspark.estimators.parallel.server.parameter_server import check_optimizer
 from ringspark.estimators.training.arguments import layout_in, with_arguments
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
@@ -130,11 +131,7 @@ def check_training(
     do_without_compiler()
     # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
     optimizer = own_optimizer(config, objects, module)
-    if config.num_workers > 1 and config.sharding != "none" and isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            f"optimizer SparseAdam takes sparse gradients alone, and sharding {config.sharding!r} makes them "
-            "dense; set sharding='none', or take 'adam'"
-        )
+    _check_exchange(config, optimizer)
     steps = Steps(config.batch_sizes, manifest.select("train").num_rows)
     scaling = RateScaling.of(config.scale_learning_rate, steps)
     schedule = objects.lr_schedule or config.lr_schedule
@@ -167,6 +164,29 @@ def check_training(
         own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
         config = replace(config, own_metrics=own)
     return config, [shape[1:] for shape in shapes]
+
+
+def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that the way in which the ranks exchange does not go with."""
+    if config.num_workers == 1:
+        return
+    if config.consistency["name"] not in ("bsp", "hogwild"):
+        check_optimizer(optimizer, config.consistency)
+    ways = [
+        (f"sharding {config.sharding!r}", "sharding='none'", config.sharding != "none"),
+        (f"localSteps {config.local_steps!r}", "localSteps=1", config.local_steps != 1),
+        (
+            f"consistency {config.consistency['name']!r}",
+            "consistency='bsp'",
+            config.consistency["name"] != "bsp",
+        ),
+    ]
+    for setting, remedy, is_dense in ways:
+        if is_dense and isinstance(optimizer, torch.optim.SparseAdam):
+            raise ValueError(
+                f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set "
+                f"{remedy}, or take 'adam'"
+            )
 
 
 def _check_batch_transform(

@@ -173,16 +173,19 @@ class Trainer:
         """Records the loss since the last record. Runs on every rank.
 
         It is that of all ranks' rows; where ranks take steps at their own pace, of rank 0's alone, because a
-        common mean would have the others wait.
+        common mean would have the others wait. Where it had none, there is no record.
         """
         running, state = self._running, self._state
+        loss = self._observed.losses.mean_loss(running.sums, self._together)
+        if loss is None:
+            return
         self._observed.losses.add(
             StepRecord(
                 step=state.step,
                 epoch=state.epoch,
                 rows=rows,
                 seconds=self._recovery.seconds,
-                train_loss=self._observed.losses.mean_loss(running.sums, self._together),
+                train_loss=loss,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
             )
         )
@@ -198,6 +201,9 @@ class Trainer:
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
         seen = self._backward(batch, global_rows)
+        if self._together is None:
+            # Before its gradients spoil the weights of others, who might be blamed while this rank waits.
+            self._note_losses(step, seen)
         with self._timeline.span("exchange"), backward_errors():
             self._sync.reduce(self._scaler.gradient_scale)
         noise = self._running.noise
@@ -217,7 +223,7 @@ class Trainer:
                     noise.keep()
         if self._guards and self._scaler.skipped:
             self._on_skipped(step, seen, buffers)
-        elif not self._scaler.skipped:
+        elif not self._scaler.skipped and self._together is not None:
             self._note_losses(step, seen)
         self._running.sums.add(seen, finite_only=self._scaler.skipped)
 
@@ -227,7 +233,7 @@ class Trainer:
         if running.transform is not None:
             with self._timeline.span("transform"):
                 batch = running.transform(batch, self._state.step)
-        divisor = global_weights(running.recipe, batch, global_rows, self._together, self._mesh.data_size)
+        divisor = global_weights(running.recipe, batch, global_rows, self._together)
         if not batch.num_rows:
             with self._timeline.span("backward"):
                 self._sync.backward_without_rows(batch.inputs)

@@ -140,6 +140,7 @@ class Recovery:
             return
         ranks = gather_ranks(RankState.of(running), self._mesh.world)
         position = self._position(running)
+        snapshot = None
         try:
             snapshot = take_snapshot(
                 running.sync, position, ranks, self._mesh.writes, self._status.tick, running.average.values
@@ -149,7 +150,9 @@ class Recovery:
             if self._config.sharding != "none":
                 raise
             self._note(state.step, str(error))
-            return
+        if not running.sync.in_step:
+            # The weights and the optimizer that rank 0 copies are those which the others step on next.
+            self._mesh.world.barrier()
         if snapshot is not None and self._writer is not None:
             self._writer.start(snapshot)
 

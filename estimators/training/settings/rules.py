@@ -220,8 +220,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "workers differ; leave emaDecay unset, or set localSteps=1",
     ),
     Combination(
-        "localSteps with optimizerState='average' and optimizer='adam8bit'",
-        lambda c: _local(c, "optimizerState") == "average" and c.optimizer == "adam8bit",
+        "localSteps with optimizerState='average' and optimizer='adam8bit' or 'adamw8bit'",
+        lambda c: _local(c, "optimizerState") == "average" and c.optimizer in ("adam8bit", "adamw8bit"),
         "localSteps' optimizerState 'average' averages floating numbers, and optimizer '{optimizer}' keeps "
         "codes; set optimizerState='keep', or optimizer='adamw'",
     ),
