@@ -121,7 +121,7 @@ def judged(
 
 
 def global_weights(
-    recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None, num_ranks: int = 1
+    recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None
 ) -> torch.Tensor | float:
     """Returns the weight of all ranks' rows, which divides the losses. Runs on every rank.
 
@@ -129,8 +129,7 @@ def global_weights(
         batch: All of this rank's rows of the step.
         global_rows: Rows of all ranks; without row weights they are the divisor.
         together: Collective of the ranks that share the global batch, if they take the step together. If not,
-            each of the others is taken to have as much weight as this rank.
-        num_ranks: Number of ranks that share it; only looked at without `together`.
+            a row of another rank is taken to weigh as much as this rank's rows do on average.
 
     Returns:
         One number for all losses if rows have no weights, else one for each, (num_heads,).
@@ -138,8 +137,10 @@ def global_weights(
     weights = _own_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):
         return float(global_rows)
-    total = weights.clone() if together is not None else weights * num_ranks
-    if together is not None:
+    if together is None:
+        total = weights * (global_rows / max(1, batch.num_rows))
+    else:
+        total = weights.clone()
         with recipe.timeline.span("exchange"):
             together.start_sum(total, "weights")()
     # If all rows of the batch have weight 0, every loss is zero and must not become NaN.

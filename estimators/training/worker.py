@@ -21,6 +21,7 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.solo import Solo
@@ -32,6 +33,7 @@ from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.observation.observed import Observation
+from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
@@ -155,10 +157,11 @@ def _train(
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.due.is_asked)
     heads = make_heads(config, objects, manifest)
     callbacks = _callbacks(config, objects, best)
-    num_steps = config.epochs * train.num_steps
+    steps = Steps(config.batch_sizes, train.manifest.num_rows)
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
-    rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
+    scaling = RateScaling.of(config.scale_learning_rate, steps)
+    rates = make_rates(schedule, sync.optimizer, steps.total, config.warmup_steps, scaling)
     start = note_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"
     with (
@@ -175,7 +178,7 @@ def _train(
             callbacks,
             log,
             observation,
-            train.num_steps,
+            steps,
             device,
             objects,
             pipeline,
@@ -295,10 +298,9 @@ def _open_readers(
         "columns": list(dict.fromkeys(columns)),
         "shard": mesh.data_rank,
         "num_shards": mesh.data_size,
-        "batch_size": config.batch_size,
         "seed": config.seed,
         "engine": config.reader,
     }
-    train = opening("train", shuffle=config.shuffle, **shared)
+    train = opening("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
     held_out = manifest.select("validation").num_rows
-    return train, opening("validation", **shared) if held_out else None
+    return train, opening("validation", batch_size=config.batch_size, **shared) if held_out else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -48,3 +50,14 @@ def test_micro_batches_return_their_rows_and_add_up_to_the_weighted_mean(keeps_o
     kept = [pair for part in seen for pair in part.pairs]
     assert [len(label) for _, label in kept] == ([3, 2, 2] if keeps_outputs else [])
     assert not any(output.requires_grad for output, _ in kept)
+
+
+@pytest.mark.parametrize("own_rows", [1, 3, ROWS])
+def test_out_of_step_rows_of_weight_1_count_as_rows_without_a_weight(own_rows: int) -> None:
+    """Whatever share of the batch a rank has; so do twice the weights, as the mean divides by them."""
+    recipe = _recipe()
+    batch = Batch(inputs=(torch.zeros(own_rows, 3),), labels=(torch.zeros(own_rows),), weight=None)
+    plain = global_weights(recipe, batch, ROWS, None)
+    for weight in (1.0, 2.0):
+        weighted = replace(batch, weight=torch.full((own_rows,), weight))
+        assert global_weights(recipe, weighted, ROWS, None).tolist() == [plain * weight]  # type: ignore[union-attr, operator]

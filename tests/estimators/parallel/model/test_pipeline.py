@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline import (
@@ -23,9 +21,8 @@ from ringspark.estimators.parallel.model.pipeline import (
     PipelinePasses,
     pipelined,
 )
-from ringspark.estimators.parallel.model.pipeline.delayed import late_by_depth
 from ringspark.estimators.training.phase import Status
-from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.distributed
 
