@@ -10,8 +10,8 @@ backward pass that takes as long as two forward passes, the ranks wait for this 
 | interleaved | (p-1)/(vm+p-1) | |
 | zero_bubble, zbv | less than half of 1f1b's | |
 
-Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
+on GPU Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _F, _B = Kind.FORWARD, Kind.BACKWARD
 
 
 def naive(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Takes each micro-batch through all stages and back before the next one begins: one rank works at a time."""
+    """Takes each micro-batch through all stages and back: one rank works at a time."""
     return [
         [Action(kind, stage, micro) for micro in range(num_micro) for kind in (_F, _B)]
         for stage in range(num_ranks)
@@ -81,8 +81,8 @@ def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders
         import torch
 
         raise ValueError(
-            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take torch 2.6 "
-            "or newer, or schedule '1f1b'"
+            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take "
+            "torch 2.6 or newer, or schedule '1f1b'"
         )
     # Whole rounds of as many micro-batches as ranks; those that are too many are left out again.
     whole = -(-num_micro // num_ranks) * num_ranks
