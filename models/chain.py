@@ -56,9 +56,9 @@ def links_of(network: nn.Module) -> list[Link]:
         links = _items(network, "")
     else:
         raise ValueError(
-            f"a pipeline needs a network that is a chain, and {type(network).__name__} is not known to "
-            "be one; give it a method links() that returns its pieces in order, as ringspark.models.chain describes, "
-            "or give an nn.Sequential"
+            f"a pipeline needs a network that is a chain, and {type(network).__name__} is not known to be "
+            "one; give it a method links() that returns its pieces in order, as ringspark.models.chain "
+            "describes, or give an nn.Sequential"
         )
     _check(network, links)
     return links

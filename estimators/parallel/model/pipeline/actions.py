@@ -111,8 +111,6 @@ def with_arrivals(
             next_of[rank] += 1
             progress.add(action)
             steps[rank].append(action)
-        for rank in ready:
-            action = orders[rank][next_of[rank] - 1]
             target = receiver(action, len(owners))
             if target is not None and owners[target] != rank:
                 is_forward = action.kind is Kind.FORWARD

@@ -106,6 +106,7 @@ class PipelinePasses:
             count there.
         num_stages: Number of stages of all ranks.
         stages: Numbers of this rank's stages.
+        virtual: How many they are.
         late: Whether the gradients are those of an earlier step, so that `drain` is needed before anybody
             validates or saves the network.
     """
@@ -128,7 +129,7 @@ class PipelinePasses:
         self._place = place
         self._ties = ties
         self._schedule = schedule
-        self._num_ranks, self._virtual = collective.size, options.virtual
+        self._num_ranks, self.virtual = collective.size, options.virtual
         self._executor = Executor(place, Wire(cast(PointToPoint, collective), device))
         collective.on_leave(self._executor.drop)
         self._plans: dict[int, Steps] = {}
@@ -229,7 +230,7 @@ class PipelinePasses:
 
     def _plan(self, num_micro: int) -> Steps:
         if num_micro not in self._plans:
-            orders = self._schedule.orders_by_rank(self._num_ranks, self._virtual, num_micro)
+            orders = self._schedule.orders_by_rank(self._num_ranks, self.virtual, num_micro)
             self._plans[num_micro] = with_arrivals(orders, self._place.owners)[self._place.rank]
         return self._plans[num_micro]
 

@@ -25,6 +25,7 @@ from ringspark.estimators.parallel.model.pipeline import (
     pipelined,
 )
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages, parameter_counts
+from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import belongs_to, links_of
@@ -125,43 +126,68 @@ def _gradients(network: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
     return [(name, parameter.grad) for name, parameter in network.named_parameters()]
 
 
-def _all_gradients(collective: Collective, device: str, status: Status) -> str:
+# Rows of the micro-batches of a step: a short last one; fewer than ranks; one row each.
+_STEPS = [(3, 3, 3, 3, 1), (2,), (3, 3, 3, 3, 1), (1, 1, 1)]
+
+
+def _all_gradients(
+    collective: Collective,
+    device: str,
+    status: Status,
+    *,
+    pairs: Sequence[tuple[str, str]],
+    steps: Sequence[tuple[int, ...]],
+) -> str:
     mesh = Mesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
-    for schedule in FLUSHED:
-        for family in FAMILIES:
-            whole, passes = _made(family, mesh, schedule)
-            # A short last micro-batch; fewer micro-batches than ranks; other lengths of rows; one row.
-            for number, rows in enumerate([(3, 3, 3, 3, 1), (2,), (3, 3, 3, 3, 1), (1, 1, 1)]):
-                micros = _split(_batch(family, sum(rows), number, seq=6 - number % 2), rows)
-                whole.zero_grad()
-                passes.network.zero_grad()
-                want = _whole(whole, micros)
-                has_gradients, loss = _piped(passes, micros)
-                assert has_gradients
-                assert not passes.has_outputs or abs(loss - want) < 1e-6
-                name = f"{schedule} {family} {number} {rows}"
-                found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
-            inputs, _ = _batch(family, 4, 9)
-            passes.network.eval()
-            whole.eval()
-            output = passes.evaluate(inputs)
-            passes.finish()
-            assert (output is None) != passes.has_outputs
-            if output is not None:
-                assert not output.requires_grad
-                found[f"{schedule} {family} evaluation"] = _difference([("", output)], {"": whole(*inputs)})
-            # A step in which this copy of the network has no rows.
-            assert passes.train([], _loss) is False
+    for schedule, family in pairs:
+        whole, passes = _made(family, mesh, schedule)
+        for number, rows in enumerate(steps):
+            # Rows of other lengths every other time.
+            micros = _split(_batch(family, sum(rows), number, seq=6 - number % 2), rows)
+            whole.zero_grad()
+            passes.network.zero_grad()
+            want = _whole(whole, micros)
+            has_gradients, loss = _piped(passes, micros)
+            assert has_gradients
+            assert not passes.has_outputs or abs(loss - want) < 1e-6
+            name = f"{schedule} {family} {number} {rows}"
+            found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
+        live = [
+            most_live(SCHEDULES[schedule].orders_by_rank(collective.size, passes.virtual, len(rows)))
+            for rows in steps
+        ]
+        assert passes.most_live == max(by_rank[collective.rank] for by_rank in live)
+        passes.network.eval()
+        whole.eval()
+        inputs, _ = _batch(family, 4, 9)
+        output = passes.evaluate(inputs)
+        passes.finish()
+        assert (output is None) != passes.has_outputs
+        if output is not None:
+            assert not output.requires_grad
+            found[f"{schedule} {family} evaluation"] = _difference([("", output)], {"": whole(*inputs)})
+        # A step in which this copy of the network has no rows.
+        assert passes.train([], _loss) is False
     return json.dumps(found)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_schedule_gives_the_gradients_of_one_process(size: int) -> None:
-    texts = run_spawned(size, "torch", _all_gradients)
-    for text in texts:
-        # The whole network's outputs are on one rank alone, where the last stage is.
-        assert len(json.loads(text)) == len(FLUSHED) * len(FAMILIES) * (5 if text is texts[0] else 4)
+_ALL_PAIRS = [(schedule, family) for schedule in FLUSHED for family in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("size", "pairs", "steps"),
+    [
+        (2, [*((s, "transformer_lm") for s in FLUSHED), ("1f1b", "transformer_classifier")], _STEPS[:2]),
+        pytest.param(4, _ALL_PAIRS, _STEPS, marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_every_schedule_gives_the_gradients_of_one_process(
+    size: int, pairs: list[tuple[str, str]], steps: list[tuple[int, ...]]
+) -> None:
+    for text in run_spawned(size, "torch", partial(_all_gradients, pairs=pairs, steps=steps)):
+        assert len(json.loads(text)) >= len(pairs) * len(steps)
         assert max(json.loads(text).values()) < 1e-6, text
 
 
@@ -220,7 +246,10 @@ def test_fifty_steps_end_at_the_weights_of_one_process() -> None:
 
 @pytest.mark.slow
 def test_fifty_steps_of_every_schedule_end_at_the_weights_of_one_process() -> None:
-    _check_trainings(4, [(schedule, family) for schedule in FLUSHED for family in FAMILIES])
+    pairs = [(schedule, "transformer_lm") for schedule in FLUSHED]
+    _check_trainings(
+        4, [*pairs, *((s, f) for s in ("1f1b", "zbv") for f in ("mlp", "transformer_classifier"))]
+    )
 
 
 def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int]:
@@ -354,12 +383,16 @@ def _with_data(collective: Collective, device: str, status: Status) -> str:
             # The last step has no rows for the second copy of the network.
             own = micros[mesh.data_rank :: 2] if step == 0 else micros[: 2 * (1 - mesh.data_rank)]
             divisor = sum(label.numel() for _, label in micros)
-            passes.train([inputs for inputs, _ in own], lambda y, i, own=own: _loss(y, own[i][1], divisor))
-            for name, parameter in passes.network.named_parameters():
+
+            def loss(y: torch.Tensor, i: int, own: Any = own, divisor: int = divisor) -> torch.Tensor:
+                return _loss(y, own[i][1], divisor)
+
+            passes.train([inputs for inputs, _ in own], loss)
+            for _, parameter in passes.network.named_parameters():
                 own_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = mesh.gradients.all_reduce(own_gradient)
-            name = f"{schedule} {step}"
-            found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
+            key = f"{schedule} {step}"
+            found[key] = _difference(_gradients(passes.network), dict(_gradients(whole)))
     return json.dumps(found)
 
 
