@@ -8,6 +8,7 @@ one.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,9 @@ def _prune(module: nn.Module, prefix: str, parts: set[str]) -> None:
             continue
         if any(belongs_to(part, name) for part in parts):
             _prune(child, f"{name}.", parts)
-        else:
+        elif any(True for _ in itertools.chain(child.parameters(), child.buffers())):
             del module._modules[key]
+        # What has no tensors costs nothing, and a link may use it without naming it.
 
 
 def _is_kept(name: str, parts: set[str]) -> bool:

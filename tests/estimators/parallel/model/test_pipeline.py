@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import Mesh
@@ -167,9 +168,27 @@ def _all_gradients(
         if output is not None:
             assert not output.requires_grad
             found[f"{schedule} {family} evaluation"] = _difference([("", output)], {"": whole(*inputs)})
-        # A step in which this copy of the network has no rows.
+        # An evaluation without rows, and a step in which this copy of the network has none.
+        output = passes.evaluate(_batch(family, 0, 9)[0])
+        assert output is None or len(output) == 0
+        passes.finish()
         assert passes.train([], _loss) is False
     return json.dumps(found)
+
+
+def test_one_rank_is_a_pipeline_too() -> None:
+    """Stages of one rank hand their values to each other, and tied parameters are one there."""
+    mesh = Mesh.of(LocalCollective())
+    for schedule in SCHEDULES:
+        whole, passes = _made("transformer_lm", mesh, schedule)
+        micros = _split(_batch("transformer_lm", 5, 0), (2, 2, 1))
+        _whole(whole, micros)
+        has_gradients, _ = _piped(passes, micros)
+        assert has_gradients
+        assert passes.steps_under_way == 0
+        assert not passes.copies
+        assert len(_gradients(passes.network)) == len(_gradients(whole))
+        assert _difference(_gradients(passes.network), dict(_gradients(whole))) < 1e-6
 
 
 _ALL_PAIRS = [(schedule, family) for schedule in FLUSHED for family in FAMILIES]
