@@ -4,6 +4,7 @@ Nothing here knows of Spark or Arrow; a network trains, saves and loads without 
 """
 
 from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
+from ringspark.models.chain import Link
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
 from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint
@@ -18,6 +19,7 @@ __all__ = [
     "MLP",
     "MODELS",
     "Linear",
+    "Link",
     "ModelSpec",
     "RandomCrop",
     "RandomHorizontalFlip",

@@ -213,7 +213,7 @@ class TransformerClassifier(_Trunk):
         return self._pooled_head(self._features(ids, tokens), tokens, ids.shape[1])
 
     def links(self) -> list[Link]:
-        """Returns the embeddings, the blocks and the head; hidden states and real tokens travel."""
+        """Returns the embeddings, the blocks and the head; real tokens travel beside the hidden states."""
         blocks = [
             Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
             for key, block in self.blocks.named_children()
@@ -305,7 +305,7 @@ class TransformerLM(_Trunk):
 
 
 class _MaskedBlock:
-    """A block that takes and gives the real tokens beside the hidden states. A class, so that it is copied."""
+    """A block that takes and gives the real tokens beside the hidden states."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

@@ -1,4 +1,4 @@
-"""Works through a rank's actions: runs its stages forward and backward, and exchanges values with other ranks."""
+"""Works through a rank's actions: runs its stages forward and backward, and exchanges values."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Executor:
         self.finish()
 
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
-        """Runs the stages on one micro-batch without gradients; returns the network's outputs where they are."""
+        """Runs the stages on one micro-batch without gradients; returns outputs where the last stage is."""
         micro = -1
         self._keys[micro] = _key(module, inputs)
         result = None
