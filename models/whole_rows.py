@@ -28,12 +28,12 @@ class WholeRows:
         """
         return x
 
-    def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns what `attend` gets as its mask: of all tokens. It may be a mask where there was none.
+    def mask(self, mask: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+        """Returns what `attend` gets as its mask: of all tokens, and something also where there was none.
 
         Args:
             mask: (batch, 1, 1, seq) booleans, False where no token attends to; None if there is no such.
-            seq: Number of all tokens.
+            ids: (batch, seq), or anything else of that shape.
         """
         return mask
 
