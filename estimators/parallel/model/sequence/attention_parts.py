@@ -75,10 +75,13 @@ def part_gradients(
 
 def merged(one: Part, other: Part) -> Part:
     """Returns the part of the keys of two parts without common keys."""
-    log_sum = torch.logaddexp(one[1], other[1])
-    finite = log_sum.masked_fill(log_sum == -math.inf, 0)
-    weights = [(part[1] - finite).exp().unsqueeze(-1) for part in (one, other)]
-    return one[0] * weights[0] + other[0] * weights[1], log_sum
+    greater = torch.maximum(one[1], other[1])
+    # Not by the merged logarithm: a large one has too few digits for weights that add up to one.
+    greater = greater.masked_fill(greater == -math.inf, 0)
+    weights = [(part[1] - greater).exp() for part in (one, other)]
+    total = weights[0] + weights[1]
+    shares = [(weight / total.clamp(min=1)).unsqueeze(-1) for weight in weights]
+    return one[0] * shares[0] + other[0] * shares[1], greater + total.log()
 
 
 def multiplied_part(
