@@ -1,10 +1,10 @@
 """Long rows over ranks: memory of a rank and time of a step, by the length of rows and the way to attend.
 
 A causal transformer with AdamW, without Spark, whose rows get longer. Every rank is pinned to a core. One
-rank with whole rows, while the others wait, stands against all of them with a part of each row, in turns within
-one gang; the time is the slowest rank's. `held` is what a rank keeps between forward and backward pass, weights
-aside; `peak` is torch's most bytes within one step, counted by `peak_memory`, the first rank's; both leave out
-what was there before. `sent` are the bytes of one rank and step, gradients included.
+rank with whole rows, while the others wait, stands against all of them with a part of each row, in turns
+within one gang; the time is the slowest rank's. `held` is what a rank keeps between forward and backward
+pass, weights aside; `peak` is torch's most bytes within one step, counted by `peak_memory`, the first rank's;
+both leave out what was there before. `sent` are the bytes of one rank and step, gradients included.
 
     python tests/benchmarks/long_rows.py
 """
