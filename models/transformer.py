@@ -125,7 +125,7 @@ class _Trunk(nn.Module):
             mask = tokens[:, None, None, :]
             # A row that is all padding attends to itself: attention to nothing would be NaN.
             mask = mask | ~mask.any(-1, keepdim=True)
-        mask = self.rows.mask(mask, ids)
+        mask = self.rows.mask(mask, seq)
         positions = self.rows.own(torch.arange(seq, device=ids.device), 0)
         x = self.dropout(self.tokens(self.rows.own(ids, 1)) + self.positions(positions))
         for block in self.blocks:

@@ -28,12 +28,12 @@ class WholeRows:
         """
         return x
 
-    def mask(self, mask: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+    def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
         """Returns what `attend` gets as its mask: of all tokens, and something also where there was none.
 
         Args:
             mask: (batch, 1, 1, seq) booleans, False where no token attends to; None if there is no such.
-            ids: (batch, seq), or anything else of that shape.
+            seq: Number of all tokens.
         """
         return mask
 

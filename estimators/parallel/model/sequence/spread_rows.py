@@ -31,9 +31,9 @@ class SpreadRows(WholeRows):
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return self._spans.taken(x, dim, self._collective.rank)
 
-    def mask(self, mask: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        # A mask of no rows tells the number of all tokens, and costs nothing.
-        return ids.new_empty((0, 1, 1, ids.shape[1]), dtype=torch.bool) if mask is None else mask
+    def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor:
+        # A mask of no rows tells the number of all tokens, and costs nothing; nothing else of it is looked at.
+        return torch.empty((0, 1, 1, seq), dtype=torch.bool) if mask is None else mask
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
         # Sums of many tokens would lose digits in 16 bits.
