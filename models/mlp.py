@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ringspark.models.chain import Link
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
@@ -59,6 +61,11 @@ def dense_trunk(
     return nn.Sequential(*(DenseBlock(a, b, activation, dropout, norm) for a, b in pairwise(widths)))
 
 
+def trunk_links(trunk: nn.Sequential) -> list[Link]:
+    """Returns the blocks of a network's `trunk`."""
+    return [Link(f"trunk.{key}", block, (f"trunk.{key}",)) for key, block in trunk.named_children()]
+
+
 def check_dropout(name: str, probability: float) -> None:
     """Refuses a probability that would leave nothing to learn from."""
     if not 0.0 <= probability < 1.0:
@@ -97,7 +104,20 @@ class MLP(nn.Module):
         self.trunk = dense_trunk(in_features, hidden, activation, dropout, norm)
         self.head = nn.Linear(hidden[-1] if hidden else in_features, out_features)
 
+    def tensor_plan(self, num_ranks: int) -> dict[str, str]:
+        """Returns how tensor parallelism cuts the layers: pairs, of which the second sums for both."""
+        names = [f"trunk.{index}.linear" for index in range(len(self.trunk))]
+        if any(not isinstance(block.norm, nn.Identity) for block in self.trunk):
+            # A normalisation needs all outputs of the layer before it.
+            return dict.fromkeys(names, "column_joined")
+        plan = {name: "row" if index % 2 else "column" for index, name in enumerate(names)}
+        return plan | ({"head": "row"} if len(names) % 2 else {})
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps (batch, in_features) to (batch, out_features)."""
         out: torch.Tensor = self.head(self.trunk(x))
         return out
+
+    def links(self) -> list[Link]:
+        """Returns the blocks and the head."""
+        return [*trunk_links(self.trunk), Link("head", self.head, ("head",))]

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ringspark.models.chain import Link
+
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     # Wu and He 2018: the statistics are each row's own, so small batches and many workers change nothing.
@@ -84,7 +86,18 @@ class ResNet(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Maps (batch, in_channels, height, width) to (batch, out_features)."""
-        x = self.blocks(F.relu(self.stem_norm(self.stem(images))))
+        return self._pooled_head(self.blocks(self._stem(images)))
+
+    def links(self) -> list[Link]:
+        """Returns the first convolution, the blocks, and the head."""
+        blocks = [Link(f"blocks.{key}", b, (f"blocks.{key}",)) for key, b in self.blocks.named_children()]
+        stem = Link("stem", self._stem, ("stem", "stem_norm"))
+        return [stem, *blocks, Link("head", self._pooled_head, ("head",))]
+
+    def _stem(self, images: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.stem_norm(self.stem(images)))
+
+    def _pooled_head(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(x.mean((2, 3)))
         return out
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ringspark.models.mlp import check_dropout, dense_trunk
+from ringspark.models.chain import Link
+from ringspark.models.mlp import check_dropout, dense_trunk, trunk_links
 
 
 def embedding_dim(cardinality: int) -> int:
@@ -86,6 +87,16 @@ class TabularNet(nn.Module):
             ValueError: If the number of columns is not what the network was built for, or, on the CPU,
                 an index is beyond its column's cardinality.
         """
+        out: torch.Tensor = self.head(self.trunk(self._joined(categorical, numeric)))
+        return out
+
+    def links(self) -> list[Link]:
+        """Returns the embeddings, the blocks and the head."""
+        embed = Link("embeddings", self._joined, ("embeddings", "embedding_dropout"))
+        return [embed, *trunk_links(self.trunk), Link("head", self.head, ("head",))]
+
+    def _joined(self, categorical: torch.Tensor, numeric: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings and the numbers side by side, (batch, width of the trunk's input)."""
         num_categorical = len(self.embeddings)
         if categorical.shape[1:] != (num_categorical,) or numeric.shape[1:] != (self.num_numeric,):
             raise ValueError(
@@ -93,12 +104,10 @@ class TabularNet(nn.Module):
                 f"numbers, got {tuple(categorical.shape)} and {tuple(numeric.shape)}"
             )
         parts = [self._embed(column, categorical[:, column]) for column in range(num_categorical)]
-        joined = numeric
-        if parts:
-            embedded = self.embedding_dropout(torch.cat(parts, dim=1))  # (batch, sum of dims)
-            joined = torch.cat([embedded, numeric], dim=1)
-        out: torch.Tensor = self.head(self.trunk(joined))
-        return out
+        if not parts:
+            return numeric
+        embedded = self.embedding_dropout(torch.cat(parts, dim=1))  # (batch, sum of dims)
+        return torch.cat([embedded, numeric], dim=1)
 
     def _embed(self, column: int, indices: torch.Tensor) -> torch.Tensor:
         table = self.embeddings[column]

@@ -8,11 +8,13 @@ activation checkpointing has a chain to cut into segments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ringspark.models.chain import Link
 from ringspark.models.mlp import check_dropout
 from ringspark.models.whole_rows import WholeRows, attend
 
@@ -108,6 +110,23 @@ class _Trunk(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
 
+    def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
+        """Returns how tensor parallelism cuts the layers: whole heads, pairs of layers, ids.
+
+        Raises:
+            ValueError: So many ranks have no whole heads each.
+        """
+        heads = self.blocks[0].attention.num_heads
+        if heads % num_ranks:
+            raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
+        return {
+            "tokens": "vocabulary",
+            "blocks.*.attention.qkv": ["column", 3],
+            "blocks.*.attention.out": "row",
+            "blocks.*.up": "column",
+            "blocks.*.down": "row",
+        }
+
     def _init_weights(self) -> None:
         # Embeddings start small, as in GPT-2: torch's variance of 1 would drown what the blocks add.
         for module in self.modules():
@@ -116,21 +135,21 @@ class _Trunk(nn.Module):
 
     def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Maps (batch, seq) ids to (batch, own seq, dim); attends where `tokens`, (batch, seq), is True."""
-        seq = ids.shape[1]
-        if seq > self.max_seq_len:
-            raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
-        ids = ids.long()
-        mask = None
-        if tokens is not None:
-            mask = tokens[:, None, None, :]
-            # A row that is all padding attends to itself: attention to nothing would be NaN.
-            mask = mask | ~mask.any(-1, keepdim=True)
-        mask = self.rows.mask(mask, seq)
-        positions = self.rows.own(torch.arange(seq, device=ids.device), 0)
-        x = self.dropout(self.tokens(self.rows.own(ids, 1)) + self.positions(positions))
+        x = self._embedded(ids)
+        mask = self.rows.mask(_attention_mask(tokens), ids.shape[1])
         for block in self.blocks:
             x = block(x, mask)
         out: torch.Tensor = self.norm(x)
+        return out
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, seq) ids to (batch, own seq, dim)."""
+        seq = ids.shape[1]
+        if seq > self.max_seq_len:
+            raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
+        positions = self.rows.own(torch.arange(seq, device=ids.device), 0)
+        x = self.tokens(self.rows.own(ids.long(), 1)) + self.positions(positions)
+        out: torch.Tensor = self.dropout(x)
         return out
 
 
@@ -190,11 +209,39 @@ class TransformerClassifier(_Trunk):
             ids: (batch, seq) token ids.
             mask: (batch, seq), 0 where a row is filled up; None takes `padding_id`.
         """
-        tokens = mask.bool() if mask is not None else None
-        if tokens is None and self.padding_id is not None:
-            tokens = ids != self.padding_id
-        pooled = self.rows.pool(self._features(ids, tokens), tokens, ids.shape[1])
-        return self.rows.alike(self.head(pooled))
+        tokens = self._real_tokens(ids, mask)
+        return self._pooled_head(self._features(ids, tokens), tokens, ids.shape[1])
+
+    def links(self) -> list[Link]:
+        """Returns the embeddings, the blocks and the head; hidden states and real tokens travel."""
+        blocks = [
+            Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
+            for key, block in self.blocks.named_children()
+        ]
+        embed = Link("tokens", self._embedded_with_mask, ("tokens", "positions", "dropout"))
+        return [embed, *blocks, Link("head", self._normed_head, ("norm", "head"))]
+
+    def _real_tokens(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns (batch, seq) booleans, False where a row is filled up; None if no row is."""
+        if mask is not None:
+            return mask.bool()
+        return None if self.padding_id is None else ids != self.padding_id
+
+    def _embedded_with_mask(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._embedded(ids), self._real_tokens(ids, mask)
+
+    def _normed_head(self, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        return self._pooled_head(self.norm(x), tokens, x.shape[1])
+
+    def _pooled_head(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
+        return self.rows.alike(self.head(self.rows.pool(x, tokens, seq)))
+
+
+def scores(x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:
+    """Compares (batch, seq, dim) with every token's embedding: (batch, seq, vocab_size)."""
+    return F.linear(x, tokens.weight)
 
 
 class TransformerLM(_Trunk):
@@ -210,6 +257,9 @@ class TransformerLM(_Trunk):
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
     """
+
+    # How tokens are compared; a table that is cut by its ids has a way of its own.
+    scores: Callable[[torch.Tensor, Any], torch.Tensor] = staticmethod(scores)
 
     def __init__(
         self,
@@ -237,10 +287,42 @@ class TransformerLM(_Trunk):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq) token ids to (batch, vocab_size, seq)."""
-        logits = F.linear(self._features(ids), self.tokens.weight)  # (batch, seq, vocab_size)
-        logits = self.rows.joined(logits, 1, ids.shape[1])
+        return self._tied_head(self._features(ids), ids.shape[1])
+
+    def links(self) -> list[Link]:
+        """Returns the embeddings, the blocks and the head, which uses the embedding's weights."""
+        blocks = [Link(f"blocks.{key}", b, (f"blocks.{key}",)) for key, b in self.blocks.named_children()]
+        embed = Link("tokens", self._embedded, ("tokens", "positions", "dropout"))
+        return [embed, *blocks, Link("head", self._normed_head, ("norm", "tokens"))]
+
+    def _normed_head(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tied_head(self.norm(x), x.shape[1])
+
+    def _tied_head(self, x: torch.Tensor, seq: int) -> torch.Tensor:
+        logits = self.rows.joined(self.scores(x, self.tokens), 1, seq)  # (batch, seq, vocab_size)
         # Not a view: fully sharded training puts a hook on the output, which a change of a view would lose.
         return logits.transpose(1, 2).contiguous()
+
+
+class _MaskedBlock:
+    """A block that takes and gives the real tokens beside the hidden states. A class, so that it is copied."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: torch.Tensor, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.block(x, _attention_mask(tokens)), tokens
+
+
+def _attention_mask(tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns where to attend, (batch, 1, 1, seq) booleans, for real tokens, (batch, seq)."""
+    if tokens is None:
+        return None
+    mask = tokens[:, None, None, :]
+    # A row that is all padding attends to itself: attention to nothing would be NaN.
+    return mask | ~mask.any(-1, keepdim=True)
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -262,6 +262,25 @@ class TorchCollective(SharingMember):
                     work.wait()
         return received
 
+    def start_send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
+        """Begins to send a contiguous tensor to one rank, which receives it in the order of sends.
+
+        Returns:
+            A function that waits until the tensor may change.
+        """
+        self.traffic.send(num_bytes([tensor]))
+        with peer_errors("send"):
+            return _waiter(dist.isend(tensor, dst=self._ranks[to], group=self.group), "send")
+
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
+        """Begins to overwrite a contiguous tensor by what one rank sends.
+
+        Returns:
+            A function that waits until it is complete.
+        """
+        with peer_errors("receive"):
+            return _waiter(dist.irecv(tensor, src=self._ranks[source], group=self.group), "receive")
+
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None:
         with peer_errors("broadcast"):
             for tensor in tensors:
@@ -325,6 +344,14 @@ def gather_on_root(
     for work in works:
         work.wait()
     return pieces
+
+
+def _waiter(work: Any, operation: str) -> Callable[[], None]:
+    def wait() -> None:
+        with peer_errors(operation):
+            work.wait()
+
+    return wait
 
 
 def _gloo_settings(member: Member) -> dict[str, str | None]:

@@ -107,6 +107,10 @@ class Traffic:
         """Counts an exchange of pieces; `pieces` holds the bytes of this rank's piece for each rank."""
         self._add(sum(pieces) - pieces[self._member.rank])
 
+    def send(self, num_bytes: int) -> None:
+        """Counts what goes to one rank alone."""
+        self._add(num_bytes)
+
     def broadcast(self, num_bytes: int, root: int) -> None:
         if (self._member.rank + 1) % self._member.size != root:
             self._add(num_bytes)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -172,7 +173,13 @@ class PlainSync:
     def clip_gradients(self, max_norm: float) -> None:
         # Only trained parameters count: others may keep gradients, which differ by rank.
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(trained, max_norm)
+        layout = layout_of(self.network)
+        if layout is None:
+            nn.utils.clip_grad_norm_(trained, max_norm)
+            return
+        held = set(trained)
+        named = {n: p.grad for n, p in self.network.named_parameters() if p in held and p.grad is not None}
+        nn.utils.clip_grads_with_norm_(trained, max_norm, layout.norm(named).float())
 
     def step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)

@@ -52,8 +52,8 @@ class Mesh:
         gradients: Collective of the ranks whose gradients of this rank's parameters add up; those of
             experts add up over `expert_gradients`.
         expert_gradients: The same ranks without those that have other experts.
-        parts: Collective of the ranks that have different parts of the weights, of the first copy; None on
-            ranks of other copies.
+        whole: Collective of the ranks that have all weights together: a copy, and those with other experts.
+        holds_first: Whether this rank is among those whose weights a checkpoint takes: of the first copy.
     """
 
     world: Collective
@@ -64,7 +64,8 @@ class Mesh:
     copy: Collective = field(default_factory=LocalCollective)
     gradients: Collective
     expert_gradients: Collective
-    parts: Collective | None = None
+    whole: Collective = field(default_factory=LocalCollective)
+    holds_first: bool = True
 
     @classmethod
     def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> Mesh:
@@ -102,8 +103,6 @@ class Mesh:
             )
         made = _Maker(world, full)
         parts = ("pipeline", "expert", "sequence", "tensor")
-        is_first_copy = all(here[axis] == 0 for axis in AXES if axis not in parts)
-        over_parts = made.over(parts)
         return cls(
             world=world,
             data=made.over(ROWS),
@@ -113,7 +112,8 @@ class Mesh:
             copy=made.over(MODEL),
             gradients=made.over((*ROWS, "sequence")),
             expert_gradients=made.over(("data", "shard", "sequence")),
-            parts=over_parts if is_first_copy else None,
+            whole=made.over(parts),
+            holds_first=all(here[axis] == 0 for axis in AXES if axis not in parts),
         )
 
     @property

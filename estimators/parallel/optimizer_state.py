@@ -77,6 +77,9 @@ def whole(value: StateValue) -> StateValue:
         return value
     if not hasattr(value, "full_tensor"):
         return value.detach()
+    if hasattr(value, "fetch"):
+        # A stand-in for a tensor that ranks of a mesh have in parts, see `model.layout`.
+        return value.fetch()  # type: ignore[no-any-return]
     from ringspark.estimators.collectives.torch_collective import gather_on_root
 
     sharded: Any = value

@@ -27,6 +27,7 @@ from ringspark.estimators.training.settings import (
     tuning,
     workers,
 )
+from ringspark.estimators.training.settings import parallelism as parallelism_settings
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
 
@@ -77,6 +78,7 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     useGpu, getUseGpu, setUseGpu = declared(workers.USE_GPU)
     collective, getCollective, setCollective = declared(workers.COLLECTIVE)
     compile, getCompile, setCompile = declared(workers.COMPILE)
+    parallelism, getParallelism, setParallelism = declared(parallelism_settings.PARALLELISM)
     showProgress, getShowProgress, setShowProgress = declared(observation.SHOW_PROGRESS)
     tracking, getTracking, setTracking = declared(observation.TRACKING)
     logEverySteps, getLogEverySteps, setLogEverySteps = declared(observation.LOG_EVERY_STEPS)

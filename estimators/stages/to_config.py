@@ -11,6 +11,7 @@ from ringspark.estimators.training.driver_check import check_names
 from ringspark.estimators.training.objective.own_metrics import named_metrics
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.parallelism import MODEL_AXES
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
@@ -53,8 +54,9 @@ def config_of(
         "metrics": tuple(metrics),
         "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
     }
-    if given["useGpu"] and not stage.isSet(stage.collective):
-        # torch brings NCCL along; Horovod has it only where it was built with CUDA.
+    needs_parts = any(given["parallelism"].get(axis, 1) > 1 for axis in (*MODEL_AXES, "shard"))
+    if (given["useGpu"] or needs_parts) and not stage.isSet(stage.collective):
+        # torch brings NCCL along, which Horovod has only where it was built with CUDA, and parts of a gang.
         values["collective"] = "torch"
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
     by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}

@@ -10,6 +10,7 @@ import torch
 
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepared, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.history import RunLog
@@ -20,10 +21,15 @@ from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import Rates
+from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
 from ringspark.estimators.training.tuning.average import Average
+
+
+def _nothing(number: int, count: int, rows: int) -> None:
+    return
 
 
 class Running:
@@ -36,6 +42,7 @@ class Running:
         observation: What the training records about itself.
         sums: Sums of loss and metrics over the present epoch's rows.
         validation: Sums over the held-out rows, empty except during a validation.
+        passes: Forward and backward passes.
         noise: Measures the noise of the gradients; None where nobody asks.
         average: Moving average of the weights, empty where none is asked for.
         state: State that callbacks see: epoch, step, history.
@@ -58,11 +65,13 @@ class Running:
         steps_per_epoch: int,
         device: torch.device,
         objects: UserObjects,
+        pipeline: PipelinePasses | None = None,
     ) -> None:
         """Stands before the first step.
 
         Args:
             sync: The network, already on `device`, and its optimizer.
+            pipeline: Runs the stages of a network that is cut into some; None for one that is not.
             steps_per_epoch: Optimizer steps per epoch with this data and batch size.
         """
         # Ranks that hold parts of the gradients must agree on overflows; else all see the same numbers.
@@ -87,6 +96,12 @@ class Running:
         self.sums = Sums("train", heads, device, with_metrics=predicts)
         self.validation = Sums("validation", heads, device)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
+        self.passes: Passes
+        if pipeline is not None:
+            self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
+        else:
+            measure = _nothing if self.noise is None else self.noise.micro_batch
+            self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure)
         self.average = Average(sync.network, config.ema_decay)
         self.state = TrainingState(
             rank=mesh.world.rank,

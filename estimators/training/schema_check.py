@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
 from ringspark.estimators.training.batch_transforms import takes_labels
 from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
@@ -74,7 +75,7 @@ def _without_weights(config: TrainConfig, objects: UserObjects) -> nn.Module | N
 
 
 def check_network(config: TrainConfig, module: nn.Module) -> None:
-    """Refuses networks that a gang, or a training by `loss`, cannot train."""
+    """Refuses networks that a gang, or a training by `loss`, cannot train, or that the mesh cannot cut."""
     # Its forward pass waits for all workers, and one without rows in a step runs none.
     waiting = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if config.num_workers > 1 and waiting:
@@ -82,6 +83,8 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
             f"layer {waiting[0]!r} of model {type(module).__name__} is a SyncBatchNorm, which hangs where a "
             "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
         )
+    if config.cuts_network:
+        check_spread(skeleton(module), config.axes, config.parallelism)
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
     is_lightning = any(
         kind.startswith(("lightning.", "pytorch_lightning.")) and kind.endswith(".LightningModule")

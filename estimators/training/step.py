@@ -7,6 +7,7 @@ runs. The only side effect is the gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,15 +51,22 @@ def forward_backward(
     timeline = recipe.timeline
     with timeline.span("forward"):
         losses, seen = forward(recipe, sync.module, sync.network, batch, keeps_outputs=keeps_outputs)
-        loss = recipe.criterion.total(losses / divisor)
-        if recipe.config.on_non_finite != "stop":
-            loss = poisoned(loss)
-        scaled = recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
+        loss = scaled(recipe, sync, losses, divisor)
     eager = single_rows_eager(recipe.config.compile, batch.num_rows)
     # Recomputed modules run again in here.
     with timeline.span("backward"), eager, backward_errors():
-        scaled.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
     return seen
+
+
+def scaled(
+    recipe: Recipe, sync: GradientSync, losses: torch.Tensor, divisor: torch.Tensor | float
+) -> torch.Tensor:
+    """Returns what is differentiated: the rows' share of the global mean loss, times all factors."""
+    loss = recipe.criterion.total(losses / divisor)
+    if recipe.config.on_non_finite != "stop":
+        loss = poisoned(loss)
+    return recipe.scaler.scale(loss if sync.loss_factor == 1 else loss * sync.loss_factor)
 
 
 def forward(
@@ -72,7 +80,7 @@ def forward(
     Raises:
         ValueError: The network returns more or fewer outputs than there are labels.
     """
-    config, criterion = recipe.config, recipe.criterion
+    config = recipe.config
     hooks = saved_tensor_hooks(
         offload=config.activation_offload,
         compression=config.activation_compression,
@@ -82,7 +90,16 @@ def forward(
     # Sharded parameters are gathered in here, which fails if a peer is lost.
     eager = single_rows_eager(config.compile, batch.num_rows)
     with autocast(config.precision, recipe.device), hooks, eager, backward_errors():
-        outputs = as_outputs(module(*batch.inputs))
+        outputs = module(*batch.inputs)
+    return judged(recipe, network, outputs, batch, keeps_outputs=keeps_outputs)
+
+
+def judged(
+    recipe: Recipe, network: nn.Module, returned: Any, batch: Batch, *, keeps_outputs: bool
+) -> tuple[torch.Tensor, Seen]:
+    """Returns what `forward` does, from what the network returned for a micro-batch."""
+    config, criterion = recipe.config, recipe.criterion
+    outputs = as_outputs(returned)
     if len(outputs) != criterion.num_losses:
         mode = "train" if network.training else "validation"
         raise ValueError(

@@ -28,7 +28,7 @@ from ringspark.estimators.training.objective.sums import Seen
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.training.step import forward, forward_backward, global_weights
+from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines.readers import ShardReader
 
@@ -84,9 +84,10 @@ class Trainer:
             return True
         self._state.epoch = epoch + 1
         is_due = self._train_epoch(epoch, train)
+        self._drain()
         with backward_errors():
             self._sync.settle()
-        values = running.sums.take(self._mesh.data)
+        values = running.passes.shared(running.sums.take(self._mesh.data))
         # Every rank sees the same mean, so all stop here together.
         if not np.isfinite(values["train_loss"]):
             self._raise_not_finite(epoch, values["train_loss"])
@@ -197,6 +198,22 @@ class Trainer:
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
         seen = self._backward(batch, global_rows)
+        self._take_step(own_rows, global_rows)
+        if self._guards and self._scaler.skipped:
+            self._on_skipped(step, seen, buffers)
+        elif not self._scaler.skipped:
+            self._note_losses(step, seen)
+        self._running.sums.add(seen, finite_only=self._scaler.skipped)
+
+    def _drain(self) -> None:
+        """Takes the steps whose gradients are still to come, if the passes run ahead of the weights."""
+        for _ in range(self._running.passes.steps_under_way):
+            self._sync.optimizer.zero_grad()
+            self._running.passes.drain()
+            self._take_step(0, 0)
+
+    def _take_step(self, own_rows: int, global_rows: int) -> None:
+        """Sums the gradients over the ranks and takes the optimizer's step. Runs on every rank."""
         with self._timeline.span("exchange"), backward_errors():
             self._sync.reduce(self._scaler.gradient_scale)
         noise = self._running.noise
@@ -214,11 +231,6 @@ class Trainer:
                 self._running.average.update()
                 if noise is not None:
                     noise.keep()
-        if self._guards and self._scaler.skipped:
-            self._on_skipped(step, seen, buffers)
-        elif not self._scaler.skipped:
-            self._note_losses(step, seen)
-        self._running.sums.add(seen, finite_only=self._scaler.skipped)
 
     def _backward(self, batch: Batch, global_rows: int) -> list[Seen]:
         """Computes the gradients of this rank's rows, in micro-batches. Runs on every rank."""
@@ -230,24 +242,9 @@ class Trainer:
         if not batch.num_rows:
             with self._timeline.span("backward"):
                 self._sync.backward_without_rows(batch.inputs)
-            return []
-        seen = []
+            return running.passes.train([], divisor, keeps_outputs=False)
         micro_batches = batch.split(self._config.gradient_accumulation)
-        for number, micro_batch in enumerate(micro_batches, 1):
-            is_last = number == len(micro_batches)
-            with self._sync.micro_batch(last=is_last), self._observed.meter.counting(micro_batch):
-                seen.append(
-                    forward_backward(
-                        running.recipe,
-                        self._sync,
-                        micro_batch,
-                        divisor,
-                        keeps_outputs=running.sums.takes_outputs,
-                    )
-                )
-            if running.noise is not None:
-                running.noise.micro_batch(number, len(micro_batches), micro_batch.num_rows)
-        return seen
+        return running.passes.train(micro_batches, divisor, keeps_outputs=running.sums.takes_outputs)
 
     def _on_skipped(
         self, step: int, seen: list[Seen], buffers: list[tuple[torch.Tensor, torch.Tensor]]
@@ -305,15 +302,12 @@ class Trainer:
                 micro_batches = batch.split(parts) if batch.num_rows else []
                 for micro_batch in micro_batches:
                     keeps_outputs = running.validation.takes_outputs
-                    _, seen = forward(
-                        running.recipe, network, network, micro_batch, keeps_outputs=keeps_outputs
-                    )
-                    running.validation.add([seen])
+                    running.validation.add(running.passes.evaluate(micro_batch, keeps_outputs=keeps_outputs))
                 # The other ranks may need this rank's parts of the weights in each of their passes.
                 for _ in range(parts - len(micro_batches)):
                     with backward_errors():
                         self._sync.forward_without_rows(batch.inputs)
-        return running.validation.take(self._mesh.data)
+        return running.passes.shared(running.validation.take(self._mesh.data))
 
     def _share_buffers(self) -> None:
         """Gives every rank rank 0's buffers, which are saved: the loss is to be that of the saved network.
@@ -332,6 +326,7 @@ class Trainer:
                 self._mesh.data.broadcast(list(shared.values()))
 
     def _save(self) -> None:
+        self._drain()
         if not self._sync.in_step:
             # Here the others may be far behind; this wait knows their progress, a collective call does not.
             with backward_errors():

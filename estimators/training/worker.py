@@ -20,6 +20,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.solo import Solo
@@ -34,7 +35,7 @@ from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.probe import probe
+from ringspark.estimators.training.probe import probe, samples
 from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
@@ -107,7 +108,7 @@ def train_worker(
     status = status or Status()
     torch_device = torch.device(device)
     gpus = [torch_device] if torch_device.type == "cuda" else []
-    mesh = Mesh.of(collective)
+    mesh = Mesh.of(collective, config.axes)
     recovery = Recovery(config, mesh, status)
     # Seeds are set only inside the fork, so a reused Python worker keeps its own random state.
     with recovery, torch.random.fork_rng(devices=gpus), shared_generators_kept(), ExitStack() as opened:
@@ -128,15 +129,25 @@ def _train(
     train, validation = _open_readers(config, mesh, manifest, opened)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device, mesh, status)
-    start_state = skeleton(module)
+    pipeline = None
+    if mesh.cuts_network:
+        status.phase = "cutting the network"
+        with torch.no_grad():
+            mesh.world.broadcast(list(module.state_dict().values()))
+        sample = None if objects.transform_batch is not None else samples(config.input_columns, manifest)
+        pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
+    # A part of a network holds connections, which cannot be copied.
+    start_state = None if mesh.cuts_network else skeleton(module)
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
     exchange = _exchange(config)
     sync = STRATEGIES[exchange.strategy]().prepare(
-        module, partial(own_optimizer, config, objects), mesh.data, exchange
+        module, partial(own_optimizer, config, objects), mesh.gradients, exchange
     )
     sync.progress = status.tick
+    # Ranks with other parts of the gradients must agree on overflows.
+    sync.ranks_differ |= mesh.cuts_network
     # Dropout differs between the ranks, like between the rows of one batch.
     seed_rank(config.seed, 0, mesh.data_rank)
     best = None
@@ -167,6 +178,7 @@ def _train(
             train.num_steps,
             device,
             objects,
+            pipeline,
         )
         Trainer(config, mesh, running, recovery, status).fit(train, validation)
     recovery.finish()
@@ -183,7 +195,7 @@ def _train(
         steps=state.step,
         seconds=recovery.seconds,
         bytes_sent=bytes_sent,
-        lost_state=tuple(changed_state(start_state, module)),
+        lost_state=() if start_state is None else tuple(changed_state(start_state, module)),
         stop_reason=state.stop_reason,
         history=tuple(state.history),
         resumed_steps=recovery.resumed_steps,

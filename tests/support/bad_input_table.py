@@ -143,6 +143,10 @@ class Place:
         estimator = kind(**(params | {"showProgress": False} | changes))
         return estimator.fit(self.table) if run is None else run(estimator)
 
+    def mesh(self, **changes: Any) -> Any:
+        """A fit by two workers that share a network of three matrices."""
+        return self.fit(**({"model": DEEP, "numWorkers": 2} | changes))
+
     def write(self, *columns: str, **settings: Any) -> Any:
         """A write of some columns."""
         given = self.table.select(*columns) if columns else self.pair
@@ -234,6 +238,11 @@ def blocked(place: Place) -> str:
 
 def huge() -> ModelSpec:
     return ModelSpec("mlp", {"in_features": 2, "hidden": [20_000] * 150, "out_features": 1})
+
+
+def three_heads() -> ModelSpec:
+    sizes = {"vocab_size": 9, "max_seq_len": 2, "dim": 6, "depth": 1, "num_heads": 3, "out_features": 2}
+    return ModelSpec("transformer_classifier", sizes)
 
 
 def frozen() -> nn.Module:
@@ -600,6 +609,58 @@ SETTINGS = [
     R("fit: parameters in parts with horovod",
       lambda p: p.fit(sharding="parameters", collective="horovod", numWorkers=2),
       "sharding 'parameters'", "set collective='torch'"),
+    R("mesh: no dict", lambda p: p.fit(parallelism="tensor"),
+      "parallelism must be a dict of axes", "such as", TypeError),
+    R("mesh: unknown axis", lambda p: p.fit(parallelism={"tensors": 2}),
+      "parallelism takes data, .* got 'tensors'", "did you mean 'tensor'"),
+    R("mesh: no workers", lambda p: p.fit(parallelism={"tensor": 0}),
+      "'tensor' must be .* at least 1, got 0", ""),
+    R("mesh: half a worker", lambda p: p.fit(parallelism={"tensor": 1.5}),
+      "'tensor' must be a number", "got 1.5"),
+    R("mesh: not the workers", lambda p: p.fit(parallelism={"tensor": 4}, numWorkers=2),
+      r"must multiply to numWorkers \(2\), got tensor 4 = 4", "set numWorkers"),
+    R("mesh: more than the workers", lambda p: p.fit(parallelism={"data": 2, "tensor": 2}, numWorkers=2),
+      r"got data 2 x tensor 2 = 4", "set numWorkers"),
+    R("mesh: a plan that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": "columns"}),
+      "'plan' must be a dict of patterns", "such as"),
+    R("mesh: a style that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"head": "colum"}}),
+      "style must be one of column, .* got 'colum'", "did you mean 'column'"),
+    R("mesh: a plan for other layers", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"tail": "row"}}),
+      "plan names 'tail', which fits no layer", "leave it out"),
+    R("mesh: a plan that cuts no matrix",
+      lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"trunk.0.norm": "row"}}),
+      "plan cannot cut 'trunk.0.norm': .* nn.Linear, got Identity", ""),
+    R("mesh: a network without a plan", lambda p: p.mesh(model=SPEC, parallelism={"tensor": 2}),
+      "'tensor' needs a plan .* Linear has none", "set parallelism's 'plan'"),
+    R("mesh: more parts than columns", lambda p: p.mesh(parallelism={"tensor": 4}, numWorkers=4),
+      "gives 'tensor' 4 workers, more than 'trunk.0.linear' has parts", ""),
+    R("mesh: heads that do not divide",
+      lambda p: p.mesh(model=three_heads(), parallelism={"tensor": 2}),
+      r"'tensor' \(2\) must divide num_heads \(3\)", ""),
+    R("mesh: with horovod", lambda p: p.mesh(collective="horovod", parallelism={"tensor": 2}),
+      "collective 'horovod' does not have", "set collective='torch'"),
+    R("mesh: 'shard' without sharding", lambda p: p.mesh(parallelism={"shard": 2}),
+      "'shard' leaves each worker a part of the parameters, got sharding 'none'", "set sharding"),
+    R("mesh: with parameters in parts", lambda p: p.mesh(parallelism={"tensor": 2}, sharding="parameters"),
+      "sharding 'parameters' gathers whole blocks", "set sharding='gradients'"),
+    R("mesh: with compression", lambda p: p.mesh(parallelism={"tensor": 2}, gradientCompression="sign"),
+      "gradientCompression sums whole matrices", "set gradientCompression='none'"),
+    R("mesh: with local steps", lambda p: p.mesh(parallelism={"tensor": 2}, localSteps=4),
+      "exchange inside every step", "set localSteps=1"),
+    R("mesh: with ranks apart", lambda p: p.mesh(parallelism={"tensor": 2}, consistency="asp"),
+      "exchange inside every step", "consistency='bsp'"),
+    R("mesh: with an optimizer of whole parameters",
+      lambda p: p.mesh(parallelism={"tensor": 2}, optimizer="adafactor"),
+      "optimizer 'adafactor' looks at whole ones", "set optimizer='adamw'"),
+    R("mesh: with adapters",
+      lambda p: p.mesh(parallelism={"tensor": 2}, lora={"rank": 1, "targets": ["head"]}),
+      "lora adds matrices", "leave lora unset"),
+    R("mesh: compiled", lambda p: p.mesh(parallelism={"tensor": 2}, compile=True),
+      "exchanges inside it", "set compile=False"),
+    R("mesh: with the noise scale", lambda p: p.mesh(parallelism={"tensor": 2}, noiseScale=True),
+      "noiseScale compares whole gradients", "leave noiseScale unset"),
+    R("mesh: that may shrink", lambda p: p.mesh(parallelism={"tensor": 2}, minWorkers=1),
+      r"needs all of its workers, and minWorkers \(1\)", "leave minWorkers unset"),
     R("fit: no chain to recompute", lambda p: p.train(gradientCheckpointing="sqrt"),
       "found no chain of blocks", ";"),
     R("fit: larger than the host", lambda p: p.train(model=huge()),

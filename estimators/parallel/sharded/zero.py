@@ -27,6 +27,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
 from ringspark.estimators.parallel.sharded.pieces import Shard, without_empty_groups
@@ -178,12 +179,20 @@ class ShardedSync(PlainSync):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> None:
-        norms = [torch.linalg.vector_norm(g).double() for g in self._held_gradients()]
+        layout, names = layout_of(self.network), self._shard.names
+        # Where ranks have parts of the network, each element counts once over all of them.
+        counted = [
+            tensor.grad
+            for piece, tensor in self._shard.held.items()
+            if tensor.grad is not None and (layout is None or layout.counts(names[piece.index]))
+        ]
+        norms = [torch.linalg.vector_norm(g).double() for g in counted]
         device = self._shard.parameters[0].device
         square = sum(
             (n.square().to(device) for n in norms), torch.zeros((), dtype=torch.double, device=device)
         )
-        norm = self._collective.all_reduce(square.reshape(1))[0].sqrt()
+        square = self._collective.all_reduce(square.reshape(1))
+        norm = (square if layout is None else layout.mesh.whole.all_reduce(square))[0].sqrt()
         # The same formula as in nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in self._held_gradients():

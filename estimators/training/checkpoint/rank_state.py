@@ -32,7 +32,7 @@ class RankState:
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, running: Running) -> RankState:
+    def of(cls, running: Running, mesh: Mesh) -> RankState:
         """Copies the present state. Runs on every rank.
 
         Raises:
@@ -48,6 +48,8 @@ class RankState:
             "random": plain,
             "callbacks": running.callbacks.state_dicts(),
             "stop_reason": running.state.stop_reason,
+            "mesh": dict(mesh.sizes),
+            "counts": mesh.copy.rank == 0,
         }
         noise = {} if running.noise is None else running.noise.state()
         return cls(tensors=exchange | result | noise | running.sums.state(), values=values)
@@ -75,6 +77,8 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
     if not states:
         raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
     is_same = len(states) == mesh.world.size
+    if is_same and "mesh" in states[0].values:
+        is_same = states[0].values["mesh"] == dict(mesh.sizes)
     try:
         own = [section(state.tensors, "exchange") for state in states]
         running.sync.load_rank_states(own, is_same=is_same)
@@ -103,6 +107,8 @@ def _restore_same(running: Running, own: RankState) -> None:
 
 def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:
     _fill_buffers(running.sync.network, section(states[0].tensors, "buffers"))
+    # Ranks that were one copy of a network had the same rows, and the same sums.
+    states = [state for state in states if state.values.get("counts", True)]
     # The first rank takes the sums of the epoch so far, because their ranks no longer exist.
     running.sums.load_all([state.tensors for state in states], answers=data_rank == 0)
     if running.noise is not None:

@@ -138,7 +138,7 @@ class Recovery:
         if not free[0]:
             self._note(state.step, "the one before is still being written")
             return
-        ranks = gather_ranks(RankState.of(running), self._mesh.world)
+        ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world)
         position = self._position(running)
         try:
             snapshot = take_snapshot(

@@ -27,6 +27,7 @@ from typing import IO, Any
 import torch
 
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState
@@ -84,10 +85,18 @@ def take_snapshot(
     """
     state = sync.optimizer_state()
     weights = sync.network.state_dict()
+    if (layout := layout_of(sync.network)) is not None:
+        weights = layout.shared(weights)
+        state = layout.shared_optimizer(state)
+        average = layout.shared(average) if average else average
     if not writes:
         # All ranks exchange the parts of tensors in the same order, that of `ordered`.
         tensor_file.assist(weights)
         tensor_file.assist(average or {})
+        if layout is not None:
+            for own in state.values():
+                for value in own.values():
+                    whole(value)
         return None
     copies = _copies(weights, progress)
     averaged = _copies(average or {}, progress)
@@ -271,11 +280,13 @@ def load_training_state(
         ValueError: There is none, it is damaged, or it belongs to another network or optimizer.
     """
     record = read_record(uri)
+    layout = layout_of(sync.network)
     _check_optimizer(uri, record, sync.optimizer)
     if average is not None and average.values:
         _check_size(uri, AVERAGE, record)
         with local_file(uri, AVERAGE, tick) as path:
-            average.load(tensor_file.read(path))
+            values = tensor_file.read(path)
+            average.load(values if layout is None else layout.own_state(values))
     for name in FILES:
         _check_size(uri, name, record)
     with local_file(uri, OPTIMIZER, tick) as path:
@@ -284,7 +295,7 @@ def load_training_state(
         for name, tensor in tensor_file.read(path).items():
             parameter, key = name.rsplit("/", 1)
             state.setdefault(parameter, {})[key] = tensor
-        sync.load_optimizer_state(state)
+        sync.load_optimizer_state(state if layout is None else layout.own_optimizer(state))
     for group, values in zip(sync.optimizer.param_groups, record.optimizer_groups, strict=True):
         set_group_values(group, values)
     load_checkpoint(uri, sync.network, tick=tick)

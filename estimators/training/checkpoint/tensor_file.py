@@ -57,7 +57,7 @@ def check_state(state: Mapping[str, object]) -> None:
                 f"the model's state {name!r} is of type {type(tensor).__name__}, a checkpoint holds dense "
                 "tensors only; keep it in a buffer rather than in get_extra_state"
             )
-        if tensor.layout != torch.strided or tensor.is_meta:
+        if tensor.layout != torch.strided or (tensor.is_meta and not hasattr(tensor, "full_tensor")):
             raise ValueError(
                 f"the model's state {name!r} is no dense tensor and cannot be saved; keep its numbers in a "
                 "dense buffer"

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo
@@ -96,6 +97,8 @@ def save_checkpoint(
 
 def _states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """Returns the tensors of each file. Runs on every rank where the ranks hold parts of the weights."""
+    if (layout := layout_of(module)) is not None:
+        return {WEIGHTS: layout.shared(module.state_dict())}
     adapter = adapter_state(module)
     return ({ADAPTER: adapter} if adapter else {}) | {WEIGHTS: merged_state(module)}
 
@@ -177,6 +180,8 @@ def load_checkpoint(
     info = read_info(uri)
     with local_file(uri, WEIGHTS, tick) as path:
         state = _read(uri, path, info, device)
+        if (layout := layout_of(module)) is not None:
+            state = layout.own_state(state)
         for name, own in module.state_dict().items():
             if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
                 # Sharded: each rank takes its part of the file.

@@ -26,6 +26,7 @@ from ringspark.estimators.training.settings import (
     tuning,
     workers,
 )
+from ringspark.estimators.training.settings import parallelism as meshes
 from ringspark.estimators.training.settings.choices import (
     Cache,
     Compression,
@@ -72,6 +73,7 @@ class TrainConfig:
         batch_size: Rows per optimizer step over all ranks together.
         noise_scale: Whether the gradient noise scale is measured, see `observation.noise_scale`.
         learning_rate: Rate of the optimizer; never scaled by the number of ranks.
+        parallelism: Ranks along each axis of the mesh, and its options: see `settings.parallelism`.
         compile: Whether the network is trained compiled; a mode of torch.compile, or True for its default.
         gradient_checkpointing: See `ringspark.models.apply_activation_checkpoint`; a tuple names submodules.
         activation_offload: Place of saved activations until the backward pass: see `saved_tensors`.
@@ -131,6 +133,7 @@ class TrainConfig:
     use_gpu: bool = workers.USE_GPU.default
     collective: str = workers.COLLECTIVE.default
     compile: bool | str = workers.COMPILE.default
+    parallelism: dict[str, Any] = field(default_factory=lambda: dict(meshes.PARALLELISM.default))
     consistency: dict[str, Any] = field(default_factory=lambda: dict(consistency.CONSISTENCY.default))
     precision: Precision = memory.PRECISION.default
     gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING
@@ -158,6 +161,7 @@ class TrainConfig:
         for setting in SETTINGS.values():
             if setting.field:
                 setting.check(getattr(self, setting.field))
+        meshes.sizes_of(self.parallelism, self.num_workers)
         for rule in COMBINATIONS:
             if rule.is_broken(self):
                 raise ValueError(rule.message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
@@ -167,6 +171,22 @@ class TrainConfig:
         """The columns that a training reads: inputs, labels and weights."""
         weights = [] if self.weight_column is None else [self.weight_column]
         return [*self.input_columns, *self.label_columns, *weights]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return meshes.sizes_of(self.parallelism, self.num_workers)
+
+    @property
+    def cuts_network(self) -> bool:
+        """Whether a rank has less than the whole network, or less than whole rows."""
+        return any(self.parallelism.get(axis, 1) > 1 for axis in meshes.MODEL_AXES)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of shares into which a global batch is dealt: ranks that read different rows."""
+        sizes = self.axes
+        return sizes["data"] * sizes["shard"] * sizes["expert"]
 
     @property
     def is_in_step(self) -> bool:

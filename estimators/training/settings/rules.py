@@ -41,13 +41,13 @@ def _runs_apart(c: TrainConfig) -> bool:
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "batchSize < numWorkers",
-        lambda c: c.batch_size < c.num_workers,
+        lambda c: c.batch_size < c.num_copies,
         "batchSize counts rows over all workers and must be at least numWorkers ({num_workers}), "
         "got {batch_size}; raise batchSize or lower numWorkers",
     ),
     Combination(
         "gradientAccumulation * numWorkers > batchSize",
-        lambda c: c.gradient_accumulation * c.num_workers > c.batch_size,
+        lambda c: c.gradient_accumulation * c.num_copies > c.batch_size,
         "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
         "batchSize ({batch_size}): a micro-batch would have no rows; lower gradientAccumulation or raise "
         "batchSize",
@@ -249,5 +249,81 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda c: _runs_apart(c) and c.consistency["name"] == "hogwild" and c.use_gpu,
         "consistency 'hogwild' trains in the memory of the host, and useGpu puts the weights on GPUs; set "
         "useGpu=False, or consistency='asp'",
+    ),
+    Combination(
+        "parallelism with another collective than 'torch'",
+        lambda c: (c.cuts_network or c.parallelism.get("shard", 1) > 1) and c.collective != "torch",
+        "parallelism {parallelism} exchanges inside parts of the gang, which collective '{collective}' does "
+        "not have; set collective='torch', or give all workers to 'data'",
+    ),
+    Combination(
+        "parallelism over 'shard' without sharding='parameters'",
+        lambda c: c.parallelism.get("shard", 1) > 1 and c.sharding != "parameters",
+        "parallelism's 'shard' leaves each worker a part of the parameters, got sharding '{sharding}'; set "
+        "sharding='parameters', or 'data' in place of 'shard'",
+    ),
+    Combination(
+        "parallelism that cuts the network with sharding='parameters'",
+        lambda c: c.cuts_network and c.sharding == "parameters",
+        "sharding 'parameters' gathers whole blocks, which parallelism {parallelism} leaves no worker; set "
+        "sharding='gradients', or parallelism={{'data': ...}}",
+    ),
+    Combination(
+        "parallelism over 'expert' with sharding",
+        lambda c: c.parallelism.get("expert", 1) > 1 and c.sharding != "none",
+        "parallelism's 'expert' sums experts over other workers than the rest, and sharding '{sharding}' "
+        "parts one sum of all; set sharding='none', or leave 'expert' at 1",
+    ),
+    Combination(
+        "parallelism that cuts the network with gradientCompression",
+        lambda c: c.cuts_network and _compresses(c),
+        "gradientCompression sums whole matrices, of which parallelism {parallelism} leaves a worker parts; "
+        "set gradientCompression='none', or give all workers to 'data'",
+    ),
+    Combination(
+        "parallelism that cuts the network with localSteps or another consistency than 'bsp'",
+        lambda c: c.cuts_network and (c.local_steps != 1 or _runs_apart(c)),
+        "parallelism {parallelism} has workers exchange inside every step, and with localSteps "
+        "({local_steps}) or consistency '{consistency[name]}' they step apart; set localSteps=1 and "
+        "consistency='bsp'",
+    ),
+    Combination(
+        "parallelism that cuts the network with an optimizer that looks at whole parameters",
+        lambda c: (
+            c.cuts_network
+            and (c.optimizer in _OF_WHOLE_PARAMETERS or c.optimizer in ("adam8bit", "adam1bit"))
+        ),
+        "parallelism {parallelism} leaves a worker parts of parameters, and optimizer '{optimizer}' looks at "
+        "whole ones; set optimizer='adamw'",
+    ),
+    Combination(
+        "parallelism that cuts the network with lora",
+        lambda c: c.cuts_network and c.lora is not None,
+        "lora adds matrices beside whole layers, which parallelism {parallelism} cuts; leave lora unset, or "
+        "give all workers to 'data'",
+    ),
+    Combination(
+        "parallelism that cuts the network with noiseScale",
+        lambda c: c.cuts_network and c.noise_scale,
+        "noiseScale compares whole gradients, of which parallelism {parallelism} leaves a worker parts; "
+        "leave noiseScale unset, or give all workers to 'data'",
+    ),
+    Combination(
+        "parallelism that cuts the network with compile",
+        lambda c: c.cuts_network and bool(c.compile),
+        "compile traces the network as one piece, and parallelism {parallelism} exchanges inside it; set "
+        "compile=False, or give all workers to 'data'",
+    ),
+    Combination(
+        "parallelism that cuts the network with minWorkers",
+        lambda c: c.cuts_network and c.min_workers is not None and c.min_workers < c.num_workers,
+        "parallelism {parallelism} needs all of its workers, and minWorkers ({min_workers}) asks to go on "
+        "with fewer than numWorkers ({num_workers}); leave minWorkers unset",
+    ),
+    Combination(
+        "parallelism that cuts the network with memoryBudget's offload or activation compression",
+        lambda c: c.cuts_network and (c.activation_offload, c.activation_compression) != ("none", "none"),
+        "activationOffload ('{activation_offload}') and activationCompression ('{activation_compression}') "
+        "were not tried where parallelism {parallelism} exchanges inside the network; set both to 'none'",
     ),
 )

@@ -1,0 +1,233 @@
+"""Which part of the whole network a rank has, and how the parts become the whole again.
+
+The names of a rank's parameters are those of the whole network: a stage of a pipeline has some of them, and
+a parameter that is cut has its whole name. So a checkpoint holds the whole network, whatever ranks wrote it,
+and any mesh, or one process, reads it.
+
+Invariant: what is not cut is equal on all ranks that have it, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.cut import Cut, join, length_of, part_of
+from ringspark.estimators.parallel.optimizer_state import OptimizerState
+
+_LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
+
+
+def layout_of(module: nn.Module) -> ModelLayout | None:
+    """Returns the layout of a network that is spread over ranks; None for a whole one."""
+    return _LAYOUTS.get(module)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor of the whole network lies.
+
+    Attributes:
+        shape: Shape of the whole.
+        dtype: Its dtype, by torch's name.
+        holders: Ranks of `Mesh.whole` that have the pieces, in the order of the cut's places.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    holders: tuple[int, ...]
+
+
+class ModelLayout:
+    """The layout of one network on one rank.
+
+    Attributes:
+        mesh: This rank's place.
+        cuts: How each parameter that is cut is a part; the others are whole where they are.
+        shapes: Shape of each whole tensor of the state dict, of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        cuts: Mapping[str, Cut],
+        shapes: Mapping[str, torch.Size],
+        copies: frozenset[str] = frozenset(),
+    ) -> None:
+        """Ties the layout to the rank's part of the network.
+
+        Args:
+            module: What this rank has.
+            shapes: Shape of each tensor of the whole network's state dict.
+            copies: Parameters of which another stage has the one that counts, as it is tied.
+        """
+        self.mesh = mesh
+        self.cuts = dict(cuts)
+        self.shapes = dict(shapes)
+        self._copies = copies
+        self._names = set(module.state_dict())
+        _LAYOUTS[module] = self
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a parameter, or of a tensor of the parameter's shape."""
+        cut = self.cuts.get(name)
+        if cut is None or whole.shape != self.shapes[name]:
+            return whole
+        return part_of(whole, cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis])
+
+    def own_state(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns this rank's part of a state dict of the whole network."""
+        return {name: self.own(name, tensor) for name, tensor in whole.items() if name in self._names}
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once."""
+        places, cut = self.mesh.places, self.cuts.get(name)
+        alike = [a for a in ("expert", "sequence", "tensor") if cut is None or cut.axis != a]
+        return name not in self._copies and all(places[axis] == 0 for axis in alike)
+
+    def norm(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the 2-norm of the whole network's gradients. Runs on every rank.
+
+        Args:
+            named: This rank's gradients by name.
+        """
+        square = torch.zeros((), dtype=torch.float64)
+        for name, gradient in named.items():
+            if self.counts(name):
+                square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
+        return self.mesh.whole.all_reduce(square.reshape(1))[0].sqrt()
+
+    def own_optimizer(self, whole: OptimizerState) -> OptimizerState:
+        """Returns this rank's part of a whole optimizer state."""
+        return {
+            name: {key: self.own(name, v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
+            for name, values in whole.items()
+            if name in self._names
+        }
+
+    def shared(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns stand-ins for all tensors of the whole network, which `whole` fetches. Runs on every rank.
+
+        Args:
+            own: This rank's tensors; "<parameter>" or "<parameter>/<key>" for those of an optimizer.
+        """
+        table = self._table(own)
+        return {name: self._stand_in(name, place, own.get(name)) for name, place in table.items()}
+
+    def shared_optimizer(self, own: OptimizerState) -> OptimizerState:
+        """Returns stand-ins for the whole optimizer state, which `whole` fetches. Runs on every rank.
+
+        Args:
+            own: The whole state of this rank's parameters; looked at where `Mesh.holds_first`.
+        """
+        tensors = {
+            f"{name}/{key}": value
+            for name, values in own.items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        plain = {
+            name: {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
+            for name, values in own.items()
+        }
+        texts = gather_bytes(self.mesh.whole, json.dumps(plain).encode())
+        result: OptimizerState = {}
+        for text in texts:
+            for name, values in json.loads(text).items():
+                result.setdefault(name, {}).update(values)
+        for full, stand_in in self.shared(tensors).items():
+            name, key = full.rsplit("/", 1)
+            result.setdefault(name, {})[key] = stand_in
+        return {name: result[name] for name in sorted(result)}
+
+    def _table(self, own: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
+        """Returns where all tensors lie; equal on all ranks."""
+        mesh = self.mesh
+        merged: dict[str, _Place] = {}
+        if mesh.holds_first:
+            told = {
+                name: [
+                    self._place_on_axis(name, t),
+                    str(t.dtype).removeprefix("torch."),
+                    self._whole(name, t),
+                ]
+                for name, t in own.items()
+            }
+            of_ranks = [json.loads(text) for text in gather_bytes(mesh.whole, json.dumps(told).encode())]
+            for name in sorted({name for known in of_ranks for name in known}):
+                holders: dict[int, int] = {}
+                for rank, known in enumerate(of_ranks):
+                    if name in known:
+                        holders.setdefault(known[name][0], rank)
+                first = next(known[name] for known in of_ranks if name in known)
+                merged[name] = _Place(tuple(first[2]), first[1], tuple(holders[p] for p in sorted(holders)))
+        text = json.dumps({n: [p.shape, p.dtype, p.holders] for n, p in merged.items()}).encode()
+        # Ranks of other copies have nothing to send, but count the tensors with the others.
+        (known_text, *_) = gather_bytes(mesh.world, text if mesh.world.rank == 0 else b"")
+        return {n: _Place(tuple(s), d, tuple(h)) for n, (s, d, h) in json.loads(known_text).items()}
+
+    def _cut_of(self, name: str, tensor: torch.Tensor) -> Cut | None:
+        parameter = _parameter_of(name)
+        cut = self.cuts.get(parameter)
+        if cut is None or tensor.dim() != len(self.shapes[parameter]):
+            return None
+        return cut
+
+    def _place_on_axis(self, name: str, tensor: torch.Tensor) -> int:
+        cut = self._cut_of(name, tensor)
+        return 0 if cut is None else self.mesh.places[cut.axis]
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> list[int]:
+        cut = self._cut_of(name, tensor)
+        return list(tensor.shape if cut is None else self.shapes[_parameter_of(name)])
+
+    def _stand_in(self, name: str, place: _Place, own: torch.Tensor | None) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        stand_in = torch.empty(place.shape, dtype=dtype, device="meta")
+
+        def fetch() -> torch.Tensor:
+            return self._fetched(name, place, dtype, own)
+
+        # What `whole` looks for, as in parts that torch itself has cut.
+        stand_in.full_tensor = fetch  # type: ignore[attr-defined]
+        stand_in.fetch = fetch  # type: ignore[attr-defined]
+        return stand_in
+
+    def _fetched(
+        self, name: str, place: _Place, dtype: torch.dtype, own: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the whole on the first rank, and nothing on the others. Runs on every rank."""
+        parts, nothing = self.mesh.whole, torch.empty(0, dtype=dtype)
+        if not self.mesh.holds_first:
+            return nothing
+        cut = self.cuts.get(_parameter_of(name)) if len(place.holders) > 1 else None
+        shapes = [list(place.shape) for _ in place.holders]
+        if cut is not None:
+            for index, shape in enumerate(shapes):
+                shape[cut.dim] = length_of(place.shape[cut.dim], cut, index, len(place.holders))
+        counts = [0] * parts.size
+        for holder, shape in zip(place.holders, shapes, strict=True):
+            counts[holder] = torch.Size(shape).numel()
+        mine = nothing
+        if parts.rank in place.holders:
+            assert own is not None
+            mine = own.detach().to("cpu").contiguous().reshape(-1)
+        pieces = parts.gather(mine, counts)
+        if not pieces:
+            return nothing
+        found = [pieces[holder].view(shape) for holder, shape in zip(place.holders, shapes, strict=True)]
+        # A copy, because an optimizer goes on to change what this rank has.
+        return found[0].clone() if cut is None else join(found, cut)
+
+
+def _parameter_of(name: str) -> str:
+    """Returns the parameter of "<parameter>" or "<parameter>/<key>"."""
+    return name.partition("/")[0]

@@ -1,0 +1,123 @@
+"""Cuts a chain of links into stages: by what each link costs, or by the names of the links that begin them.
+
+Every rank cuts alike, so costs are counted and not timed: multiplications and additions of one forward pass of a
+micro-batch, and one for each parameter, which every step reads and moves at least once. A backward pass costs
+about twice the forward pass of every link, which changes no proportion.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+
+from ringspark.models.chain import Link, as_values, belongs_to
+from ringspark.models.recompute.random_state import keep_random_state
+
+
+def cut_stages(links: Sequence[Link], num_stages: int, costs: Sequence[float] | None = None) -> list[int]:
+    """Cuts the links into consecutive stages whose most expensive one costs as little as possible.
+
+    Of the cuts that are equal in that, it takes the one with the smallest sum of squares: the most even one. Exact,
+    by dynamic programming.
+
+    Args:
+        costs: Cost of each link; None takes 1 for each.
+
+    Returns:
+        The index of the first link of every stage, and the number of links.
+
+    Raises:
+        ValueError: There are fewer links than stages.
+    """
+    if num_stages > len(links):
+        raise ValueError(
+            f"a pipeline of {num_stages} stages needs as many links, and the network has {len(links)}: "
+            f"{', '.join(link.name for link in links)}; take fewer stages, or a deeper network"
+        )
+    values = [1.0] * len(links) if costs is None else list(costs)
+    assert len(values) == len(links)
+    sums = [0.0, *itertools.accumulate(values)]
+    # Of the first `end` links in so many stages: the best (largest cost, sum of squares, first links of stages).
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(1, num_stages + 1):
+        best = {
+            end: min(
+                (
+                    max(largest, sums[end] - sums[begin]),
+                    squares + (sums[end] - sums[begin]) ** 2,
+                    [*cut, begin],
+                )
+                for begin, (largest, squares, cut) in best.items()
+                if begin < end
+            )
+            for end in range(stage, len(links) - (num_stages - stage) + 1)
+        }
+    return [*best[len(links)][2], len(links)]
+
+
+def cut_by_names(links: Sequence[Link], num_stages: int, names: Sequence[str]) -> list[int]:
+    """Cuts the links where the named ones begin a stage.
+
+    Args:
+        names: Names of the first links of all stages but the first one.
+
+    Returns:
+        Like `cut_stages`.
+
+    Raises:
+        ValueError: A name is not known, or their number or order is wrong.
+    """
+    known = {link.name: index for index, link in enumerate(links)}
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"a stage cannot begin at {name!r}; {hint}The links are {', '.join(known)}")
+    firsts = [0, *(known[name] for name in names)]
+    if len(firsts) != num_stages or firsts != sorted(set(firsts)):
+        raise ValueError(
+            f"{num_stages} stages need the names of {num_stages - 1} links that begin the second and later ones, "
+            f"in the network's order and none twice, got {list(names)}; the links are {', '.join(known)}"
+        )
+    return [*firsts, len(links)]
+
+
+def measured_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[torch.Tensor]) -> list[float]:
+    """Returns the cost of each link: floating-point operations of a forward pass, and its number of parameters.
+
+    Runs one forward pass in evaluation; leaves no trace in buffers, gradients or random generators.
+
+    Args:
+        inputs: The network's arguments, of one micro-batch.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    was_training = [module for module in network.modules() if module.training]
+    costs = [float(count) for count in parameter_counts(network, links)]
+    values: tuple[torch.Tensor | None, ...] = tuple(inputs)
+    network.eval()
+    try:
+        with torch.no_grad(), keep_random_state(list(inputs)):
+            for index, link in enumerate(links):
+                with FlopCounterMode(display=False) as counter:
+                    result = link.run(*values)
+                costs[index] += counter.get_total_flops()
+                if index + 1 < len(links):
+                    values = as_values(result, links[index + 1])
+    finally:
+        for module in was_training:
+            module.training = True
+    return costs
+
+
+def parameter_counts(network: nn.Module, links: Sequence[Link]) -> list[int]:
+    """Returns the number of elements of each link's parameters."""
+    sizes = {name: p.numel() for name, p in network.named_parameters()}
+    return [
+        sum(size for name, size in sizes.items() if any(belongs_to(name, part) for part in link.parts))
+        for link in links
+    ]

@@ -1,0 +1,110 @@
+"""Schedules without a flush: a step's last backward passes are made in the next step, so that no rank waits.
+
+In a step a stage runs the forward passes of the step's micro-batches, and a backward pass after each one for which
+the pipeline is full: at the end, backward passes of the step are left over, those of the step before are made.
+So gradients are late. With w_t the weights after t steps and f_t the mean loss of step t's rows:
+
+- `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): every stage is one step late,
+  w_{t+1} = w_t - rate * grad f_t-1 (w_{t-1}). A rank keeps two versions of its weights.
+- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): each stage is as late as it has to be. With m
+  micro-batches a step, stage s of p is d_s = ceil((p - 1 - s) / m) steps late, the last one not at all:
+  w_{t+1} of stage s = w_t - rate * grad_s f_{t-d_s}(w_{t-d_s'} of every stage s'), so that the gradient is that of
+  a mixture of versions. A stage keeps d_s + 1 versions. With m = 1 this is the paper's formula.
+
+Each version lives from a step's forward passes to its last backward pass, and the newest beside the weights
+themselves: while a step is computed, there is one copy more.
+
+After `drain` the pipeline is empty, and the first gradient afterwards is of the newest weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.orders import Orders
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedStep:
+    """What the stages do in one step.
+
+    Attributes:
+        orders: Actions of each stage.
+        micros: Numbers of the step's own micro-batches.
+        number: Number of the step.
+        released: For each stage that has the gradients of a step complete: the number of that step.
+        finished: Micro-batches whose last backward pass is made now.
+    """
+
+    orders: Orders
+    micros: range
+    number: int
+    released: Mapping[int, int]
+    finished: list[int]
+
+
+def one_step_late(num_ranks: int, num_micro: int) -> list[int]:
+    """Returns how many steps each stage is late in `2bw`."""
+    return [1 if num_ranks > 1 else 0] * num_ranks
+
+
+def late_by_depth(num_ranks: int, num_micro: int) -> list[int]:
+    """Returns how many steps each stage is late in `pipedream`."""
+    return [-(-(num_ranks - 1 - stage) // num_micro) for stage in range(num_ranks)]
+
+
+class Backlog:
+    """The micro-batches that are on their way, as every rank knows them without asking.
+
+    Args:
+        delays: How many steps each stage's gradients are late.
+    """
+
+    def __init__(self, delays: list[int]) -> None:
+        self._delays = delays
+        self._pending: list[deque[int]] = [deque() for _ in delays]
+        self._step_of: dict[int, int] = {}
+        self._next_micro = 0
+        self._next_step = 0
+        self._last_step: int | None = None
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps without rows after which all gradients are released."""
+        if self._last_step is None:
+            return 0
+        return max(0, self._last_step + max(self._delays) + 1 - self._next_step)
+
+    def step(self, num_micro: int, *, is_drain: bool = False) -> DelayedStep:
+        """Returns what is to be done in the next step, and takes it as done."""
+        number = self._next_step
+        self._next_step += 1
+        if not is_drain:
+            self._last_step = number
+        micros = range(self._next_micro, self._next_micro + num_micro)
+        self._next_micro = micros.stop
+        self._step_of |= dict.fromkeys(micros, number)
+        has_rows = {step for step in self._step_of.values()}
+        orders: Orders = []
+        released = {}
+        for stage, (pending, delay) in enumerate(zip(self._pending, self._delays, strict=True)):
+            order = []
+            for micro in micros:
+                order.append(Action(Kind.FORWARD, stage, micro))
+                pending.append(micro)
+                if len(pending) > len(self._delays) - 1 - stage:
+                    order.append(Action(Kind.BACKWARD, stage, pending.popleft()))
+            while pending and self._step_of[pending[0]] <= number - delay:
+                order.append(Action(Kind.BACKWARD, stage, pending.popleft()))
+            orders.append(order)
+            if number - delay in has_rows:
+                released[stage] = number - delay
+        # Stage 0 makes the last backward pass of every micro-batch; their step is remembered until it is released.
+        oldest = number - max(self._delays)
+        finished = [micro for micro, step in self._step_of.items() if step <= oldest]
+        for micro in finished:
+            del self._step_of[micro]
+        return DelayedStep(orders=orders, micros=micros, number=number, released=released, finished=finished)

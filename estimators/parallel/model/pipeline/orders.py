@@ -1,0 +1,103 @@
+"""The orders in which the ranks of a pipeline work through one step, and drain.
+
+All are lists of actions by place along the pipeline. With p ranks, m micro-batches and v stages a rank, and a
+backward pass that takes as long as two forward passes, the ranks wait for this share of a step:
+
+| schedule | share | micro-batches whose activations live, by rank |
+| --- | --- | --- |
+| naive | (p-1)/p | 1 |
+| gpipe, 1f1b | (p-1)/(m+p-1) | m; p, p-1, .., 1 |
+| interleaved | (p-1)/(vm+p-1) | |
+| zero_bubble, zbv | less than half of 1f1b's | |
+
+Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+
+Orders = list[list[Action]]
+
+_F, _B = Kind.FORWARD, Kind.BACKWARD
+
+
+def naive(num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """Takes each micro-batch through all stages and back before the next one begins: one rank works at a time."""
+    return [
+        [Action(kind, stage, micro) for micro in range(num_micro) for kind in (_F, _B)]
+        for stage in range(num_ranks)
+    ]
+
+
+def gpipe(num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """All forward passes, then all backward passes."""
+    return [
+        [Action(kind, stage, micro) for kind in (_F, _B) for micro in range(num_micro)]
+        for stage in range(num_ranks)
+    ]
+
+
+def one_forward_one_backward(num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """A backward pass as soon as there is one to make, so that few activations live (PipeDream's flush)."""
+    orders: Orders = []
+    for stage in range(num_ranks):
+        ahead = min(num_ranks - 1 - stage, num_micro)
+        order = [Action(_F, stage, micro) for micro in range(ahead)]
+        for micro in range(num_micro):
+            if ahead + micro < num_micro:
+                order.append(Action(_F, stage, ahead + micro))
+            order.append(Action(_B, stage, micro))
+        orders.append(order)
+    return orders
+
+
+def interleaved(num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """torch's order for several stages a rank: the pipeline fills in smaller pieces."""
+    return _of_torch("ScheduleInterleaved1F1B", num_ranks, virtual, num_micro)
+
+
+def zero_bubble(num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """torch's order in which gradients of weights fill the gaps (ZB-H1; with several stages a rank, ZB1P)."""
+    return _of_torch("ScheduleInterleavedZeroBubble", num_ranks, virtual, num_micro)
+
+
+def zbv(num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """torch's order for two stages a rank, down the ranks and up again: no gap if F, I and W take as long."""
+    return _of_torch("ScheduleZBVZeroBubble", num_ranks, virtual, num_micro)
+
+
+def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders:
+    """Returns the order that a schedule of torch.distributed.pipelining makes."""
+    # Imported where it is asked for: it brings torch's compiler along, which takes seconds.
+    from torch.distributed.pipelining import schedules
+
+    kind = getattr(schedules, name, None)
+    if kind is None:
+        import torch
+
+        raise ValueError(
+            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take torch 2.6 "
+            "or newer, or schedule '1f1b'"
+        )
+    # Whole rounds of as many micro-batches as ranks; those that are too many are left out again.
+    whole = -(-num_micro // num_ranks) * num_ranks
+    # The constructor looks at the stages' numbers alone; it wants the modules only to run them.
+    stage: Any = SimpleNamespace(
+        group_rank=0, group_size=num_ranks, num_stages=num_ranks * virtual, submod=None, has_backward=True
+    )
+    order = kind([stage] * virtual, whole).pipeline_order
+    return [
+        [
+            Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            and action.computation_type.value in "FBIW"
+            and action.microbatch_index < num_micro
+        ]
+        for rank in range(num_ranks)
+    ]

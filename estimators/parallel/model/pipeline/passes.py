@@ -1,0 +1,269 @@
+"""Forward and backward passes of a network whose stages lie on different ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.pipeline.actions import Progress, Steps, with_arrivals
+from ringspark.estimators.parallel.model.pipeline.cutting import (
+    cut_by_names,
+    cut_stages,
+    measured_costs,
+    parameter_counts,
+)
+from ringspark.estimators.parallel.model.pipeline.delayed import Backlog, DelayedStep
+from ringspark.estimators.parallel.model.pipeline.executor import Context, Executor, Loss, Place
+from ringspark.estimators.parallel.model.pipeline.schedules import Schedule, schedule_of
+from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
+from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, find_ties
+from ringspark.estimators.parallel.model.pipeline.timeline import Timed
+from ringspark.estimators.parallel.model.pipeline.versions import WeightVersion
+from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wire
+from ringspark.models.chain import links_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a network is cut into stages and run.
+
+    Attributes:
+        schedule: A name in `SCHEDULES`.
+        virtual: Stages a rank.
+        cuts: Names of the links that begin the second and later stages; none cuts by cost.
+        num_micro: Micro-batches of a step; a step may have fewer. Only schedules without a flush ask for it.
+    """
+
+    schedule: str = "1f1b"
+    virtual: int = 1
+    cuts: Sequence[str] = ()
+    num_micro: int = 1
+
+
+def pipelined(
+    network: nn.Module,
+    mesh: Mesh,
+    options: PipelineOptions,
+    sample: Sequence[torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> PipelinePasses:
+    """Cuts the network in place and leaves this rank's stages of it. Runs on every rank.
+
+    Args:
+        network: The whole network, with equal weights on all ranks.
+        sample: Arguments of one micro-batch, by which the operations of every link are counted; only the first
+            rank's are looked at. None cuts by the numbers of parameters.
+        device: Device of the network.
+
+    Raises:
+        ValueError: The network is no chain, has too few links, or the options do not fit.
+    """
+    schedule = schedule_of(options.schedule, options.virtual)
+    collective = mesh.axes["pipeline"]
+    owners = schedule.owners(collective.size, options.virtual)
+    links = links_of(network)
+    if options.cuts:
+        bounds = cut_by_names(links, len(owners), options.cuts)
+    else:
+        costs: list[float] = []
+        if mesh.world.rank == 0:
+            counts = [float(count) for count in parameter_counts(network, links)]
+            costs = counts if sample is None else measured_costs(network, links, sample)
+        # Padded texts have other lengths on other ranks, and all must cut alike.
+        bounds = cut_stages(links, len(owners), _of_first_rank(mesh.world, costs))
+    stages = [links[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    ties = find_ties(network, stages, owners)
+    keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
+    place = Place(rank=collective.rank, owners=owners, firsts=[stage[0] for stage in stages])
+    return PipelinePasses(
+        network,
+        collective,
+        place,
+        schedule,
+        options,
+        TiedGradients(network, ties, cast(PointToPoint, collective), collective.rank),
+        device or torch.device("cpu"),
+    )
+
+
+class PipelinePasses:
+    """The passes of one rank. All ranks of the pipeline make the same calls, on the same rows.
+
+    Attributes:
+        network: The network, of which only this rank's stages are left.
+        module: What is called in training: the network, or a wrapper around it, which passes on the keyword
+            `stage`.
+        copies: Names of this rank's parameters that another rank owns: tied ones, which norms and checkpoints
+            count there.
+        late: Whether the gradients are those of an earlier step, so that `drain` is needed before anybody
+            validates or saves the network.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        collective: Collective,
+        place: Place,
+        schedule: Schedule,
+        options: PipelineOptions,
+        ties: TiedGradients,
+        device: torch.device,
+    ) -> None:
+        self.network = network
+        self.module = network
+        self.copies = ties.copies
+        self.stages = [stage for stage in range(place.last + 1) if place.is_own(stage)]
+        self._place = place
+        self._ties = ties
+        self._schedule = schedule
+        self._num_ranks, self._virtual = collective.size, options.virtual
+        self._executor = Executor(place, Wire(cast(PointToPoint, collective), device))
+        collective.on_leave(self._executor.drop)
+        self._plans: dict[int, Steps] = {}
+        self._backlog: Backlog | None = None
+        if schedule.delays is not None:
+            self._delays = schedule.delays(collective.size, options.num_micro)
+            self._backlog = Backlog(self._delays)
+            self._progress = Progress(len(place.owners))
+            # Of this rank's stage, by the number of the step; and the step of each micro-batch under way.
+            self._versions: dict[int, WeightVersion] = {}
+            self._step_of: dict[int, int] = {}
+            self._executor.weights = self._weights_of
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._place.is_own(self._place.last)
+
+    @property
+    def late(self) -> bool:
+        return self._backlog is not None and max(self._delays) > 0
+
+    @property
+    def steps_under_way(self) -> int:
+        """Number of steps whose gradients are still to come; equal on all ranks that took the same steps."""
+        return 0 if self._backlog is None else self._backlog.steps_left
+
+    @property
+    def most_live(self) -> int:
+        """Most micro-batches whose activations this rank held at a time."""
+        return self._executor.most_live
+
+    @property
+    def timeline(self) -> list[Timed] | None:
+        """What this rank did, if it is recorded."""
+        return self._executor.recorder.actions
+
+    def record(self) -> None:
+        """Begins a new timeline."""
+        self._executor.recorder.actions = []
+
+    def train(
+        self, micro_batches: Sequence[Sequence[torch.Tensor]], loss: Loss, around: Context = nullcontext
+    ) -> bool:
+        """Adds the gradients of a step to `.grad`, summed over the micro-batches and not divided.
+
+        Args:
+            micro_batches: The network's arguments, at least one row each; empty if this copy of the network has
+                no rows in this step.
+            loss: Gets the network's outputs and the number of the micro-batch, and returns a scalar that is
+                differentiated. Called where the last stage is, once for each micro-batch, and nowhere else.
+            around: Makes the context of every forward pass.
+
+        Returns:
+            Whether there are gradients: not if the step has no rows. Of a schedule without a flush they are those
+            of an earlier step, and there are none in the first steps.
+        """
+        if self._backlog is not None:
+            return self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around)
+        if not micro_batches:
+            return False
+        self._executor.around = around
+        self._executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss)
+        self._ties.add()
+        return True
+
+    def drain(self) -> bool:
+        """Adds the gradients of one step that are still to come; called `steps_under_way` times, with a step of
+        the optimizer after each.
+
+        Returns:
+            Like `train`.
+        """
+        if self._backlog is None:
+            return False
+        step = self._backlog.step(0, is_drain=True)
+        return self._train_late(step, (), _no_loss, nullcontext)
+
+    def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
+        """Returns the network's outputs where the last stage is, None elsewhere; computes no gradients.
+
+        A rank returns before the ranks after it have finished. What it sent last may be under way until the next
+        exchange with them.
+        """
+        self._executor.around = around
+        with torch.no_grad():
+            return self._executor.evaluate(self.network, self.stages, inputs)
+
+    def finish(self) -> None:
+        """Waits until everything that this rank sends has left."""
+        self._executor.finish()
+
+    def share_ties(self) -> None:
+        """Overwrites copies of tied parameters by their owner's. Runs on every rank of the pipeline."""
+        with torch.no_grad():
+            self._ties.share()
+
+    def _plan(self, num_micro: int) -> Steps:
+        if num_micro not in self._plans:
+            orders = self._schedule.orders_by_rank(self._num_ranks, self._virtual, num_micro)
+            self._plans[num_micro] = with_arrivals(orders, self._place.owners)[self._place.rank]
+        return self._plans[num_micro]
+
+    def _train_late(
+        self,
+        step: DelayedStep,
+        micro_batches: Sequence[Sequence[torch.Tensor]],
+        loss: Loss,
+        around: Context,
+    ) -> bool:
+        (stage,) = self.stages
+        self._step_of |= dict.fromkeys(step.micros, step.number)
+        if step.micros and self._delays[stage]:
+            self._versions[step.number] = WeightVersion(self.network)
+        orders = step.orders[::-1]  # by rank: rank 0 has the last stage
+        steps = with_arrivals(orders, self._place.owners, self._progress)[self._place.rank]
+        self._executor.around = around
+        self._executor.train(self.module, steps, micro_batches, loss, step.micros.start)
+        number = step.released.get(stage)
+        if number is not None and number in self._versions:
+            self._versions.pop(number).release()
+        self._progress.forget(step.finished)
+        self._executor.forget(step.finished)
+        for micro in step.finished:
+            self._step_of.pop(micro, None)
+        self._ties.add(step.released)
+        return number is not None
+
+    def _weights_of(self, micro: int) -> AbstractContextManager[object]:
+        version = self._versions.get(self._step_of.get(micro, -1))
+        return nullcontext() if version is None else version.in_place()
+
+
+def _of_first_rank(world: Collective, numbers: Sequence[float]) -> list[float]:
+    """Returns the first rank's numbers. Runs on every rank."""
+    mine = torch.tensor(list(numbers), dtype=torch.float64).numpy().tobytes()
+    first = gather_bytes(world, mine)[0]
+    return list(torch.frombuffer(bytearray(first), dtype=torch.float64).tolist())
+
+
+def _no_loss(outputs: Any, index: int) -> torch.Tensor:
+    raise AssertionError("a step without rows has no losses")

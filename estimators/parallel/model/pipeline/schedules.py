@@ -1,0 +1,77 @@
+"""The schedules by name: which stages a rank has, and in which order it works."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringspark.estimators.parallel.model.pipeline import delayed, orders
+from ringspark.estimators.parallel.model.pipeline.orders import Orders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One way to work through a step.
+
+    Attributes:
+        order: (ranks, stages a rank, micro-batches) -> actions by place along the pipeline; None for a schedule
+            without a flush.
+        delays: (ranks, micro-batches) -> how many steps each stage's gradients are late; None if they are not.
+        virtual: The least and the most stages a rank.
+        is_v: Whether the stages go down the ranks and up again, instead of round and round.
+    """
+
+    order: Callable[[int, int, int], Orders] | None = None
+    delays: Callable[[int, int], list[int]] | None = None
+    virtual: tuple[int, int] = (1, 1)
+    is_v: bool = False
+
+    def owners(self, num_ranks: int, virtual: int) -> list[int]:
+        """Returns the rank of each stage. Rank 0 has the last one, where the losses are known."""
+        down = list(range(num_ranks - 1, -1, -1))
+        if self.is_v:
+            return [*reversed(down), *down]
+        return down * virtual
+
+    def orders_by_rank(self, num_ranks: int, virtual: int, num_micro: int) -> Orders:
+        """Returns the actions of each rank in one step of a schedule with a flush."""
+        assert self.order is not None
+        by_place = self.order(num_ranks, virtual, num_micro)
+        return by_place if self.is_v else by_place[::-1]
+
+
+_MANY = 1 << 10
+
+SCHEDULES: dict[str, Schedule] = {
+    "naive": Schedule(order=orders.naive),
+    "gpipe": Schedule(order=orders.gpipe),
+    "1f1b": Schedule(order=orders.one_forward_one_backward),
+    "interleaved": Schedule(order=orders.interleaved, virtual=(2, _MANY)),
+    "zero_bubble": Schedule(order=orders.zero_bubble, virtual=(1, _MANY)),
+    "zbv": Schedule(order=orders.zbv, virtual=(2, 2), is_v=True),
+    "pipedream": Schedule(delays=delayed.late_by_depth),
+    "2bw": Schedule(delays=delayed.one_step_late),
+}
+
+
+def schedule_of(name: str, virtual: int) -> Schedule:
+    """Returns the schedule of a name.
+
+    Raises:
+        ValueError: It is unknown, or cannot have so many stages a rank.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown pipeline schedule {name!r}; {hint}Known are {', '.join(SCHEDULES)}")
+    least, most = SCHEDULES[name].virtual
+    if not least <= virtual <= most:
+        allowed = (
+            f"{least} or more" if most == _MANY else str(least) if least == most else f"{least} to {most}"
+        )
+        raise ValueError(
+            f"pipeline schedule {name!r} takes {allowed} stages a worker, got {virtual}; set virtual to that, or "
+            "take another schedule: 'interleaved' is for several, '1f1b' for one"
+        )
+    return SCHEDULES[name]

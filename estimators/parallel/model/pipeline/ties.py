@@ -1,0 +1,125 @@
+"""Parameters that several stages use, such as an embedding whose weights a language model's head shares.
+
+Every rank that uses one has a copy under the name that its stage knows. After the backward passes each copy gets
+the sum of the gradients of all, added in the order of stages everywhere, so that the copies stay equal bit by bit.
+The rank of the first stage that uses it owns it: there it counts in norms and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wait
+from ringspark.models.chain import Link, belongs_to
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter on several ranks.
+
+    Attributes:
+        stages: The first stage of each of these ranks that uses it, ascending; the rank of the first one owns it.
+        ranks: The ranks in the same order.
+        names: The parameter's name on each of them.
+    """
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def find_ties(network: nn.Module, stages: Sequence[Sequence[Link]], owners: Sequence[int]) -> list[Tie]:
+    """Returns the parameters of the whole network that several ranks use.
+
+    Args:
+        stages: Links of every stage.
+        owners: Rank of every stage.
+    """
+    # A parameter may have several names, and a stage may know but one of them.
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties = []
+    for own in names.values():
+        places: dict[int, tuple[int, str]] = {}
+        for stage, (links, rank) in enumerate(zip(stages, owners, strict=True)):
+            parts = [part for link in links for part in link.parts]
+            used = [name for name in own if any(belongs_to(name, part) for part in parts)]
+            if used:
+                places.setdefault(rank, (stage, used[0]))
+        if len(places) > 1:
+            ties.append(
+                Tie(
+                    tuple(stage for stage, _ in places.values()),
+                    tuple(places),
+                    tuple(name for _, name in places.values()),
+                )
+            )
+    return ties
+
+
+class TiedGradients:
+    """Adds up the gradients of one rank's tied parameters."""
+
+    def __init__(self, network: nn.Module, ties: Sequence[Tie], collective: PointToPoint, rank: int) -> None:
+        parameters = dict(network.named_parameters(remove_duplicate=False))
+        # In the order of all ties, which is the same on all ranks.
+        self._own: list[tuple[Tie, nn.Parameter]] = [
+            (tie, parameters[tie.names[tie.ranks.index(rank)]]) for tie in ties if rank in tie.ranks
+        ]
+        self._collective = collective
+        self._rank = rank
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of this rank's parameters that another rank owns."""
+        return frozenset(
+            tie.names[tie.ranks.index(self._rank)] for tie, _ in self._own if tie.ranks[0] != self._rank
+        )
+
+    def add(self, released: Collection[int] | None = None) -> None:
+        """Gives every copy the sum of all gradients. Runs on every rank of the pipeline.
+
+        Args:
+            released: Stages that have gradients; None if all have. A parameter that none of its stages has a
+                gradient of stays as it is.
+        """
+        for tie, parameter in self._own:
+            if not parameter.requires_grad:
+                continue
+            if released is not None and not set(released) & set(tie.stages):
+                continue
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            gradients = [own if rank == self._rank else torch.empty_like(own) for rank in tie.ranks]
+            waits: list[Wait] = []
+            for rank, gradient in zip(tie.ranks, gradients, strict=True):
+                # The lower rank sends first: some transports work through what two ranks do one by one.
+                if self._rank < rank:
+                    waits.append(self._collective.start_send(own, rank))
+                if self._rank != rank:
+                    waits.append(self._collective.start_receive(gradient, rank))
+                if self._rank > rank:
+                    waits.append(self._collective.start_send(own, rank))
+            for wait in waits:
+                wait()
+            total = gradients[0].clone()
+            for gradient in gradients[1:]:
+                total += gradient
+            parameter.grad = total
+
+    def share(self) -> None:
+        """Overwrites the copies by the owner's parameter. Runs on every rank of the pipeline."""
+        waits: list[Wait] = []
+        for tie, parameter in self._own:
+            data = parameter.detach()
+            assert data.is_contiguous()
+            if tie.ranks[0] == self._rank:
+                waits += [self._collective.start_send(data, to) for to in tie.ranks[1:]]
+            else:
+                self._collective.start_receive(data, tie.ranks[0])()
+        for wait in waits:
+            wait()

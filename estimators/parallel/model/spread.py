@@ -1,0 +1,83 @@
+"""Turns a whole network into this rank's part of it, by the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.cut import Cut
+from ringspark.estimators.parallel.model.layout import ModelLayout
+from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """The last rank of an axis, which has the smallest parts; it is asked for nothing but its place."""
+
+    rank: int
+    size: int
+
+
+def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    """Refuses, on the driver, a network that cannot be cut so.
+
+    Args:
+        module: The whole network, or one without weights; it is changed.
+        sizes: Number of ranks along each axis.
+        options: The setting `parallelism`.
+
+    Raises:
+        ValueError: It cannot be cut that way.
+    """
+    if sizes["tensor"] > 1:
+        plan = options.get("plan") or plan_of(module, sizes["tensor"])
+        seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
+        spread_tensor(module, seat, plan)
+
+
+def spread(
+    module: nn.Module,
+    mesh: Mesh,
+    options: Mapping[str, Any],
+    num_micro: int = 1,
+    sample: Sequence[torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> PipelinePasses | None:
+    """Leaves this rank's part of the network, in place. Runs on every rank.
+
+    Args:
+        module: The whole network, with equal weights on all ranks.
+        options: The setting `parallelism`.
+        num_micro: Micro-batches of a step.
+        sample: Arguments of one micro-batch, by which the cost of blocks is measured.
+
+    Returns:
+        What runs the stages of a pipeline; None where there is none.
+
+    Raises:
+        ValueError: The network cannot be cut that way.
+    """
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    cuts: dict[str, Cut] = {}
+    if mesh.sizes["tensor"] > 1:
+        plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
+        cuts |= spread_tensor(module, mesh.axes["tensor"], plan)
+    pipeline = None
+    if mesh.sizes["pipeline"] > 1:
+        chosen = PipelineOptions(
+            schedule=options.get("schedule", "1f1b"),
+            virtual=options.get("virtual", 1),
+            cuts=tuple(options.get("cuts") or ()),
+            num_micro=num_micro,
+        )
+        # Layers that are cut already would exchange in the measure, which one rank runs alone.
+        pipeline = pipelined(module, mesh, chosen, None if cuts else sample, device)
+    copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
+    ModelLayout(module, mesh, cuts, shapes, copies)
+    return pipeline

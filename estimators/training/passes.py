@@ -1,0 +1,147 @@
+"""The passes of a step, wherever the network's blocks are: all here, or in the stages of a pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ringspark.estimators.collectives.base import backward_errors, gather_bytes
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.precision import autocast
+from ringspark.estimators.training.step import Recipe, forward, forward_backward, judged, scaled
+
+# Gets the number of a micro-batch, how many there are, and the micro-batch.
+Counting = Callable[[Batch], AbstractContextManager[None]]
+Measure = Callable[[int, int, int], None]
+
+
+class Passes(Protocol):
+    """Forward and backward passes over the rows of one rank.
+
+    Attributes:
+        steps_under_way: Number of steps whose gradients are still to come; see `drain`.
+    """
+
+    @property
+    def steps_under_way(self) -> int: ...
+
+    def train(
+        self, micro_batches: Sequence[Batch], divisor: torch.Tensor | float, *, keeps_outputs: bool
+    ) -> list[Seen]:
+        """Adds the gradients of the rows' share of the global mean loss.
+
+        Args:
+            micro_batches: Each of at least one row; empty if this rank has none in this step.
+            divisor: See `step.global_weights`.
+            keeps_outputs: Whether outputs and labels are kept for metrics.
+
+        Returns:
+            What was seen of each micro-batch; nothing where the losses are on another rank.
+        """
+
+    def drain(self) -> None:
+        """Adds the gradients of one step that are still to come; a step of the optimizer follows each."""
+
+    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
+        """Computes the losses of rows without gradients; returns like `train`."""
+
+    def shared(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns the values of the ranks that have the losses. Runs on every rank."""
+
+
+class WholePasses:
+    """The passes of a rank that has all blocks, or a part of each."""
+
+    steps_under_way = 0
+
+    def __init__(self, recipe: Recipe, sync: GradientSync, counting: Counting, measure: Measure) -> None:
+        """Stands before the first step.
+
+        Args:
+            counting: Returns a context for the passes of a micro-batch.
+            measure: Called after each micro-batch with its number from 1, their number, and its rows.
+        """
+        self._recipe, self._sync = recipe, sync
+        self._counting, self._measure = counting, measure
+
+    def train(
+        self, micro_batches: Sequence[Batch], divisor: torch.Tensor | float, *, keeps_outputs: bool
+    ) -> list[Seen]:
+        seen, count = [], len(micro_batches)
+        for number, micro_batch in enumerate(micro_batches, 1):
+            with self._sync.micro_batch(last=number == count), self._counting(micro_batch):
+                seen.append(
+                    forward_backward(
+                        self._recipe, self._sync, micro_batch, divisor, keeps_outputs=keeps_outputs
+                    )
+                )
+            self._measure(number, count, micro_batch.num_rows)
+        return seen
+
+    def drain(self) -> None:
+        return
+
+    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
+        network = self._sync.network
+        return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
+
+    def shared(self, values: dict[str, float]) -> dict[str, float]:
+        return values
+
+
+class PipelinedPasses:
+    """The passes of a rank that has some blocks; the losses are on the rank that has the last ones."""
+
+    def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: Mesh) -> None:
+        self._recipe, self._sync, self._pipeline = recipe, sync, pipeline
+        self._axis = mesh.axes["pipeline"]
+        self._around = partial(autocast, recipe.config.precision, recipe.device)
+        pipeline.module = sync.module
+
+    @property
+    def steps_under_way(self) -> int:
+        return self._pipeline.steps_under_way
+
+    def train(
+        self, micro_batches: Sequence[Batch], divisor: torch.Tensor | float, *, keeps_outputs: bool
+    ) -> list[Seen]:
+        recipe, seen = self._recipe, []
+
+        def loss(outputs: Any, index: int) -> torch.Tensor:
+            losses, own = judged(
+                recipe, self._sync.network, outputs, micro_batches[index], keeps_outputs=keeps_outputs
+            )
+            seen.append(own)
+            return scaled(recipe, self._sync, losses, divisor)
+
+        # The gradients of all micro-batches add up first: no bucket is complete before the last one's.
+        with recipe.timeline.span("backward"), backward_errors(), self._sync.micro_batch(last=False):
+            self._pipeline.train([batch.inputs for batch in micro_batches], loss, self._around)
+        return seen
+
+    def drain(self) -> None:
+        with backward_errors():
+            self._pipeline.drain()
+
+    def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
+        with backward_errors():
+            outputs = self._pipeline.evaluate(micro_batch.inputs, self._around)
+            self._pipeline.finish()
+        if not self._pipeline.has_outputs:
+            return []
+        network = self._sync.network
+        return [judged(self._recipe, network, outputs, micro_batch, keeps_outputs=keeps_outputs)[1]]
+
+    def shared(self, values: dict[str, float]) -> dict[str, float]:
+        mine = json.dumps(values).encode() if self._pipeline.has_outputs else b""
+        found: dict[str, float] = json.loads(gather_bytes(self._axis, mine)[0])
+        return found

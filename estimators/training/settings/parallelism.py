@@ -1,0 +1,114 @@
+"""The setting that spreads one network over several workers: how many along each axis of the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.settings.declaration import Setting
+
+# The axes in the order in which users think of them.
+AXES = ("data", "shard", "tensor", "pipeline", "expert", "sequence")
+# Those along which a worker has a part of the network, or of every row.
+MODEL_AXES = ("tensor", "pipeline", "expert", "sequence")
+# Those of `parallel.model.pipeline.schedules`, which imports torch.
+SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream", "2bw")
+# Option -> its default: the ways of the axes.
+OPTIONS: dict[str, Any] = {"plan": None, "schedule": "1f1b", "virtual": 1, "cuts": ()}
+
+
+def _parallelism(value: Any) -> dict[str, Any]:
+    """Returns the axes and options that are given, checked one by one."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"parallelism must be a dict of axes, such as {{'data': 2, 'tensor': 2}}, got {value!r}"
+        )
+    found: dict[str, Any] = {}
+    for name, given in value.items():
+        if name in OPTIONS:
+            found[name] = _CHECKS[name](given)
+        elif name not in AXES:
+            known = [*AXES, *OPTIONS]
+            raise ValueError(f"parallelism takes {', '.join(known)}, got {name!r}{nearest(str(name), known)}")
+        elif isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ValueError(
+                f"parallelism's {name!r} must be a number of workers of at least 1, got {given!r}"
+            )
+        else:
+            found[name] = given
+    return found
+
+
+def _plan(value: Any) -> dict[str, Any] | None:
+    is_plan = isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value)
+    if value is not None and not is_plan:
+        raise ValueError(
+            "parallelism's 'plan' must be a dict of patterns over names of layers and styles, such as "
+            f"{{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}, got {value!r}"
+        )
+    return None if value is None else {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()}
+
+
+def _schedule(value: Any) -> str:
+    if value not in SCHEDULE_NAMES:
+        raise ValueError(
+            f"parallelism's 'schedule' must be one of {', '.join(SCHEDULE_NAMES)}, got {value!r}"
+            f"{nearest(str(value), SCHEDULE_NAMES)}"
+        )
+    return str(value)
+
+
+def _virtual(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"parallelism's 'virtual' must be a number of stages a worker of at least 1, got {value!r}"
+        )
+    return value
+
+
+def _cuts(value: Any) -> list[str]:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise ValueError(
+            "parallelism's 'cuts' must be a list of names of the blocks that begin the second and later "
+            f"stages, such as ['blocks.2'], got {value!r}"
+        )
+    return list(value)
+
+
+_CHECKS: dict[str, Any] = {"plan": _plan, "schedule": _schedule, "virtual": _virtual, "cuts": _cuts}
+
+
+def sizes_of(parallelism: Mapping[str, Any], num_workers: int) -> dict[str, int]:
+    """Returns the number of workers along each axis; 'data' takes what the others leave, if it is not given.
+
+    Raises:
+        ValueError: The product is not the number of workers.
+    """
+    sizes = {axis: parallelism.get(axis, 1) for axis in AXES}
+    others = math.prod(size for axis, size in sizes.items() if axis != "data")
+    if "data" not in parallelism:
+        sizes["data"] = max(1, num_workers // others)
+    if math.prod(sizes.values()) != num_workers:
+        told = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data 1"
+        raise ValueError(
+            f"parallelism's axes must multiply to numWorkers ({num_workers}), got {told} = "
+            f"{math.prod(sizes.values())}; set numWorkers to that, or another axis"
+        )
+    return sizes
+
+
+PARALLELISM = Setting[dict[str, Any]](
+    name="parallelism",
+    field="parallelism",
+    words="how the workers share one network: workers along 'data' (whole copies, other rows), 'shard' (the "
+    "same, weights in parts), 'tensor' (parts of matrices), 'pipeline' (some blocks each), 'expert' (other "
+    "experts) and 'sequence' (parts of every row), such as {'data': 2, 'tensor': 2}; 'plan' says which "
+    "layers 'tensor' cuts in a network of your own; 'schedule', 'virtual' and 'cuts' say how a pipeline "
+    "runs, whose micro-batches are those of gradientAccumulation",
+    default={},
+    default_words="`{}`: all along 'data'",
+    convert=_parallelism,
+    may_differ_on_resume=True,
+)

@@ -1,0 +1,196 @@
+"""`train_worker` over meshes that cut the network: the training of one worker, read by any other mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_gang, weights_of
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+pytestmark = pytest.mark.distributed
+MakeShards = Callable[..., ShardManifest]
+MLP = ModelSpec("mlp", {"in_features": 8, "hidden": [21, 16, 10], "out_features": 1, "activation": "tanh"})
+ROWS, BATCH = 330, 20  # the last batch is short: 10 rows
+
+
+def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 8)).astype(np.float32)
+    y = (x[:, 0] - x[:, 1] * x[:, 2]).astype(np.float32)
+    manifest = make_shards({"x": x, "y": y, "w": rng.random(ROWS).astype(np.float32)})
+    settings: dict[str, Any] = {
+        "model": MLP.to_json(),
+        "batch_size": BATCH,
+        "epochs": 3,
+        "optimizer": "adamw",
+        "learning_rate": 0.01,
+        "weight_column": "w",
+        "max_grad_norm": 0.5,
+        "collective": "torch",
+        "num_workers": 1,
+    }
+    return config_of(manifest, folder, **settings | changes)
+
+
+def _difference(first: Any, second: Any, spec: ModelSpec = MLP) -> float:
+    return float((weights_of(first, spec.build()) - weights_of(second, spec.build())).abs().max())
+
+
+MESHES = [
+    pytest.param({"tensor": 2}, 2, {}, id="tensor2"),
+    pytest.param({"pipeline": 2}, 2, {"gradient_accumulation": 4}, id="pipeline2"),
+    pytest.param({"pipeline": 4}, 4, {"gradient_accumulation": 4}, id="pipeline4", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "pipeline": 2},
+        4,
+        {"gradient_accumulation": 2},
+        id="data2-pipeline2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"pipeline": 2, "tensor": 2}, 4, {}, id="pipeline2-tensor2", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "pipeline": 2},
+        4,
+        {"sharding": "optimizer", "gradient_accumulation": 2},
+        id="zero1-pipeline2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"tensor": 4}, 4, {}, id="tensor4", marks=pytest.mark.slow),
+    pytest.param({"data": 2, "tensor": 2}, 4, {}, id="data2-tensor2", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "tensor": 2}, 4, {"sharding": "gradients"}, id="zero2-tensor2", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "workers", "changes"), MESHES)
+def test_a_mesh_trains_what_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, int], workers: int, changes: dict[str, Any]
+) -> None:
+    """51 steps of AdamW with row weights and clipping, three epochs with a short last batch each."""
+    config = _config(make_shards, tmp_path / "one")
+    one = train_gang(config)
+    spread = replace(config, run_uri=str(tmp_path / "mesh"), num_workers=workers, parallelism=mesh, **changes)
+    many = train_gang(spread)
+    assert one.steps == many.steps == 51
+    assert _difference(one, many) < 1e-5
+    for first, second in zip(one.history, many.history, strict=True):
+        assert first.train_loss == pytest.approx(second.train_loss, rel=1e-5)
+        assert first.rows == second.rows == ROWS
+
+
+class Fails(Callback):
+    """Ends the training in step 25, the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 25 and state.rank == state.size - 1 and not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError("step 25")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"tensor": 2}, {"tensor": 2}),
+        ({"tensor": 2}, {"data": 2}),
+        ({"data": 2}, {"tensor": 2}),
+        ({"tensor": 2}, {}),
+    ],
+)
+def test_a_training_goes_on_over_another_mesh(
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
+) -> None:
+    config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=5, ema_decay=0.9)
+    straight = train_gang(
+        replace(config, run_uri=str(tmp_path / "straight"), num_workers=2, parallelism=first)
+    )
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 25"):
+        train_gang(replace(config, num_workers=2, parallelism=first), objects)
+    workers = 2 if then else 1
+    resumed = train_gang(replace(config, num_workers=workers, parallelism=then), objects)
+    assert resumed.resumed_steps in ((20,), (25,))
+    difference = _difference(straight, resumed)
+    assert difference == 0 if first == then else difference < 1e-6
+    assert [r.rows for r in resumed.history] == [ROWS] * 3
+    assert resumed.history[1].train_loss == pytest.approx(straight.history[1].train_loss, rel=1e-6)
+
+
+TEXT = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
+TRANSFORMERS = {
+    "classifier": ModelSpec("transformer_classifier", {**TEXT, "out_features": 3, "padding_id": 0}),
+    "language model": ModelSpec("transformer_lm", TEXT),
+}
+
+
+def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 23, (ROWS, 11))
+    for row, length in zip(ids, rng.integers(0, 12, ROWS), strict=True):
+        row[length:] = 0
+    is_lm = spec == TRANSFORMERS["language model"]
+    label = np.roll(ids, -1, 1) if is_lm else ids.sum(1) % 3
+    manifest = make_shards({"x": ids, "y": label})
+    settings: dict[str, Any] = {
+        "model": spec.to_json(),
+        "task": "any",
+        "losses": ("cross_entropy",),
+        "batch_size": BATCH,
+        "epochs": 3,
+        # Keys' biases have gradients of mere rounding, which Adam would make steps of full size.
+        "optimizer": "momentum",
+        "learning_rate": 0.05,
+        "max_grad_norm": 1.0,
+        "collective": "torch",
+    }
+    return config_of(manifest, folder, **settings | changes)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"tensor": 2}, {}),
+        pytest.param({"tensor": 4}, {"gradient_checkpointing": "all"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_trains_a_transformer_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, int], changes: dict[str, Any]
+) -> None:
+    spec = TRANSFORMERS[name]
+    config = _texts(make_shards, tmp_path / "one", spec, **changes)
+    one = train_gang(config)
+    workers = int(np.prod(list(mesh.values())))
+    spread = replace(config, run_uri=str(tmp_path / "mesh"), num_workers=workers, parallelism=mesh)
+    many = train_gang(spread)
+    assert one.steps == many.steps == 51
+    assert _difference(one, many, spec) < 1e-5
+    assert many.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+
+
+def test_weights_of_a_network_of_transformers_or_ones_own_are_cut_by_a_plan(tmp_path: Path) -> None:
+    from ringspark.estimators.parallel.model.tensor import plan_of
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    with pytest.raises(ValueError, match="Own has none; give it a method tensor_plan"):
+        plan_of(Own(), 2)
