@@ -32,7 +32,7 @@ class SpreadRows(WholeRows):
         return self._spans.taken(x, dim, self._collective.rank)
 
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor:
-        # A mask of no rows tells the number of all tokens, and costs nothing; nothing else of it is looked at.
+        # A mask of no rows, whose shape alone is looked at, tells the number of tokens at no cost.
         return torch.empty((0, 1, 1, seq), dtype=torch.bool) if mask is None else mask
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
