@@ -127,6 +127,14 @@ class Mesh:
         return self.data.size
 
     @property
+    def stream(self) -> int:
+        """Number of this rank's stream of random numbers for its rows and tokens.
+
+        Ranks with other rows or other tokens have others; those that compute the same must draw the same.
+        """
+        return self.data_rank + self.data_size * self.places.get("sequence", 0)
+
+    @property
     def writes(self) -> bool:
         """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
         return self.world.rank == 0

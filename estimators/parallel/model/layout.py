@@ -10,7 +10,7 @@ Invariant: what is not cut is equal on all ranks that have it, to the bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -87,10 +87,14 @@ class ModelLayout:
         """Returns this rank's part of a state dict of the whole network."""
         return {name: self.own(name, tensor) for name, tensor in whole.items() if name in self._names}
 
-    def counts(self, name: str) -> bool:
-        """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once."""
+    def counts(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
+        """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once.
+
+        Args:
+            among: Axes along which ranks have the same elements, unless the parameter is cut along one.
+        """
         places, cut = self.mesh.places, self.cuts.get(name)
-        alike = [a for a in ("expert", "sequence", "tensor") if cut is None or cut.axis != a]
+        alike = [axis for axis in among if cut is None or cut.axis != axis]
         return name not in self._copies and all(places[axis] == 0 for axis in alike)
 
     def norm(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,11 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.cut import Cut
 from ringspark.estimators.parallel.model.layout import ModelLayout
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
 from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
+
+# How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
+CONTEXT = "ring"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,13 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
         plan = options.get("plan") or plan_of(module, sizes["tensor"])
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
         spread_tensor(module, seat, plan)
+    if sizes["sequence"] > 1:
+        check_sequence(module, options.get("context", CONTEXT))
+        if sizes["pipeline"] > 1:
+            raise ValueError(
+                "parallelism has both 'pipeline' and 'sequence', and a stage does not know how long the rows "
+                "are of which it gets a part; set one of the two to 1"
+            )
 
 
 def spread(
@@ -68,6 +79,8 @@ def spread(
     if mesh.sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
         cuts |= spread_tensor(module, mesh.axes["tensor"], plan)
+    if mesh.sizes["sequence"] > 1:
+        spread_sequence(module, mesh.axes["sequence"], options.get("context", CONTEXT))
     pipeline = None
     if mesh.sizes["pipeline"] > 1:
         chosen = PipelineOptions(

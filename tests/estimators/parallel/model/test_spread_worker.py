@@ -168,6 +168,11 @@ def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: An
         ({"tensor": 2}, {}),
         pytest.param({"tensor": 4}, {"gradient_checkpointing": "all"}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "tensor": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.slow),
+        ({"sequence": 2}, {}),
+        pytest.param({"sequence": 4}, {"gradient_checkpointing": "all"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "sequence": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "sequence": 2}, {"sharding": "gradients"}, marks=pytest.mark.slow),
+        pytest.param({"sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_trains_a_transformer_as_one_worker_does(
@@ -182,6 +187,25 @@ def test_a_mesh_trains_a_transformer_as_one_worker_does(
     assert one.steps == many.steps == 51
     assert _difference(one, many, spec) < 1e-5
     assert many.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", [{"sequence": 2}, {"data": 2}, {}])
+def test_a_training_of_spread_rows_goes_on_over_another_mesh(
+    make_shards: MakeShards, tmp_path: Path, then: dict[str, int]
+) -> None:
+    spec = TRANSFORMERS["language model"]
+    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
+    spread = {"num_workers": 2, "parallelism": {"sequence": 2}}
+    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight"), **spread))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 25"):
+        train_gang(replace(config, **spread), objects)
+    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
+    assert resumed.resumed_steps in ((20,), (25,))
+    difference = _difference(straight, resumed, spec)
+    assert difference == 0 if then == spread["parallelism"] else difference < 1e-5
+    assert [r.rows for r in resumed.history] == [ROWS] * 3
 
 
 def test_weights_of_a_network_of_transformers_or_ones_own_are_cut_by_a_plan(tmp_path: Path) -> None:
