@@ -312,7 +312,5 @@ def _experts(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str, Any]]
     if "num_experts" not in options:
         raise ValueError(f"experts must give num_experts, got {given!r}")
     if not 1 <= every <= depth:
-        raise ValueError(
-            f"experts' every must be from 1 to depth ({depth}), so that a block has them, got {every}"
-        )
+        raise ValueError(f"experts' every must be from 1 to depth ({depth}), got {every}")
     return every, options

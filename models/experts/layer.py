@@ -149,13 +149,13 @@ class MixtureOfExperts(CountingLayer):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         # In fp32: the softmax of 16-bit logits would not tell near experts apart (Fedus et al. 2021).
         with torch.autocast(x.device.type, enabled=False):
-            x = x.float()
+            x = x.to(_wide(x))
             if self.training and self._jitter:
                 x = x * torch.empty_like(x).uniform_(1 - self._jitter, 1 + self._jitter)
-            return F.linear(x, self.router.weight.float())
+            return F.linear(x, self.router.weight.to(x.dtype))
 
     def _dealt(self, flat: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Computes each assignment by its expert, and adds up by token; fp32."""
+        """Computes each assignment by its expert, and adds up by token in fp32."""
         order = routing.experts.argsort(stable=True)
         sizes = self._sizes(routing.experts)
         order = order[: sum(sizes)]  # behind them are those without an expert
@@ -164,8 +164,8 @@ class MixtureOfExperts(CountingLayer):
         computed = (
             self.experts(rows, sizes) if self.exchange is None else self.exchange(self.experts, rows, sizes)
         )
-        weighted = computed.float() * routing.weights[order][:, None]
-        return torch.zeros_like(flat, dtype=torch.float32).index_add(0, tokens, weighted)
+        weighted = computed * routing.weights[order][:, None]
+        return torch.zeros_like(flat, dtype=weighted.dtype).index_add(0, tokens, weighted)
 
     def _sizes(self, experts: torch.Tensor) -> list[int]:
         """Returns the number of assignments to each expert."""
@@ -182,9 +182,9 @@ class MixtureOfExperts(CountingLayer):
         num_tokens = flat.shape[0]  # not `len`, which an export takes for a constant
         factors = routing.weights.new_zeros(num_tokens * (self.num_experts + 1))
         factors = factors.index_add(0, places, routing.weights).view(num_tokens, self.num_experts + 1)
-        out = torch.zeros_like(flat, dtype=torch.float32)
+        out = torch.zeros_like(flat, dtype=factors.dtype)
         for number, weights in enumerate(self.experts.each()):
-            out = out + self.experts.run(flat, weights).float() * factors[:, number, None]
+            out = out + self.experts.run(flat, weights) * factors[:, number, None]
         return out
 
     def _report(self, routing: Routing, logits: torch.Tensor, real: torch.Tensor) -> None:
@@ -215,6 +215,11 @@ class MixtureOfExperts(CountingLayer):
             "balance_loss": balance / rows if rows else math.nan,
             "z_loss": z / rows if rows else math.nan,
         }
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """Returns the dtype to route in: fp32, or that of `x` if it has more digits."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check(
