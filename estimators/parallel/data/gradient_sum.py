@@ -11,7 +11,7 @@ parameters they use. A bucket that is not complete in the backward pass leaves a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -40,10 +40,20 @@ class SummedGradients(PlainSync):
         optimizer: torch.optim.Optimizer,
         collective: Collective,
         *,
+        over: Callable[[str], Collective] | None = None,
         flat_bytes: int = FLAT_BYTES,
         bucket_bytes: int = BUCKET_BYTES,
         measures_local: bool = False,
     ) -> None:
+        """Deals the gradients out to buckets.
+
+        Args:
+            over: Returns the collective over which the gradient of the parameter called so is summed; None:
+                `collective` for all.
+            flat_bytes: Gradients of at most so many bytes travel together, after the backward pass.
+            bucket_bytes: Size at which a bucket of larger ones is full.
+            measures_local: Whether `local_square` is wanted.
+        """
         super().__init__(module, optimizer)
         self._collective = collective
         self._measures_local = measures_local
@@ -56,10 +66,21 @@ class SummedGradients(PlainSync):
         # Rows that travel by themselves have no place in the sums of squares.
         self._measures_local = self._measures_local and not tables
         is_flat = num_bytes(trained.values()) <= flat_bytes
-        self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
+        dealt = [
+            (ranks, own)
+            for ranks, named in _by_collective(trained, collective, over)
+            for own in deal(named, None if is_flat else bucket_bytes)
+        ]
+        if over is not None:
+            # A bucket is complete when its layer nearest to the input is.
+            place = {name: number for number, name in enumerate(trained)}
+            dealt.sort(key=lambda bucket: -min(place[name] for name in bucket[1]))
+        self._over = [ranks for ranks, _ in dealt]
+        self._buckets = [GradientBucket(own) for _, own in dealt]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
         # An error keeps this object alive, and an exchange under way would keep the connections open.
-        collective.on_leave(self._sums.clear)
+        for ranks in {id(ranks): ranks for ranks in (collective, *self._over)}.values():
+            ranks.on_leave(self._sums.clear)
         self._reacts = False  # to gradients: only in a step's last backward pass, not in a callback's own
         self._always = nullcontext()
         if not is_flat:
@@ -92,7 +113,7 @@ class SummedGradients(PlainSync):
         bucket.take()
         if self._measures_local:
             self._squares.append(bucket.square())
-        self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
+        self._sums.append(self._over[number].start_sum(bucket.buffer, f"gradients.{number}"))
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._reacts = False
@@ -107,3 +128,14 @@ class SummedGradients(PlainSync):
         if self._measures_local:
             self.local_square = torch.stack(self._squares).sum()
             self._squares.clear()
+
+
+def _by_collective(
+    named: Mapping[str, nn.Parameter], collective: Collective, over: Callable[[str], Collective] | None
+) -> list[tuple[Collective, dict[str, nn.Parameter]]]:
+    """Returns the parameters of each collective, in their order."""
+    found: dict[int, tuple[Collective, dict[str, nn.Parameter]]] = {}
+    for name, parameter in named.items():
+        ranks = collective if over is None else over(name)
+        found.setdefault(id(ranks), (ranks, {}))[1][name] = parameter
+    return list(found.values())
