@@ -95,8 +95,8 @@ class Running:
         predicts = not any(head.is_per_member for head in heads)
         # Labels that a transform has mixed are those of no row.
         predicts = predicts and not takes_labels(objects.transform_batch)
-        self.sums = Sums("train", heads, device, with_metrics=predicts)
-        self.validation = Sums("validation", heads, device)
+        self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts)
+        self.validation = Sums("validation", heads, device, sync.network)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
         self.passes: Passes
         if pipeline is not None:

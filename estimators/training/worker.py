@@ -18,8 +18,9 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.base import refuse_sparse
+from ringspark.estimators.parallel.base import GradientSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
@@ -36,7 +37,7 @@ from ringspark.estimators.training.observation.observed import Observation
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.precision import keep_norms_fp32
+from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.probe import probe, samples
 from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
@@ -144,9 +145,7 @@ def _train(
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
     exchange = _exchange(config)
-    sync = STRATEGIES[exchange.strategy]().prepare(
-        module, partial(own_optimizer, config, objects), mesh.gradients, exchange
-    )
+    sync = _tied(config, objects, module, mesh, exchange, device)
     sync.progress = status.tick
     # Ranks with other parts of the gradients must agree on overflows.
     sync.ranks_differ |= mesh.cuts_network
@@ -205,6 +204,23 @@ def _train(
         checkpoint_errors=recovery.errors,
         non_finite=tuple(recovery.non_finite),
     )
+
+
+def _tied(
+    config: TrainConfig,
+    objects: UserObjects,
+    module: nn.Module,
+    mesh: Mesh,
+    exchange: Exchange,
+    device: torch.device,
+) -> GradientSync:
+    """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
+    if mesh.sizes["expert"] > 1:
+        around = partial(autocast, config.precision, device)
+        optimizer = own_optimizer(config, objects, module)
+        return ExpertSum(module, optimizer, mesh, rounds=config.gradient_accumulation, around=around)
+    strategy = STRATEGIES[exchange.strategy]()
+    return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)
 
 
 def _exchange(config: TrainConfig) -> Exchange:

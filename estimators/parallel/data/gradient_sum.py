@@ -12,7 +12,7 @@ parameters they use. A bucket that is not complete in the backward pass leaves a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
@@ -62,14 +62,18 @@ class SummedGradients(PlainSync):
         optimizer: torch.optim.Optimizer,
         collective: Collective,
         *,
+        over: Callable[[str], Collective] | None = None,
         bucket_bytes: int | Literal["chosen"] | None = "chosen",
         measures_local: bool = False,
     ) -> None:
         """Ties the gradients of the parameters that the optimizer holds.
 
         Args:
+            over: Returns the collective over which the gradient of the parameter called so is summed; None:
+                `collective` for all.
             bucket_bytes: Bytes at which a bucket is full; None for one exchange after the backward pass;
                 "chosen" for what `bucket_bytes_of` says.
+            measures_local: Whether `local_square` is wanted.
         """
         super().__init__(module, optimizer)
         self._collective = collective
@@ -85,10 +89,21 @@ class SummedGradients(PlainSync):
                 p.device.type == "cpu" and collective.sends_at_once(p.device) for p in trained.values()
             )
             bucket_bytes = bucket_bytes_of(num_bytes(trained.values()), by_network=by_network)
-        self._buckets = [GradientBucket(own) for own in deal(trained, bucket_bytes)]
+        dealt = [
+            (ranks, own)
+            for ranks, named in _by_collective(trained, collective, over)
+            for own in deal(named, bucket_bytes)
+        ]
+        if over is not None:
+            # A bucket is complete when its layer nearest to the input is.
+            place = {name: number for number, name in enumerate(trained)}
+            dealt.sort(key=lambda bucket: -min(place[name] for name in bucket[1]))
+        self._over = [ranks for ranks, _ in dealt]
+        self._buckets = [GradientBucket(own) for _, own in dealt]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
         # An error keeps this object alive, and an exchange under way would keep the connections open.
-        collective.on_leave(self._sums.clear)
+        for ranks in {id(ranks): ranks for ranks in (collective, *self._over)}.values():
+            ranks.on_leave(self._sums.clear)
         self._reacts = False  # to gradients: only in a step's last backward pass, not in a callback's own
         self._always = nullcontext()
         if bucket_bytes is not None:
@@ -124,7 +139,7 @@ class SummedGradients(PlainSync):
         bucket.take()
         if self._measures_local:
             self._squares.append(bucket.square())
-        self._sums.append(self._collective.start_sum(bucket.buffer, _name(number)))
+        self._sums.append(self._over[number].start_sum(bucket.buffer, _name(number)))
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._reacts = False
@@ -146,3 +161,14 @@ class SummedGradients(PlainSync):
 def _name(number: int) -> str:
     """Returns the name of a bucket's sum."""
     return f"gradients.{number}"
+
+
+def _by_collective(
+    named: Mapping[str, nn.Parameter], collective: Collective, over: Callable[[str], Collective] | None
+) -> list[tuple[Collective, dict[str, nn.Parameter]]]:
+    """Returns the parameters of each collective, in their order."""
+    found: dict[int, tuple[Collective, dict[str, nn.Parameter]]] = {}
+    for name, parameter in named.items():
+        ranks = collective if over is None else over(name)
+        found.setdefault(id(ranks), (ranks, {}))[1][name] = parameter
+    return list(found.values())
