@@ -397,7 +397,7 @@ def _experts(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str, Any]]
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"experts has no option {name!r}{hint}; there are every, {', '.join(known)}")
     if "num_experts" not in options:
-        raise ValueError(f"experts must give num_experts, got {given!r}")
+        raise ValueError(f"experts must give num_experts, such as {{'num_experts': 8}}, got {given!r}")
     if not 1 <= every <= depth:
         raise ValueError(f"experts' every must be from 1 to depth ({depth}), got {every}")
     return every, options

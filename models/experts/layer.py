@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Maps (rows, dim) to (rows, dim); the first `sizes[0]` rows are those of the first expert here."""
-        parts = rows.split(list(sizes))
+        parts = torch.split(rows, list(sizes))
         # An expert without rows runs too: its gradient is zeros then, on any number of ranks.
         return torch.cat([self.run(part, own) for part, own in zip(parts, self.each(), strict=True)])
 
@@ -129,7 +129,8 @@ class MixtureOfExperts(CountingLayer):
         self.experts = Experts(num_experts, dim, mlp_dim)
         self.exchange: Exchange | None = None
 
-    @torch.compiler.disable  # the number of rows of an expert is known to Python only when it runs
+    # The number of rows of an expert is known only when it runs, so this layer is not compiled.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the sum of the experts' weighted outputs for each token.
 

@@ -246,6 +246,11 @@ def three_heads() -> ModelSpec:
     return ModelSpec("transformer_classifier", sizes)
 
 
+def with_experts(**experts: Any) -> nn.Module:
+    sizes = {"vocab_size": 4, "max_seq_len": 4, "dim": 4, "depth": 2, "num_heads": 2}
+    return ModelSpec("transformer_lm", {**sizes, "experts": experts}).build()
+
+
 def frozen() -> nn.Module:
     return nn.Linear(2, 1).requires_grad_(False)
 
@@ -743,6 +748,10 @@ NETWORKS = [
       "argument 'hidden'", "must be JSON"),
     R("spec: wrong argument", lambda p: ModelSpec("linear", {"width": 2}).build(),
       "'linear' does not take", "it takes in_features"),
+    R("spec: experts that choose, causal", lambda p: with_experts(num_experts=2, router="expert_choice"),
+      "router 'expert_choice' has later tokens", "take 'switch' or 'gshard'"),
+    R("spec: experts without a number", lambda p: with_experts(router="switch"),
+      "experts must give num_experts", "such as"),
     R("spec: no network", lambda p: ModelSpec("json:loads").build(),
       "'json:loads' must be", "torch.nn.Module"),
     R("memory: no batch", lambda p: plan_memory(SPEC, None), "batch must be", r"\(inputs, labels\)"),

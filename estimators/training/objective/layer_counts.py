@@ -24,7 +24,7 @@ class LayerCounts:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         sizes = [layer.num_counts for layer in self._layers]
         self._totals = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self._views = dict(zip(self._layers, self._totals.split(sizes), strict=True)) if sizes else {}
+        self._views = dict(zip(self._layers, torch.split(self._totals, sizes), strict=True)) if sizes else {}
 
     def add(self, counts: Mapping[CountingLayer, torch.Tensor]) -> None:
         """Adds the counts of a forward pass, without waiting for the device."""
@@ -37,7 +37,8 @@ class LayerCounts:
         values: dict[str, float] = {}
         if not self._layers:
             return values
-        totals = data.all_reduce(self._totals.cpu()).split([layer.num_counts for layer in self._layers])
+        summed = data.all_reduce(self._totals.cpu())
+        totals = torch.split(summed, [layer.num_counts for layer in self._layers])
         for numbers in dict.fromkeys(type(layer).numbers for layer in self._layers):
             own = zip(self._layers, totals, strict=True)
             values |= numbers([counts for layer, counts in own if type(layer).numbers is numbers])

@@ -231,7 +231,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
     ("experts", "message"),
     [
         ({"num_expert": 2}, "experts has no option 'num_expert'; did you mean 'num_experts'"),
-        ({"router": "gshard"}, "experts must give num_experts"),
+        ({"router": "gshard"}, "experts must give num_experts, such as .*, got"),
         ({"num_experts": 2, "every": 3}, r"every must be from 1 to depth \(2\), got 3"),
         ([2], "experts must be a dict"),
         ({"num_experts": 2, "router": "expert_choice"}, "take 'switch' or 'gshard'"),
