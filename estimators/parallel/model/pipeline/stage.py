@@ -37,7 +37,16 @@ class StageForward:
         """
         if stage is None:
             (stage,) = self.stages
-        return run_links(self.stages[stage], values)
+        links = self.stages[stage]
+        if stage > 0 and _overwrites(links[0]):
+            # A leaf of the graph must not be changed in place, nor may what the stage before keeps.
+            values = tuple(None if value is None else value.clone() for value in values)
+        return run_links(links, values)
+
+
+def _overwrites(link: Link) -> bool:
+    """Whether a link may change its arguments in place, as `nn.ReLU(inplace=True)` does."""
+    return isinstance(link.run, nn.Module) and any(getattr(m, "inplace", False) for m in link.run.modules())
 
 
 def keep_stages(network: nn.Module, stages: Mapping[int, Sequence[Link]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages, par
 from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.models.chain import belongs_to, links_of
+from ringspark.models.chain import Link, belongs_to, links_of, run_links
 
 pytestmark = pytest.mark.distributed
 
@@ -189,6 +190,43 @@ def test_one_rank_is_a_pipeline_too() -> None:
         assert not passes.copies
         assert len(_gradients(passes.network)) == len(_gradients(whole))
         assert _difference(_gradients(passes.network), dict(_gradients(whole))) < 1e-6
+
+
+class _PassesOn(nn.Module):
+    """A stage may pass an argument on, beside what it computes of it, and give views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def links(self) -> list[Link]:
+        first = Link("layers.0", lambda x: (x[:, :], self.layers[0](x)), ("layers.0",))
+        return [first, *(Link(f"layers.{i}", partial(self._add, i), (f"layers.{i}",)) for i in (1, 2, 3))]
+
+    def _add(self, index: int, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = self.layers[index](x + y)
+        return (y, out) if index < 3 else out[:, 1:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = run_links(self.links(), (x,))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_stages_that_pass_arguments_on_or_change_them_in_place(schedule: str) -> None:
+    mesh = Mesh.of(LocalCollective())
+    torch.manual_seed(0)
+    in_place = [nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)]
+    for network in (_PassesOn(), nn.Sequential(*in_place)):
+        whole, links = copy.deepcopy(network), links_of(network)
+        virtual = min(4, SCHEDULES[schedule].virtual[1])  # every link is a stage
+        passes = pipelined(network, mesh, PipelineOptions(schedule=schedule, virtual=virtual))
+        assert len(passes.stages) in (1, len(links))
+        micros = _split(((torch.randn(5, 4),), torch.randint(0, 3, (5,))), (2, 2, 1))
+        _whole(whole, micros)
+        _piped(passes, micros)
+        assert _difference(_gradients(passes.network), dict(_gradients(whole))) < 1e-6
+        assert any(gradient is not None for _, gradient in _gradients(whole))
 
 
 _ALL_PAIRS = [(schedule, family) for schedule in FLUSHED for family in FAMILIES]
