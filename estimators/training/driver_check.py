@@ -169,8 +169,8 @@ def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> No
     if ways and isinstance(optimizer, torch.optim.SparseAdam):
         setting, remedy = ways[0]
         raise ValueError(
-            f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set {remedy}, "
-            "or take 'adam'"
+            f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set "
+            f"{remedy}, or take 'adam'"
         )
 
 
