@@ -178,6 +178,7 @@ def test_noise_that_nobody_measures_is_told() -> None:
     given: dict[str, Any] = {
         "numWorkers": 2,
         "sharding": "none",
+        "gradientCompression": {"name": "none"},
         "localSteps": 1,
         "consistency": _consistency("bsp"),
         "gradientAccumulation": 1,
