@@ -50,7 +50,7 @@ class OperationTime:
         ready_ns: Time at which its data was there.
         begin_ns: Time at which it was given to the library, or began by itself.
         end_ns: Time at which its result was there; the time of `take` if it was not there yet.
-        blocked: When the rank did nothing but wait for it.
+        blocked: When the rank itself did nothing but begin it or wait for it.
     """
 
     name: str
@@ -116,8 +116,9 @@ class OperationTimes:
         if not self.is_on:
             return begin().wait
         operation = self._begin(name)
-        started = begin()
-        self._watcher.watch(operation, started.is_done)
+        with operation.occupied():
+            started = begin()
+            self._watcher.watch(operation, started.is_done)
 
         def noted() -> T:
             with operation.waiting():
@@ -173,12 +174,18 @@ class _Operation:
             self.end_ns = time.perf_counter_ns()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context in which the rank waits for the end."""
+    def occupied(self) -> Iterator[None]:
+        """A context in which the rank does nothing else."""
         begin = time.perf_counter_ns()
         yield
-        self.end()
         self._blocked.append((begin, time.perf_counter_ns()))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which the rank waits for the end."""
+        with self.occupied():
+            yield
+            self.end()
 
     def time(self, now_ns: int) -> OperationTime:
         end = self.end_ns

@@ -45,6 +45,7 @@ from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_r
 from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, samples
 from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.settings.rules import makes_dense
 from ringspark.estimators.training.tuning.adapter_check import check_adapters
 from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.estimators.training.tuning.pretrained import check_pretrained
@@ -172,21 +173,13 @@ def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> No
         return
     if config.consistency["name"] not in ("bsp", "hogwild"):
         check_optimizer(optimizer, config.consistency)
-    ways = [
-        (f"sharding {config.sharding!r}", "sharding='none'", config.sharding != "none"),
-        (f"localSteps {config.local_steps!r}", "localSteps=1", config.local_steps != 1),
-        (
-            f"consistency {config.consistency['name']!r}",
-            "consistency='bsp'",
-            config.consistency["name"] != "bsp",
-        ),
-    ]
-    for setting, remedy, is_dense in ways:
-        if is_dense and isinstance(optimizer, torch.optim.SparseAdam):
-            raise ValueError(
-                f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set "
-                f"{remedy}, or take 'adam'"
-            )
+    ways = makes_dense(config)
+    if ways and isinstance(optimizer, torch.optim.SparseAdam):
+        setting, remedy = ways[0]
+        raise ValueError(
+            f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set "
+            f"{remedy}, or take 'adam'"
+        )
 
 
 def _check_batch_transform(

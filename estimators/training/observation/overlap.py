@@ -4,7 +4,7 @@ As in Holistic Trace Analysis (`comm_comp_overlap`): the time in which a rank bo
 over the time in which it communicates. Both are unions of intervals, so what travels beside something else
 counts once. The rank communicates from the call that begins an operation until its result is there, which
 includes that it waits for a peer that is late. It computes in the forward and backward passes and in the
-optimizer's step, except while it waits for an operation in there.
+optimizer's step, except while it begins an operation in there or waits for one.
 
 Only some steps are measured, and they stand for the others of their epoch, because on a measured step a
 thread looks for the ends of operations. Measuring needs no exchange, and changes no number.

@@ -43,6 +43,17 @@ def _runs_apart(c: TrainConfig) -> bool:
     return c.consistency["name"] != "bsp" and c.num_workers > 1
 
 
+def makes_dense(c: TrainConfig) -> list[tuple[str, str]]:
+    """Returns the settings by which several workers exchange no rows of embeddings, each with its remedy."""
+    name = c.consistency["name"]
+    ways = [
+        (f"sharding {c.sharding!r}", "sharding='none'", c.sharding != "none"),
+        (f"localSteps {c.local_steps!r}", "localSteps=1", c.local_steps != 1),
+        (f"consistency {name!r}", "consistency='bsp'", name != "bsp"),
+    ]
+    return [(setting, remedy) for setting, remedy, is_set in ways if is_set]
+
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "batchSize < numWorkers",

@@ -79,7 +79,7 @@ def _output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return output[:, 0]
 
 
-@pytest.mark.parametrize("name", ["asp", "hogwild"])
+@pytest.mark.parametrize("name", [pytest.param("asp", marks=pytest.mark.slow), "hogwild"])
 def test_a_checkpoint_has_the_steps_before_it_and_none_after(
     make_shards: MakeShards, tmp_path: Path, name: str
 ) -> None:

@@ -47,7 +47,7 @@ def _consistency(value: Any) -> Any:
         (["epoch"], "a whole number of at least 1"),
         ({"name": ["average"], "steps": 2}, "localSteps' name must be one of 'average', .*, got"),
         ({"name": "dilco", "steps": 2}, "did you mean 'diloco'"),
-        ({"steps": 2, "afer": 3}, "takes the keys .* did you mean 'after'"),
+        ({"steps": 2, "aftr": 3}, "takes the keys .* did you mean 'after'"),
         ({"name": "diloco", "steps": "training"}, "localSteps must be .*, got 'training'"),
         ({"steps": 2, "after": -1}, "localSteps' after must be a whole number of at least 0, got -1"),
         ({"steps": 2, "optimizerState": "drop"}, "optimizerState must be one of 'keep', .*, got 'drop'"),
@@ -178,6 +178,7 @@ def test_noise_that_nobody_measures_is_told() -> None:
     given: dict[str, Any] = {
         "numWorkers": 2,
         "sharding": "none",
+        "gradientCompression": {"name": "none"},
         "localSteps": 1,
         "consistency": _consistency("bsp"),
         "gradientAccumulation": 1,

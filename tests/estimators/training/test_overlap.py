@@ -210,7 +210,7 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(
         assert min(buckets["hidden"]) > 0
         assert flat["hidden"] == [0, 0, 0]
         assert told["part"] == (2 * torch.arange(8.0))[4 * rank : 4 * rank + 4].tolist()
-        assert told["scattered"] == ["reduce_scatter", True, 1]
+        assert told["scattered"] == ["reduce_scatter", True, 2]
 
 
 @pytest.mark.distributed
