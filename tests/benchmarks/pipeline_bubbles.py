@@ -215,7 +215,7 @@ def draw(chart: str, drawn: dict[str, list[list[Timed]]], titles: dict[str, str]
 
 def main() -> None:
     """A gang of 4 for each schedule; then gangs of 2 that compute, in turns with one process."""
-    options = harness.parse(__doc__, milliseconds=(30, 1), width=(1024, 32), steps=(5, 1))
+    options = harness.parse(__doc__, milliseconds=(30, 1), width=(512, 32), steps=(5, 1))
     seconds = options.milliseconds / 1000
     table, drawn, titles = [], {}, {}
     for way, (schedule, virtual) in WAYS.items():

@@ -304,9 +304,7 @@ def test_fifty_steps_end_at_the_weights_of_one_process() -> None:
 @pytest.mark.slow
 def test_fifty_steps_of_every_schedule_end_at_the_weights_of_one_process() -> None:
     pairs = [(schedule, "transformer_lm") for schedule in FLUSHED]
-    _check_trainings(
-        4, [*pairs, *((s, f) for s in ("1f1b", "zbv") for f in ("mlp", "transformer_classifier"))]
-    )
+    _check_trainings(4, [*pairs, ("1f1b", "mlp"), ("1f1b", "transformer_classifier")])
 
 
 def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int]:
