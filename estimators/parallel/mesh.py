@@ -150,6 +150,14 @@ class Mesh:
         return self.sizes.get("pipeline", 1) - 1 - self.places.get("pipeline", 0)
 
     @property
+    def drawing_rank(self) -> int:
+        """Number by which a rank draws: other rows and other blocks draw other numbers.
+
+        Ranks along 'tensor' and 'sequence' draw alike, for what they drop must be the same where all have it.
+        """
+        return self.data_rank + self.data_size * (self.sizes.get("pipeline", 1) - 1 - self.stage)
+
+    @property
     def has_losses(self) -> bool:
         """Whether this rank sees what the network returns."""
         return self.places.get("pipeline", 0) == 0
