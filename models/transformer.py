@@ -159,7 +159,7 @@ class _Trunk(nn.Module):
         Raises:
             ValueError: So many ranks have no whole heads each.
         """
-        heads = self.blocks[0].attention.num_heads
+        heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
         return {

@@ -225,7 +225,7 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
                 )
             part.train(layer.training)
             if isinstance(part, VocabularyEmbedding) and hasattr(module, "scores"):
-                module.scores = scores
+                vars(module)["scores"] = scores
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}

@@ -363,8 +363,8 @@ COMBINATIONS: tuple[Combination, ...] = (
             and (c.precision == "fp16" or c.sharding != "none")
         ),
         "parallelism's schedule '{parallelism[schedule]}' has gradients of an earlier step, or none, where "
-        "precision '{precision}' looks at each step's or sharding '{sharding}' cuts them; set precision='bf16' "
-        "and sharding='none', or schedule='1f1b'",
+        "precision '{precision}' looks at each step's or sharding '{sharding}' cuts them; set "
+        "precision='bf16' and sharding='none', or schedule='1f1b'",
     ),
     Combination(
         "parallelism that cuts the network with minWorkers",
