@@ -2,12 +2,12 @@
 
 A causal transformer with AdamW, without Spark, whose rows get longer. Every rank is pinned to a core. One
 rank with whole rows, while the others wait, stands against all of them with a part of each row, in turns
-within one gang; the time is the slowest rank's, and so is the time of its processor, which other programs of
-the machine disturb less. `held` is what a rank keeps between forward and backward
-pass, weights aside; `peak` is torch's most bytes within one step, counted by `peak_memory`, the first rank's;
-both leave out what was there before. `sent` are the bytes of one rank and step, gradients included.
+within one gang; the time is the slowest rank's, and so is that of its processor, which other programs of the
+machine disturb less. `held` is what a rank keeps between forward and backward pass, weights aside; `peak` is
+torch's most bytes within one step, counted by `peak_memory`, the first rank's; both leave out what was there
+before. `sent` are the bytes of one rank and step, gradients included.
 
-    python tests/benchmarks/long_rows.py
+    OMP_NUM_THREADS=1 python tests/benchmarks/long_rows.py
 """
 
 from __future__ import annotations
