@@ -18,9 +18,11 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.base import refuse_sparse
+from ringspark.estimators.parallel.base import GradientSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.solo import Solo
@@ -32,9 +34,10 @@ from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.observation.observed import Observation
+from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.precision import keep_norms_fp32
+from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.probe import probe, samples
 from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
@@ -142,23 +145,22 @@ def _train(
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
     status.phase = "sharing the first weights"
     exchange = _exchange(config)
-    sync = STRATEGIES[exchange.strategy]().prepare(
-        module, partial(own_optimizer, config, objects), mesh.gradients, exchange
-    )
+    sync = _tied(config, objects, module, mesh, exchange, device)
     sync.progress = status.tick
     # Ranks with other parts of the gradients must agree on overflows.
     sync.ranks_differ |= mesh.cuts_network
     # Dropout differs between the ranks, like between the rows of one batch.
-    seed_rank(config.seed, 0, mesh.data_rank)
+    seed_rank(config.seed, 0, mesh.drawing_rank)
     best = None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.due.is_asked)
     heads = make_heads(config, objects, manifest)
     callbacks = _callbacks(config, objects, best)
-    num_steps = config.epochs * train.num_steps
+    steps = Steps(config.batch_sizes, train.manifest.num_rows)
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
-    rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
+    scaling = RateScaling.of(config.scale_learning_rate, steps)
+    rates = make_rates(schedule, sync.optimizer, steps.total, config.warmup_steps, scaling)
     start = note_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"
     with (
@@ -175,7 +177,7 @@ def _train(
             callbacks,
             log,
             observation,
-            train.num_steps,
+            steps,
             device,
             objects,
             pipeline,
@@ -202,6 +204,23 @@ def _train(
         checkpoint_errors=recovery.errors,
         non_finite=tuple(recovery.non_finite),
     )
+
+
+def _tied(
+    config: TrainConfig,
+    objects: UserObjects,
+    module: nn.Module,
+    mesh: Mesh,
+    exchange: Exchange,
+    device: torch.device,
+) -> GradientSync:
+    """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
+    if mesh.sizes["expert"] > 1:
+        around = partial(autocast, config.precision, device)
+        optimizer = own_optimizer(config, objects, module)
+        return ExpertSum(module, optimizer, mesh, rounds=config.gradient_accumulation, around=around)
+    strategy = STRATEGIES[exchange.strategy]()
+    return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)
 
 
 def _exchange(config: TrainConfig) -> Exchange:
@@ -295,10 +314,9 @@ def _open_readers(
         "columns": list(dict.fromkeys(columns)),
         "shard": mesh.data_rank,
         "num_shards": mesh.data_size,
-        "batch_size": config.batch_size,
         "seed": config.seed,
         "engine": config.reader,
     }
-    train = opening("train", shuffle=config.shuffle, **shared)
+    train = opening("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
     held_out = manifest.select("validation").num_rows
-    return train, opening("validation", **shared) if held_out else None
+    return train, opening("validation", batch_size=config.batch_size, **shared) if held_out else None

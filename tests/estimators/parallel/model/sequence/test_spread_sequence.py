@@ -362,6 +362,19 @@ def test_recomputed_16_bit_and_dropping_networks_are_spread_alike(size: int) -> 
         assert all(found.values()), found
 
 
+def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
+    """Those of a tensor axis, which have the same tokens, draw the same."""
+    alone = LocalCollective()
+    same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
+    sizes = {"sequence": 3, "tensor": 2}
+    drawing = [
+        Mesh(**same, sizes=sizes, places={"sequence": s, "tensor": t}).drawing_rank  # type: ignore[arg-type]
+        for s in range(3)
+        for t in range(2)
+    ]
+    assert drawing == [0, 0, 1, 1, 2, 2]
+
+
 def test_one_rank_changes_nothing() -> None:
     module = _network("classifier")
     before = dict(vars(module))
