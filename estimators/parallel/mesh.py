@@ -127,14 +127,6 @@ class Mesh:
         return self.data.size
 
     @property
-    def stream(self) -> int:
-        """Number of this rank's stream of random numbers for its rows and tokens.
-
-        Ranks with other rows or other tokens have others; those that compute the same must draw the same.
-        """
-        return self.data_rank + self.data_size * self.places.get("sequence", 0)
-
-    @property
     def writes(self) -> bool:
         """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
         return self.world.rank == 0
@@ -151,11 +143,13 @@ class Mesh:
 
     @property
     def drawing_rank(self) -> int:
-        """Number by which a rank draws: other rows and other blocks draw other numbers.
+        """Number by which a rank draws: other rows, other tokens and other blocks draw other numbers.
 
-        Ranks along 'tensor' and 'sequence' draw alike, for what they drop must be the same where all have it.
+        Ranks along 'tensor' draw alike, for what they drop must be the same where all have it.
         """
-        return self.data_rank + self.data_size * (self.sizes.get("pipeline", 1) - 1 - self.stage)
+        num_stages = self.sizes.get("pipeline", 1)
+        part = num_stages - 1 - self.stage + num_stages * self.places.get("sequence", 0)
+        return self.data_rank + self.data_size * part
 
     @property
     def has_losses(self) -> bool:
