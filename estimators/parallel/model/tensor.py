@@ -35,6 +35,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self._collective, self._joins = collective, joins
+        self._outputs = layer.out_features if blocks == 1 else None
         cut = Cut(AXIS, 0, blocks)
         self.weight = _parameter(layer.weight, cut, collective)
         self.bias = None if layer.bias is None else _parameter(layer.bias, cut, collective)
@@ -42,7 +43,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(copied(x, self._collective), self.weight, self.bias)
-        return joined(out, -1, self._collective) if self._joins else out
+        return joined(out, -1, self._collective, self._outputs) if self._joins else out
 
 
 class RowLinear(nn.Module):
@@ -75,6 +76,7 @@ class VocabularyEmbedding(nn.Module):
         cut = Cut(AXIS, 0)
         lengths = [len(part_of(layer.weight, cut, r, collective.size)) for r in range(collective.size)]
         self._first = sum(lengths[: collective.rank])
+        self.num_ids = sum(lengths)
         self._padding = layer.padding_idx
         self.weight = _parameter(layer.weight, cut, collective)
         self.cuts = {"weight": cut}
@@ -94,7 +96,7 @@ def scores(x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
     """Compares (..., dim) with the embeddings of all ids, of which each rank has some: (..., ids), whole."""
     assert isinstance(tokens, VocabularyEmbedding)
     own = F.linear(copied(x, tokens.collective), tokens.weight)
-    return joined(own, -1, tokens.collective)
+    return joined(own, -1, tokens.collective, tokens.num_ids)
 
 
 def _parameter(whole: torch.Tensor, cut: Cut, collective: Collective) -> nn.Parameter:
