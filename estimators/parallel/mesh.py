@@ -128,11 +128,13 @@ class Mesh:
 
     @property
     def stream(self) -> int:
-        """Number of this rank's stream of random numbers for its rows and tokens.
+        """Number of this rank's stream of random numbers in the network, such as those of dropout.
 
-        Ranks with other rows or other tokens have others; those that compute the same must draw the same.
+        Ranks with other rows, other tokens or other blocks have others; those that compute the same must draw
+        the same.
         """
-        return self.data_rank + self.data_size * self.places.get("sequence", 0)
+        apart, tokens = self.places.get("pipeline", 0), self.sizes.get("sequence", 1)
+        return self.data_rank + self.data_size * (self.places.get("sequence", 0) + tokens * apart)
 
     @property
     def writes(self) -> bool:

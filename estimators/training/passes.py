@@ -129,7 +129,7 @@ class PipelinedPasses:
         return seen
 
     def drain(self) -> None:
-        with backward_errors():
+        with backward_errors(), self._sync.micro_batch(last=False):
             self._pipeline.drain()
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
