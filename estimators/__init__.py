@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError, WorkerError
     from ringspark.estimators.memory import MemoryPlan, plan_memory
-    from ringspark.estimators.scaling import ScalingPlan, fit_scaling, plan_scaling
+    from ringspark.estimators.scaling import ParallelismPlan, ScalingPlan, fit_scaling, plan_parallelism, plan_scaling
     from ringspark.estimators.sequence_windows import SequenceWindows
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Callback": "training.callbacks",
     "MemoryPlan": "memory",
+    "ParallelismPlan": "scaling",
     "ScalingPlan": "scaling",
     "SequenceWindows": "sequence_windows",
     "TorchClassifier": "torch_estimator",
@@ -36,12 +37,14 @@ _MODULES = {
     "WorkerError": "failures",
     "fit_scaling": "scaling",
     "plan_memory": "memory",
+    "plan_parallelism": "scaling",
     "plan_scaling": "scaling",
 }
 
 __all__ = [
     "Callback",
     "MemoryPlan",
+    "ParallelismPlan",
     "ScalingPlan",
     "SequenceWindows",
     "TorchClassificationModel",
@@ -55,6 +58,7 @@ __all__ = [
     "WorkerError",
     "fit_scaling",
     "plan_memory",
+    "plan_parallelism",
     "plan_scaling",
 ]
 

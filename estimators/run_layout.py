@@ -4,6 +4,7 @@ run/
   owner.json      the driver that works on the run now; its presence says that a run has begun here
   run.json        the settings, data and model that a resume must share: see `run.identity`
   config.json     the settings of the last start
+  parallelism.txt how the workers share the network, where it was planned: the table and the reason
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.died: its process ended early
@@ -28,6 +29,7 @@ from __future__ import annotations
 OWNER = "owner.json"
 IDENTITY = "run.json"
 CONFIG = "config.json"
+PARALLELISM = "parallelism.txt"
 SHARD_STATES = "shards.json"
 SHARDS = "shards"
 HEARTBEAT = "heartbeat"

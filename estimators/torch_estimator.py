@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
@@ -19,17 +19,19 @@ from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import PackedObjects, TrainTask
-from ringspark.estimators.memory import check_budget, check_on_driver
+from ringspark.estimators.memory import check_budget, check_on_driver, is_on_driver, limits_on_driver
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shard_states import ShardStates
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.run.tables import FitsOnTables
+from ringspark.estimators.scaling.meshes.automatic import choose_parallelism
 from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
@@ -55,6 +57,7 @@ from ringspark.estimators.training.finished import Finished
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.parallelism import AUTO
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import ShardManifest, storage
@@ -201,9 +204,15 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             config = replace(config, pretrained={**config.pretrained, "uri": uri})
         check_columns(config, manifest)
         # Checked before the network is made: a host that cannot hold it would kill the driver.
-        check_on_driver(config, objects, manifest, spark_conf(spark), is_remote(spark))
+        place = spark_conf(spark), is_remote(spark)
+        is_planned = self.getParallelism() == AUTO
+        if not is_planned:
+            check_on_driver(config, objects, manifest, *place)
         config, shapes = check_training(config, objects, manifest)
         self._check_outputs(shapes, is_case_sensitive(spark))
+        if is_planned:
+            config = self._planned(run, config, objects, manifest, *place)
+            check_on_driver(config, objects, manifest, *place)
         check_budget(config, objects, manifest, self.getMemoryBudget())
         run.begin(config, identity_of(config, objects, manifest), rows_key)
         finished = run.result()
@@ -229,6 +238,29 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
             model = self._trained_model(spark, run, config, objects, manifest, names, shapes, finished)
             watcher.end(RunEnd(status="finished", model=model))
         return model
+
+    def _planned(
+        self,
+        run: RunFolder,
+        config: TrainConfig,
+        objects: UserObjects,
+        manifest: ShardManifest,
+        conf: Mapping[str, str],
+        remote: bool,
+    ) -> TrainConfig:
+        """Returns the config with the mesh that the planner chooses, or that the run was begun with."""
+        choice = choose_parallelism(
+            config,
+            objects,
+            manifest,
+            begun=run.last_config(),
+            budget=self.getMemoryBudget(),
+            limits=limits_on_driver(config.num_workers, conf, remote),
+            chooses_micro=not self.isSet(self.gradientAccumulation),
+            is_here=is_on_driver(conf, remote),
+        )
+        run.note(run_layout.PARALLELISM, f"{choice.told}\n")
+        return choice.config
 
     def _trained_model(
         self,
@@ -293,7 +325,9 @@ class _TorchEstimator(_TrainingParams, FitsOnTables[M], Estimator, MLWritable, M
         )
         texts = supervisor.run()
         result = TrainResult.from_json(texts[0])
-        return Finished(result=result, restarts=tuple(supervisor.restarts)).to_json()
+        return Finished(
+            result=result, restarts=tuple(supervisor.restarts), parallelism=config.parallelism
+        ).to_json()
 
     def _trackers(self) -> list[Tracker]:
         """Returns who is told of the training.

@@ -9,8 +9,6 @@ place of the perceptron.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from inspect import signature
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 
 from ringspark.models.chain import Link
 from ringspark.models.experts.layer import MixtureOfExperts
+from ringspark.models.experts.options import mixture_options
 from ringspark.models.mlp import check_dropout
 from ringspark.models.whole_rows import WholeRows, attend
 
@@ -146,7 +145,7 @@ class _Trunk(nn.Module):
         self.positions = nn.Embedding(max_seq_len, dim)
         self.dropout = nn.Dropout(dropout)
         block = (dim, num_heads, mlp_dim or 4 * dim, dropout, attention_dropout, causal)
-        every, options = (depth + 1, {}) if experts is None else _experts(experts, depth)
+        every, options = (depth + 1, {}) if experts is None else mixture_options(experts, depth)
         self.blocks = nn.ModuleList(
             TransformerBlock(*block) if number % every else MixtureBlock(*block, options)
             for number in range(1, depth + 1)
@@ -159,7 +158,7 @@ class _Trunk(nn.Module):
         Raises:
             ValueError: So many ranks have no whole heads each.
         """
-        heads = self.blocks[0].attention.num_heads
+        heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
         return {
@@ -378,26 +377,3 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-
-
-def _experts(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str, Any]]:
-    """Returns every how many blocks a mixture stands, and its options.
-
-    Raises:
-        ValueError: An option is unknown, or no block gets a mixture.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"experts must be a dict such as {{'num_experts': 8}}, got {given!r}")
-    options = dict(given)
-    every = options.pop("every", 2)
-    known = [name for name in signature(MixtureOfExperts).parameters if name not in ("dim", "causal")]
-    for name in options:
-        if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"experts has no option {name!r}{hint}; there are every, {', '.join(known)}")
-    if "num_experts" not in options:
-        raise ValueError(f"experts must give num_experts, such as {{'num_experts': 8}}, got {given!r}")
-    if not 1 <= every <= depth:
-        raise ValueError(f"experts' every must be from 1 to depth ({depth}), got {every}")
-    return every, options

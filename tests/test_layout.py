@@ -46,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("estimators/columns", "estimators/tracking", "estimators/memory"),
     ("estimators/report",),
     ("estimators/stages", "estimators/inference"),
-    ("estimators/launch", "estimators/run"),
+    ("estimators/launch", "estimators/run", "estimators/scaling"),
     (
         "estimators/checked_fit",
         "estimators/torch_estimator",
@@ -54,7 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/trained_model",
         "estimators/sequence_windows",
     ),
-    ("estimators/search", "estimators/tuning", "estimators/scaling"),
+    ("estimators/search", "estimators/tuning"),
     ("estimators",),  # the public names, each imported when it is asked for
     ("jobs",),
 )

@@ -7,7 +7,7 @@ fit with `memoryBudget` is checked by the same plan before its gang starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,7 @@ def plan_memory(
     collective: str = workers.COLLECTIVE.default,
     numWorkers: int = workers.NUM_WORKERS.default,
     useGpu: bool = workers.USE_GPU.default,
+    parallelism: Mapping[str, Any] | None = None,
     budget: int | str | None = None,
 ) -> MemoryPlan:
     """Plans the bytes of one optimizer step on one worker, in steady state, without allocating anything.
@@ -60,9 +61,11 @@ def plan_memory(
             output. A column is an example tensor (also on "meta") or NumPy array, rows first, or
             (shape, dtype) such as ((1024, 32), "float32"). As in training, integers become int64 and
             all else fp32.
-        rows: Rows per worker and optimizer step, over all micro-batches; None takes the columns' own.
+        rows: Rows per worker and optimizer step, over all micro-batches; None takes the columns' own. Workers
+            that share one copy of the network have the same rows.
         loss: A loss that the estimators accept; "auto" is cross entropy for integer labels, else mean
             squared error.
+        parallelism: How the workers share the network; of those with parts, the one that needs most is planned.
         budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
             `suggest` holds up to three others that do.
 
@@ -83,6 +86,7 @@ def plan_memory(
         loss_weights=(1.0,) * len(labels),
         optimizer=optimizer if isinstance(optimizer, str) else "adamw",
         batch_size=labels[0].shape[0] * numWorkers,
+        parallelism=dict(parallelism or {}),
         num_workers=numWorkers,
         use_gpu=useGpu,
         collective=collective,

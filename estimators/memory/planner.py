@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.cut_plan import plan_cut
 from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import suggestions
-from ringspark.estimators.memory.sharing import communication_bytes, shares
+from ringspark.estimators.memory.sharing import communication_bytes, num_sharers, shares
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -77,10 +78,12 @@ class Planner:
             return None
 
     def _plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
+        if config.cuts_network:
+            return self._cut_plan_of(config, budget)
         step = self._step(config)
         peak = step.peaks[config.sharding]
         between = {"communication": communication_bytes(config, self.network)}
-        share = shares(config.sharding, config.num_workers)
+        share = shares(config.sharding, num_sharers(config))
         parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in step.parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
@@ -89,6 +92,22 @@ class Planner:
             at_peak=peak.parts | between,
             budget=budget,
             **parts | between,
+        )
+
+    def _cut_plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
+        """Returns the plan of the rank that needs most, of those that share one copy of the network."""
+        found = plan_cut(config, self._objects, self.network, self._inputs, self._labels)
+        peak, own = found.peak, found.rank
+        share = shares(config.sharding, num_sharers(config))
+        parts: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in own.parts.items()}
+        rest = {part: peak.parts[part] for part in ("activations", "batch", "communication")}
+        return MemoryPlan(
+            settings=settings_of(config),
+            rows=self._rows,
+            peak=peak.total,
+            at_peak=peak.parts,
+            budget=budget,
+            **parts | rest,
         )
 
     def _step(self, config: TrainConfig) -> StepBytes:

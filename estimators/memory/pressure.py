@@ -52,11 +52,21 @@ def check_on_driver(
     Raises:
         ValueError: It cannot fit; the error names the need, the available bytes and a remedy.
     """
+    check(config, objects, manifest, limits_on_driver(config.num_workers, conf, is_remote))
+
+
+def limits_on_driver(num_workers: int, conf: Mapping[str, str], is_remote: bool) -> list[Available | None]:
+    """Returns what the driver knows of a worker's memory; the arguments are those of `check_on_driver`."""
     limits = [of_spark_workers(conf)]
+    if is_on_driver(conf, is_remote):
+        limits.append(of_machine(num_workers, same_cgroup=True))
+    return limits
+
+
+def is_on_driver(conf: Mapping[str, str], is_remote: bool) -> bool:
+    """Whether the workers run on the driver's host: on local masters."""
     master = conf.get("spark.master", "")
-    if not is_remote and (master == "local" or master.startswith("local[")):
-        limits.append(of_machine(config.num_workers, same_cgroup=True))
-    check(config, objects, manifest, limits)
+    return not is_remote and (master == "local" or master.startswith("local["))
 
 
 def check_on_rank(
@@ -168,14 +178,16 @@ def _needs(
     whole = parameters + num_bytes(b for b in network.buffers() if not is_lazy(b))
     on_gpu = dict.fromkeys(SHARDED_PARTS["parameters"], 0.0)
     share = on_gpu if config.use_gpu else shares(config.sharding, config.num_workers)
+    # At least one worker has its even part of what a mesh cuts; state and gradients were planned as parts.
+    parts = config.axes["tensor"] * config.axes["pipeline"]
     own = {
-        "parameters": int(whole * share.get("parameters", 1.0)),
+        "parameters": int(whole / parts * share.get("parameters", 1.0)),
         "optimizer state": int(state * share.get("optimizer_state", 1.0)),
     }
     reading = reading_needs(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
     # Rank 0 copies parameters and state while the training waits; the gradients are freed by then.
-    copy = {"copy for a checkpoint": parameters + state}
+    copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [
         # Every rank makes the whole network on the host before it is cut or moved.
         {"parameters": whole},

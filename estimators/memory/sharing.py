@@ -26,9 +26,28 @@ SHARDED_PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def num_sharers(config: TrainConfig) -> int:
+    """Returns how many ranks sum the gradients of one parameter, and split what a sharding splits."""
+    sizes = config.axes
+    return sizes["data"] * sizes["shard"] * sizes["expert"] * sizes["sequence"]
+
+
 def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
     """Returns the share of each part on one rank; a rank holds all of a part without an entry."""
     return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
+
+
+def bucket_bytes(config: TrainConfig, module: nn.Module) -> int:
+    """Returns the most bytes of gradients that live at a time while buckets of them leave; 0 if all do.
+
+    Args:
+        module: Like that of `communication_bytes`.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    whole = config.sharding == "none" and num_sharers(config) > 1 and config.axes["pipeline"] == 1
+    if not whole or config.gradient_accumulation > 1 or num_bytes(trained.values()) <= FLAT_BYTES:
+        return 0
+    return max(num_bytes(bucket.values()) for bucket in deal(trained, BUCKET_BYTES))
 
 
 def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
@@ -37,7 +56,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     Args:
         module: Any copy of the network, also one on `meta`: only sizes count.
     """
-    if config.num_workers == 1:
+    if num_sharers(config) == 1:
         return 0
     # Ranks of one host share 2 MiB for each of them, which is not counted.
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

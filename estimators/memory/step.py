@@ -10,20 +10,21 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.meter import Meter, Peak
-from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
+from ringspark.estimators.memory.meter import Meter, Peak, Weights
+from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
 from ringspark.estimators.training.driver_check import own_optimizer
@@ -88,11 +89,29 @@ def measure_step(
         Exception: The network, its loss or its optimizer raised it, or torch did because a shape depends
             on the numbers in a tensor.
     """
-    device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
-    _know_sizes(empty, inputs, objects)
+    know_sizes(empty, inputs, objects)
+    with on_fake_tensors(config, objects, empty) as step:
+        return step.run(inputs, labels, update)
+
+
+@contextmanager
+def on_fake_tensors(
+    config: TrainConfig,
+    objects: UserObjects,
+    empty: nn.Module,
+    *others: TorchDispatchMode,
+    weightings: Mapping[str, Weights] | None = None,
+) -> Iterator[FakeStep]:
+    """Returns a context in which tensors have no memory; it gives the network and all that a step needs.
+
+    Args:
+        others: Modes that see the operators too.
+        weightings: Of the meter, beside one for each way of sharding.
+    """
+    device = device_of(config)
     gpus = [device] if device.type == "cuda" else []
-    weightings = {name: shares(name, config.num_workers) for name in SHARDED_PARTS}
-    meter = Meter(weightings)
+    sharded = {name: shares(name, num_sharers(config)) for name in SHARDED_PARTS}
+    meter = Meter({**sharded, **(weightings or {})})
     # Copied here, because a fake mode cannot copy real buffers.
     transform: BatchTransform | None = None
     if objects.transform_batch is not None:
@@ -104,10 +123,18 @@ def measure_step(
         FakeTensorMode(allow_non_fake_inputs=True),
         _quiet(),
         meter,
+        ExitStack() as entered,
     ):
         # A network or an optimizer repeats its warnings when it trains.
         warnings.simplefilter("ignore")
-        return _Step(config, objects, empty, device, meter, transform).run(inputs, labels, update)
+        for mode in others:
+            entered.enter_context(mode)
+        yield FakeStep(config, objects, empty, device, meter, transform)
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """Returns the device whose tensors a step is measured with."""
+    return torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
@@ -121,8 +148,16 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-class _Step:
-    """The network, the optimizer and the recipe of one rank, on fake tensors."""
+class FakeStep:
+    """The network, the optimizer and the recipe of one rank, on fake tensors.
+
+    Attributes:
+        module: The network.
+        transform: Changes training rows; None for none.
+        sync: Its optimizer, without communication.
+        recipe: How a micro-batch is computed.
+        meter: Counts the bytes.
+    """
 
     def __init__(
         self,
@@ -133,25 +168,25 @@ class _Step:
         meter: Meter,
         transform: BatchTransform | None,
     ) -> None:
-        self._config, self._device, self._meter = config, device, meter
-        self._transform = transform
-        self._module = _with_storage(empty, device)
-        meter.assign([*self._module.parameters(), *self._module.buffers()], "parameters")
+        self._config, self._device, self.meter = config, device, meter
+        self.transform = transform
+        self.module = _with_storage(empty, device)
+        meter.assign([*self.module.parameters(), *self.module.buffers()], "parameters")
         if config.precision != "fp32":
-            keep_norms_fp32(self._module)
+            keep_norms_fp32(self.module)
         if config.gradient_checkpointing != "none":
-            apply_activation_checkpoint(self._module, segment_policy(config.gradient_checkpointing))
-        self._trained = [p for p in self._module.parameters() if p.requires_grad]
+            apply_activation_checkpoint(self.module, segment_policy(config.gradient_checkpointing))
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
         # A rank holds of the average what it holds of the parameters.
         self._average = [torch.empty_like(p) for p in self._trained if config.ema_decay is not None]
         meter.assign(self._average, "parameters")
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
-        optimizer = own_optimizer(config, objects, self._module)
+        optimizer = own_optimizer(config, objects, self.module)
         # Adagrad makes its state here, other optimizers in their first step.
         meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
-        self._sync = PlainSync(self._module, optimizer)
-        self._recipe = Recipe(
+        self.sync = PlainSync(self.module, optimizer)
+        self.recipe = Recipe(
             config=config,
             criterion=Criterion(make_heads(config, objects), device),
             scaler=LossScaler(config.precision, device),
@@ -160,7 +195,7 @@ class _Step:
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self._meter.assign([parameter.grad], "gradients")
+            self.meter.assign([parameter.grad], "gradients")
 
     def run(
         self, inputs: Sequence[Column], labels: Sequence[Column], update: UpdateBytes | None
@@ -172,59 +207,59 @@ class _Step:
         )
         # On a GPU the next batch is there too, see `feed.batches_on`.
         ahead = [c.empty(self._device) for c in (*inputs, *labels) if self._device.type == "cuda"]
-        self._meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
-        self._module.train()
-        if self._transform is not None:
-            batch = self._transform(batch, 0)
-        self._meter.restart()
-        divisor = global_weights(self._recipe, batch, batch.num_rows, LocalCollective())
+        self.meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
+        self.module.train()
+        if self.transform is not None:
+            batch = self.transform(batch, 0)
+        self.meter.restart()
+        divisor = global_weights(self.recipe, batch, batch.num_rows, LocalCollective())
         # Outputs are kept for metrics until the step is over, as in the trainer.
         seen = [
             forward_backward(
-                self._recipe, self._sync, micro_batch, divisor, keeps_outputs=bool(self._config.metrics)
+                self.recipe, self.sync, micro_batch, divisor, keeps_outputs=bool(self._config.metrics)
             )
             for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]
         ]
         del seen
-        backward = dict(self._meter.peaks)
-        parts = dict(self._meter.highest)
-        update = update or self._update()
+        backward = dict(self.meter.peaks)
+        parts = dict(self.meter.highest)
+        update = update or self.update()
         parts["optimizer_state"] = update.state
         parts["activations"] = max(parts["activations"], update.temporaries)
         peaks = {}
         for name, peak in backward.items():
-            share = shares(name, self._config.num_workers).get("optimizer_state", 1.0)
+            share = shares(name, num_sharers(self._config)).get("optimizer_state", 1.0)
             with_state = peak.parts | {"optimizer_state": int(update.state * share)}
             peak = Peak(total=sum(with_state.values()), parts=with_state)
             peaks[name] = max(peak, update.peaks[name], key=lambda found: found.total)
         return StepBytes(parts=parts, peaks=peaks, update=update)
 
-    def _update(self) -> UpdateBytes:
+    def update(self) -> UpdateBytes:
         """Measures the second optimizer step, which is like all later ones; the first makes the state."""
-        before = self._meter.snapshot()
+        before = self.meter.snapshot()
         # Not by the scaler's `step`, which reads whether the gradients are finite.
-        self._recipe.scaler.unscale(self._sync.optimizer)
+        self.recipe.scaler.unscale(self.sync.optimizer)
         self._optimizer_step()
-        self._meter.assign_new(before, "optimizer_state")
-        self._meter.restart()
+        self.meter.assign_new(before, "optimizer_state")
+        self.meter.restart()
         self._optimizer_step()
         return UpdateBytes(
-            state=self._meter.live["optimizer_state"],
-            temporaries=self._meter.highest["activations"],
-            peaks=dict(self._meter.peaks),
+            state=self.meter.live["optimizer_state"],
+            temporaries=self.meter.highest["activations"],
+            peaks=dict(self.meter.peaks),
         )
 
     def _optimizer_step(self) -> None:
-        self._meter.answers_scalars = True
+        self.meter.answers_scalars = True
         try:
             if self._config.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm)
-            self._sync.optimizer.step()
+            self.sync.optimizer.step()
         finally:
-            self._meter.answers_scalars = False
+            self.meter.answers_scalars = False
 
 
-def _know_sizes(empty: nn.Module, inputs: Sequence[Column], objects: UserObjects) -> None:
+def know_sizes(empty: nn.Module, inputs: Sequence[Column], objects: UserObjects) -> None:
     """Initializes lazy layers, as `probe` does, by a forward pass on shapes alone."""
     tensors = (*empty.parameters(), *empty.buffers())
     if not any(is_lazy(tensor) for tensor in tensors):

@@ -127,16 +127,6 @@ class Mesh:
         return self.data.size
 
     @property
-    def stream(self) -> int:
-        """Number of this rank's stream of random numbers in the network, such as those of dropout.
-
-        Ranks with other rows, other tokens or other blocks have others; those that compute the same must draw
-        the same.
-        """
-        apart, tokens = self.places.get("pipeline", 0), self.sizes.get("sequence", 1)
-        return self.data_rank + self.data_size * (self.places.get("sequence", 0) + tokens * apart)
-
-    @property
     def writes(self) -> bool:
         """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
         return self.world.rank == 0
@@ -150,6 +140,16 @@ class Mesh:
     def stage(self) -> int:
         """This rank's stage of the pipeline: 0 gets the rows, and the last one has the losses."""
         return self.sizes.get("pipeline", 1) - 1 - self.places.get("pipeline", 0)
+
+    @property
+    def drawing_rank(self) -> int:
+        """Number by which a rank draws: other rows, other tokens and other blocks draw other numbers.
+
+        Ranks along 'tensor' draw alike, for what they drop must be the same where all have it.
+        """
+        num_stages = self.sizes.get("pipeline", 1)
+        part = num_stages - 1 - self.stage + num_stages * self.places.get("sequence", 0)
+        return self.data_rank + self.data_size * part
 
     @property
     def has_losses(self) -> bool:

@@ -191,6 +191,19 @@ class RunFolder:
             data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
 
+    def last_config(self) -> TrainConfig | None:
+        """Returns the settings of the last start; None if there was none, or they cannot be read."""
+        with suppress(OSError, ValueError):
+            return TrainConfig.from_json(storage.read_bytes(storage.join(self.uri, run_layout.CONFIG)).decode())
+        return None
+
+    def note(self, name: str, text: str) -> None:
+        """Writes a file that only informs; if the store refuses it, the training goes on without."""
+        try:
+            storage.write_atomic(storage.join(self.uri, name), text.encode())
+        except OSError as error:
+            _logger.warning("%s was not written (%s); the training goes on without it", name, error)
+
     def refusal(self, changed: list[str]) -> RunRefusedError:
         """Returns the error for a run whose identity changed."""
         return RunRefusedError(

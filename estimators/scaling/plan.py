@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import Column, columns_of
+from ringspark.estimators.scaling.described import described
 from ringspark.estimators.scaling.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.estimators.scaling.fit import WORKERS
 from ringspark.estimators.scaling.layers import NetworkWork, count_layers
 from ringspark.estimators.scaling.rehearsal import LARGEST_BYTES, SMALL_BYTES, Rehearsal, rehearse
 from ringspark.estimators.scaling.report import Predicted, ScalingPlan
-from ringspark.estimators.training.driver_check import build_module, check_names
-from ringspark.estimators.training.objective.losses import default_loss
+from ringspark.estimators.training.driver_check import build_module
 from ringspark.estimators.training.settings import memory, python_objects
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
 # The backward pass, behind which an exchange can hide, is about two of three parts of the computation.
@@ -108,7 +105,9 @@ def plan_scaling(
         )
     if hierarchical and (hostLink is None or workersPerHost is None):
         raise ValueError("hierarchical=True needs hostLink and workersPerHost, as one host has one level")
-    config, objects = _config(model, inputs, labels, optimizer, loss, precision, collective)
+    config, objects = described(
+        model, inputs, labels, optimizer, loss, precision=precision, collective=collective
+    )
     module = build_module(config, objects)
     gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
     if stepSeconds is None or link is None:
@@ -185,45 +184,6 @@ def _network(module: nn.Module, inputs: Sequence[Column]) -> NetworkWork | None:
     # A forward whose shapes depend on values trains all the same.
     except Exception:
         return None
-
-
-def _config(
-    model: ModelSpec | nn.Module,
-    inputs: Sequence[Column],
-    labels: Sequence[Column],
-    optimizer: Any,
-    loss: Any,
-    precision: str,
-    collective: str,
-) -> tuple[TrainConfig, UserObjects]:
-    losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
-    losses = [
-        ("cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1))
-        if entry == "auto"
-        else entry
-        for entry, label in zip(losses, labels, strict=True)
-    ]
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        model=model.to_json() if isinstance(model, ModelSpec) else None,
-        input_columns=tuple(f"input {i}" for i in range(len(inputs))),
-        label_columns=tuple(f"label {i}" for i in range(len(labels))),
-        losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
-        loss_weights=(1.0,) * len(labels),
-        optimizer=optimizer if isinstance(optimizer, str) else python_objects.OPTIMIZER.default,
-        batch_size=labels[0].shape[0],
-        collective=collective,
-        precision=cast(Any, precision),
-        reader="arrow",
-    )
-    objects = UserObjects(
-        module=None if isinstance(model, ModelSpec) else model,
-        losses=tuple(None if isinstance(entry, str) else entry for entry in losses),
-        optimizer=None if isinstance(optimizer, str) else optimizer,
-    )
-    check_names(config, objects)
-    return replace(config, num_workers=1), objects
 
 
 def _checked(workers: Sequence[int], batch_size: int | None) -> list[int]:

@@ -66,16 +66,16 @@ class Rehearsal:
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         status.phase = "measuring steps"
         torch.manual_seed(0)
-        steps = self._steps(torch.device(device))
-        step_seconds = {rows: self._median(step, collective) for rows, step in steps.items()}
+        steps = self.make_steps(torch.device(device))
+        step_seconds = {rows: self.median(step, collective) for rows, step in steps.items()}
         status.phase = "measuring sums"
         sums = []
         for number, size in enumerate(self.sizes if collective.size > 1 else ()):
             buffer = torch.zeros(size // 4, device=device)
-            sums.append(self._median(partial(_sum, collective, buffer, str(number)), collective))
+            sums.append(self.median(partial(_sum, collective, buffer, str(number)), collective))
         return json.dumps([list(step_seconds.items()), sums])
 
-    def _median(self, function: Callable[[], object], collective: Collective) -> float:
+    def median(self, function: Callable[[], object], collective: Collective) -> float:
         seconds = []
         for _ in range(WARM_UPS + self.repeats):
             collective.barrier()
@@ -84,7 +84,7 @@ class Rehearsal:
             seconds.append(time.perf_counter() - start)
         return median(seconds[WARM_UPS:])
 
-    def _steps(self, device: torch.device) -> dict[int, Callable[[], None]]:
+    def make_steps(self, device: torch.device) -> dict[int, Callable[[], None]]:
         objects = user_code.loads(self.objects)
         module = build_module(self.config, objects).to(device).train()
         if self.config.precision != "fp32":

@@ -99,19 +99,19 @@ class ScalingPlan:
     @property
     def facts(self) -> str:
         """What the prediction rests on, in a sentence."""
-        between = "" if self.host_link is None else f"; between hosts {_of_link(self.host_link)}"
+        between = "" if self.host_link is None else f"; between hosts {link_words(self.host_link)}"
         return (
-            f"A step takes {_time(self.fixed_seconds)} and {_time(self.row_seconds)} a row; "
-            f"{_of_link(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} in each step."
+            f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} a row; "
+            f"{link_words(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} in each step."
         )
 
     def table(self) -> str:
         """Returns a text: what the prediction rests on, a line per number of workers, and the verdict."""
-        return "\n".join([self.facts, _aligned(self._header, self._rows()), self.verdict])
+        return "\n".join([self.facts, aligned(self._header, self._rows()), self.verdict])
 
     def layers_table(self) -> str:
         """Returns a text with work and depth of each layer; "" if they could not be counted."""
-        return "" if self.network is None else _aligned(_LAYERS_HEADER, self._layers())
+        return "" if self.network is None else aligned(_LAYERS_HEADER, self._layers())
 
     def __str__(self) -> str:
         layers = self.layers_table()
@@ -134,8 +134,8 @@ class ScalingPlan:
             (
                 f"{p.workers:,}",
                 f"{p.rows:,.4g}",
-                _time(p.step_seconds),
-                _time(p.exchange_seconds),
+                show_seconds(p.step_seconds),
+                show_seconds(p.exchange_seconds),
                 f"{1 - p.exposed_seconds / p.exchange_seconds:.0%}" if p.exchange_seconds else "",
                 f"{p.rows_per_second:,.0f}",
                 f"{p.efficiency:.3f}",
@@ -168,7 +168,7 @@ class ScalingPlan:
 _LAYERS_HEADER = ("layer", "kind", "work", "depth", "work / depth", "parameters")
 
 
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
@@ -176,12 +176,12 @@ def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _of_link(link: Link) -> str:
+def link_words(link: Link) -> str:
     rate = f"{1e-6 / link.beta:,.0f} MB/s" if link.beta else "no time for bytes"
-    return f"a message {_time(link.alpha)}, {rate}"
+    return f"a message {show_seconds(link.alpha)}, {rate}"
 
 
-def _time(seconds: float) -> str:
+def show_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -39,6 +40,7 @@ class TrainingSummary:
         resumed_steps: Step from which each start of the workers resumed, if it resumed at all.
         checkpoint_errors: One line per checkpoint that could not be written.
         non_finite: One line per step whose loss or gradient was not finite.
+        parallelism: How the workers shared the network, as the setting of this name; {} for whole copies.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -53,6 +55,7 @@ class TrainingSummary:
     resumed_steps: tuple[int, ...] = added(())
     checkpoint_errors: tuple[str, ...] = added(())
     non_finite: tuple[str, ...] = added(())
+    parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
 
     @property
     def history(self) -> pd.DataFrame:
@@ -137,7 +140,12 @@ class TrainingSummary:
         return rank_log.read_lines(self.run_uri, rank)
 
     @classmethod
-    def of(cls, result: TrainResult, restarts: tuple[str, ...] = ()) -> TrainingSummary:
+    def of(
+        cls,
+        result: TrainResult,
+        restarts: tuple[str, ...] = (),
+        parallelism: Mapping[str, Any] | None = None,
+    ) -> TrainingSummary:
         return cls(
             epochs=result.history,
             rows=result.rows,
@@ -151,6 +159,7 @@ class TrainingSummary:
             resumed_steps=result.resumed_steps,
             checkpoint_errors=result.checkpoint_errors,
             non_finite=tuple(map(str, result.non_finite)),
+            parallelism=dict(parallelism or {}),
         )
 
     @classmethod
@@ -172,7 +181,7 @@ class TrainingSummary:
             ) from None
         weights = storage.join(storage.normalize(run_uri), found.result.checkpoint_uri.rpartition("/")[2])
         result = replace(found.result, run_uri=run_uri, checkpoint_uri=weights)
-        return cls.of(result, found.restarts), result
+        return cls.of(result, found.restarts, found.parallelism), result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,7 +11,7 @@ from ringspark.estimators.training.driver_check import check_names
 from ringspark.estimators.training.objective.own_metrics import named_metrics
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.parallelism import MODEL_AXES
+from ringspark.estimators.training.settings.parallelism import AUTO, MODEL_AXES
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
@@ -54,7 +54,11 @@ def config_of(
         "metrics": tuple(metrics),
         "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
     }
-    needs_parts = any(given["parallelism"].get(axis, 1) > 1 for axis in (*MODEL_AXES, "shard"))
+    mesh = given["parallelism"]
+    needs_parts = mesh == AUTO or any(mesh.get(axis, 1) > 1 for axis in (*MODEL_AXES, "shard"))
+    if mesh == AUTO:
+        # Whole copies until the planner has chosen, which looks at the network and the rows.
+        values["parallelism"] = {}
     if (given["useGpu"] or needs_parts) and not stage.isSet(stage.collective):
         # torch brings NCCL along, which Horovod has only where it was built with CUDA, and parts of a gang.
         values["collective"] = "torch"

@@ -218,6 +218,7 @@ class Trainer:
             self._sync.optimizer.zero_grad()
             self._running.passes.drain()
             self._take_step(0, 0)
+        self._running.passes.settle()
 
     def _take_step(self, own_rows: int, global_rows: int) -> None:
         """Sums the gradients over the ranks and takes the optimizer's step. Runs on every rank."""

@@ -153,7 +153,7 @@ def _train(
     # Ranks with other parts of the gradients must agree on overflows.
     sync.ranks_differ |= mesh.cuts_network
     # Dropout differs between the ranks, like between the rows of one batch.
-    seed_rank(config.seed, 0, mesh.stream)
+    seed_rank(config.seed, 0, mesh.drawing_rank)
     best = None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.due.is_asked)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 
 import torch
@@ -129,8 +130,6 @@ class MixtureOfExperts(CountingLayer):
         self.experts = Experts(num_experts, dim, mlp_dim)
         self.exchange: Exchange | None = None
 
-    # The number of rows of an expert is known only when it runs, so this layer is not compiled.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the sum of the experts' weighted outputs for each token.
 
@@ -138,6 +137,13 @@ class MixtureOfExperts(CountingLayer):
             x: (batch, seq, dim).
             real: (batch, seq) booleans, False for padding, which takes no place; None: all are tokens.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # The number of rows of an expert is known only when it runs.
+            found: torch.Tensor = torch.compiler.disable(self._forward)(x, real)
+            return found
+        return self._forward(x, real)
+
+    def _forward(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         if real is None:
             real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         logits = self._logits(x)
@@ -149,7 +155,8 @@ class MixtureOfExperts(CountingLayer):
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         # In fp32: the softmax of 16-bit logits would not tell near experts apart (Fedus et al. 2021).
-        with torch.autocast(x.device.type, enabled=False):
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
             x = x.to(_wide(x))
             if self.training and self._jitter:
                 x = x * torch.empty_like(x).uniform_(1 - self._jitter, 1 + self._jitter)

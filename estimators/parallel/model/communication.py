@@ -33,14 +33,20 @@ def part_of_whole(x: torch.Tensor, dim: int, collective: Collective) -> torch.Te
     return _run(_Part, x, collective, dim)
 
 
-def joined(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
-    """Makes a cut value whole, by an all-gather; of the whole gradient each rank takes its part."""
-    return _run(_Joined, x, collective, dim, False)
+def joined(x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None) -> torch.Tensor:
+    """Makes a cut value whole, by an all-gather; of the whole gradient each rank takes its part.
+
+    Args:
+        whole: Length of the whole along `dim`, if it is known; None asks the ranks, which is one exchange more.
+    """
+    return _run(_Joined, x, collective, dim, False, whole)
 
 
-def joined_for_parts(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
+def joined_for_parts(
+    x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None
+) -> torch.Tensor:
     """Like `joined`, for a whole that different ranks use differently: its gradients are reduce-scattered."""
-    return _run(_Joined, x, collective, dim, True)
+    return _run(_Joined, x, collective, dim, True, whole)
 
 
 def scattered(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
@@ -82,15 +88,18 @@ def _run(function: Any, x: torch.Tensor, collective: Collective, *options: Any) 
     return result
 
 
-def _gather(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
+def _gather(x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None) -> torch.Tensor:
     """Joins the ranks' tensors, which are alike but for the length of `dim`, by `length_of_part`."""
     first = x.movedim(dim, 0).contiguous()
-    told = torch.tensor([len(first)])
-    lengths = [int(n) for n in collective.all_gather(told, [1] * collective.size)]
+    if whole is None:
+        told = torch.tensor([len(first)])
+        lengths = [int(n) for n in collective.all_gather(told, [1] * collective.size)]
+    else:
+        lengths = [length_of_part(whole, rank, collective.size) for rank in range(collective.size)]
     width = first.shape[1:].numel()
     pieces = collective.all_gather(first.reshape(-1), [n * width for n in lengths])
-    whole = torch.cat([p.view(-1, *first.shape[1:]) for p in pieces])
-    return whole.movedim(0, dim).contiguous()
+    joined_pieces = torch.cat([p.view(-1, *first.shape[1:]) for p in pieces])
+    return joined_pieces.movedim(0, dim).contiguous()
 
 
 def _scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
@@ -127,37 +136,39 @@ class _Summed(torch.autograd.Function):
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int) -> torch.Tensor:
-        ctx.collective, ctx.dim = collective, dim
+        ctx.collective, ctx.dim, ctx.whole = collective, dim, x.shape[dim]
         return cut_along(x, dim, collective.rank, collective.size).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.dim, ctx.collective), None, None
+        return _gather(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int, differs: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, collective: Collective, dim: int, differs: bool, whole: int | None
+    ) -> torch.Tensor:
         ctx.collective, ctx.dim, ctx.differs = collective, dim, differs
-        return _gather(x, dim, collective)
+        return _gather(x, dim, collective, whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.differs:
-            return _scatter(gradient, ctx.dim, ctx.collective), None, None, None
+            return _scatter(gradient, ctx.dim, ctx.collective), None, None, None, None
         rank, size = ctx.collective.rank, ctx.collective.size
-        return cut_along(gradient, ctx.dim, rank, size).contiguous(), None, None, None
+        return cut_along(gradient, ctx.dim, rank, size).contiguous(), None, None, None, None
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, dim: int) -> torch.Tensor:
-        ctx.collective, ctx.dim = collective, dim
+        ctx.collective, ctx.dim, ctx.whole = collective, dim, x.shape[dim]
         return _scatter(x, dim, collective)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.dim, ctx.collective), None, None
+        return _gather(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
 
 
 class _Exchanged(torch.autograd.Function):

@@ -13,9 +13,12 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.cut import Cut
 from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.layout import ModelLayout
+from ringspark.estimators.parallel.model.pipeline.cutting import cut_by_names, cut_stages
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
 from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
+from ringspark.models.chain import links_of
 from ringspark.models.reports import CountingLayer
 
 # How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
@@ -46,6 +49,14 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
         spread_tensor(module, seat, plan)
     counting = [name for name, layer in module.named_modules() if isinstance(layer, CountingLayer)]
+    if sizes["pipeline"] > 1:
+        virtual = options.get("virtual", 1)
+        owners = schedule_of(options.get("schedule", "1f1b"), virtual).owners(sizes["pipeline"], virtual)
+        links = links_of(module)
+        if options.get("cuts"):
+            cut_by_names(links, len(owners), options["cuts"])
+        else:
+            cut_stages(links, len(owners), [1.0] * len(links))
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
         spread_experts(module, last)

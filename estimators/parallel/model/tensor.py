@@ -35,6 +35,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self._collective, self._joins = collective, joins
+        self._outputs = layer.out_features if blocks == 1 else None
         cut = Cut(AXIS, 0, blocks)
         self.weight = _parameter(layer.weight, cut, collective)
         self.bias = None if layer.bias is None else _parameter(layer.bias, cut, collective)
@@ -42,7 +43,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(copied(x, self._collective), self.weight, self.bias)
-        return joined(out, -1, self._collective) if self._joins else out
+        return joined(out, -1, self._collective, self._outputs) if self._joins else out
 
 
 class RowLinear(nn.Module):
@@ -75,7 +76,7 @@ class VocabularyEmbedding(nn.Module):
         cut = Cut(AXIS, 0)
         lengths = [len(part_of(layer.weight, cut, r, collective.size)) for r in range(collective.size)]
         self._first = sum(lengths[: collective.rank])
-        self._num_ids = layer.num_embeddings
+        self.num_ids = sum(lengths)
         self._padding = layer.padding_idx
         self.weight = _parameter(layer.weight, cut, collective)
         self.cuts = {"weight": cut}
@@ -84,7 +85,7 @@ class VocabularyEmbedding(nn.Module):
         local = ids - self._first
         is_here = (local >= 0) & (local < len(self.weight))
         # An id that no rank has must fail on all of them, as in a whole table, and not count as zeros.
-        is_known = (ids >= 0) & (ids < self._num_ids)
+        is_known = (ids >= 0) & (ids < self.num_ids)
         found = F.embedding(torch.where(is_here, local, torch.where(is_known, 0, -1)), self.weight)
         keeps = is_here if self._padding is None else is_here & (ids != self._padding)
         if self._padding is not None:
@@ -97,7 +98,7 @@ def scores(x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
     """Compares (..., dim) with the embeddings of all ids, of which each rank has some: (..., ids), whole."""
     assert isinstance(tokens, VocabularyEmbedding)
     own = F.linear(copied(x, tokens.collective), tokens.weight)
-    return joined(own, -1, tokens.collective)
+    return joined(own, -1, tokens.collective, tokens.num_ids)
 
 
 def _parameter(whole: torch.Tensor, cut: Cut, collective: Collective) -> nn.Parameter:
@@ -253,7 +254,7 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
                 )
             part.train(layer.training)
             if isinstance(part, VocabularyEmbedding) and hasattr(module, "scores"):
-                module.scores = scores
+                vars(module)["scores"] = scores
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}

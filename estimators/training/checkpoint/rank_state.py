@@ -86,7 +86,7 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
             _restore_same(running, states[mesh.world.rank])
         else:
             _restore_other(running, states, mesh.data_rank)
-            seed_rank(seed, running.state.step, mesh.stream)
+            seed_rank(seed, running.state.step, mesh.drawing_rank)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"what the checkpoint has of the ranks is of another training ({type(error).__name__}: {error}); "

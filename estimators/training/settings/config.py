@@ -140,7 +140,7 @@ class TrainConfig:
     use_gpu: bool = workers.USE_GPU.default
     collective: str = workers.COLLECTIVE.default
     compile: bool | str = workers.COMPILE.default
-    parallelism: dict[str, Any] = field(default_factory=lambda: dict(meshes.PARALLELISM.default))
+    parallelism: dict[str, Any] = field(default_factory=dict)
     consistency: dict[str, Any] = field(default_factory=lambda: dict(consistency.CONSISTENCY.default))
     precision: Precision = memory.PRECISION.default
     gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING

@@ -19,11 +19,17 @@ SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv",
 OPTIONS: dict[str, Any] = {"plan": None, "schedule": "1f1b", "virtual": 1, "cuts": ()}
 
 
-def _parallelism(value: Any) -> dict[str, Any]:
+# Has the planner choose; never in the config of a training, which has what was chosen.
+AUTO = "auto"
+
+
+def _parallelism(value: Any) -> dict[str, Any] | str:
     """Returns the axes and options that are given, checked one by one."""
+    if isinstance(value, str) and value == AUTO:
+        return AUTO
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"parallelism must be a dict of axes, such as {{'data': 2, 'tensor': 2}}, got {value!r}"
+            f"parallelism must be a dict of axes, such as {{'data': 2, 'tensor': 2}}, or 'auto', got {value!r}"
         )
     found: dict[str, Any] = {}
     for name, given in value.items():
@@ -99,14 +105,15 @@ def sizes_of(parallelism: Mapping[str, Any], num_workers: int) -> dict[str, int]
     return sizes
 
 
-PARALLELISM = Setting[dict[str, Any]](
+PARALLELISM = Setting[dict[str, Any] | str](
     name="parallelism",
     field="parallelism",
     words="how the workers share one network: workers along 'data' (whole copies, other rows), 'shard' (the "
     "same, weights in parts), 'tensor' (parts of matrices), 'pipeline' (some blocks each), 'expert' (other "
     "experts) and 'sequence' (parts of every row), such as {'data': 2, 'tensor': 2}; 'plan' says which "
     "layers 'tensor' cuts in a network of your own; 'schedule', 'virtual' and 'cuts' say how a pipeline "
-    "runs, whose micro-batches are those of gradientAccumulation",
+    "runs, whose micro-batches are those of gradientAccumulation; 'auto' has them planned by memory and time "
+    "before the workers start, with gradientAccumulation where that is not set",
     default={},
     default_words="`{}`: all along 'data'",
     convert=_parallelism,

@@ -357,6 +357,16 @@ COMBINATIONS: tuple[Combination, ...] = (
         "compile=False, or give all workers to 'data'",
     ),
     Combination(
+        "parallelism's schedule without a flush with precision='fp16' or sharding",
+        lambda c: (
+            c.parallelism.get("schedule") in ("pipedream", "2bw")
+            and (c.precision == "fp16" or c.sharding != "none")
+        ),
+        "parallelism's schedule '{parallelism[schedule]}' has gradients of an earlier step, or none, where "
+        "precision '{precision}' looks at each step's or sharding '{sharding}' cuts them; set "
+        "precision='bf16' and sharding='none', or schedule='1f1b'",
+    ),
+    Combination(
         "parallelism that cuts the network with minWorkers",
         lambda c: c.cuts_network and c.min_workers is not None and c.min_workers < c.num_workers,
         "parallelism {parallelism} needs all of its workers, and minWorkers ({min_workers}) asks to go on "

@@ -14,8 +14,10 @@ from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Seen, Sums
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.reports import CountingLayer, collected
 from ringspark.pipelines import ShardManifest
@@ -100,6 +102,39 @@ def test_layers_losses_are_trained(make_shards: MakeShards, tmp_path: Path) -> N
     assert last[1.0]["train_balance_loss"] < last[0.0]["train_balance_loss"]
     assert last[1.0]["train_z_loss"] < last[0.0]["train_z_loss"]
     assert last[1.0]["train_dropped_share"] < last[0.0]["train_dropped_share"]
+
+
+class Stops(Callback):
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.at:
+            raise KeyError("stopped")
+
+
+def test_a_training_that_goes_on_in_the_middle_of_an_epoch_has_the_undisturbed_history(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """Noise is drawn from generators that a checkpoint holds."""
+    manifest = make_shards(columns(104))
+    config = config_of(
+        manifest,
+        tmp_path / "whole",
+        model=spec("gshard", random_second=True, jitter=0.1).to_json(),
+        task="classification",
+        losses=("cross_entropy",),
+        checkpoint_every_steps=2,
+        epochs=2,
+    )
+    whole = train_here(config, UserObjects(callbacks=(Stops(),)))
+    config = replace(config, run_uri=str(tmp_path / "stopped"))
+    with pytest.raises(KeyError, match="stopped"):
+        train_here(config, UserObjects(callbacks=(Stops(at=3),)))
+    again = train_here(config, UserObjects(callbacks=(Stops(),)))
+    assert again.resumed_steps == (2,)
+    assert [r.metrics for r in again.history] == [r.metrics for r in whole.history]
+    assert [r.train_loss for r in again.history] == [r.train_loss for r in whole.history]
 
 
 def test_sums_of_layers_go_through_a_checkpoint_of_any_number_of_ranks() -> None:

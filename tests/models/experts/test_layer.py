@@ -240,3 +240,30 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 def test_a_language_model_refuses_experts_in_a_sentence(experts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"model 'transformer_lm' could not be built: .*{message}"):
         ModelSpec("transformer_lm", SIZES | {"experts": experts}).build()
+
+
+@pytest.mark.slow  # torch's compiler takes seconds to import
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_network_runs_its_mixtures_uncompiled() -> None:
+    torch.manual_seed(0)
+    net = ModelSpec("transformer_lm", SIZES | {"experts": {"num_experts": 3}}).build()
+    ids = torch.randint(0, 11, (5, 7))
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(net, backend=backend, dynamic=True)
+    try:
+        with collected() as plain, collected() as reports:
+            found = compiled(ids)
+        assert len(reports.losses) == 1
+        assert not plain.losses
+        torch.testing.assert_close(found, net(ids))
+        text = "".join(str(graph.graph) for graph in graphs)
+        assert "attention" in text
+        assert "mixture" not in text
+    finally:
+        torch._dynamo.reset()

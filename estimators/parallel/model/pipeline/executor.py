@@ -20,7 +20,7 @@ Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 
 # Gradients that may be on their way while the next are computed.
-_SENDS_UNDER_WAY = 2
+SENDS_UNDER_WAY = 2
 
 
 @dataclass
@@ -105,19 +105,8 @@ class Executor:
             if isinstance(step, Arrival):
                 self._expect(step)
                 continue
-            kind, stage, micro = step
-            if kind is Kind.FORWARD:
-                index = micro - first_micro
-                values = tuple(inputs[index]) if stage == 0 else self._arrived(True, stage, micro)
-                with self.recorder.span(step):
-                    result = self._forward(module, stage, micro, values)
-                    if stage == self._place.last:
-                        scalar = loss(result, index)
-                        self._live[stage, micro] = _Live(values, [scalar] if scalar.requires_grad else [])
-                if stage != self._place.last:
-                    outputs = as_values(result, self._place.firsts[stage + 1])
-                    self._live[stage, micro] = _Live(values, _wanted(outputs))
-                    self._live[stage, micro].sent = self._hand_on(outputs, stage, micro)
+            if step.kind is Kind.FORWARD:
+                self._keep_forward(module, step, inputs, loss, first_micro)
                 self.most_live = max(self.most_live, len(self._live))
             else:
                 self._backward(module, step)
@@ -162,6 +151,28 @@ class Executor:
     def _forward(self, module: nn.Module, stage: int, micro: int, values: Values) -> Any:
         with self.weights(micro), self.around():
             return module(*values, stage=stage)
+
+    def _keep_forward(
+        self,
+        module: nn.Module,
+        action: Action,
+        inputs: Sequence[Sequence[torch.Tensor]],
+        loss: Loss,
+        first_micro: int,
+    ) -> None:
+        """Runs a forward pass, and keeps what its backward pass needs: not the network's outputs, then."""
+        _, stage, micro = action
+        index = micro - first_micro
+        values = tuple(inputs[index]) if stage == 0 else self._arrived(True, stage, micro)
+        with self.recorder.span(action):
+            result = self._forward(module, stage, micro, values)
+            if stage == self._place.last:
+                scalar = loss(result, index)
+                self._live[stage, micro] = _Live(values, [scalar] if scalar.requires_grad else [])
+        if stage != self._place.last:
+            outputs = as_values(result, self._place.firsts[stage + 1])
+            self._live[stage, micro] = _Live(values, _wanted(outputs))
+            self._live[stage, micro].sent = self._hand_on(outputs, stage, micro)
 
     def _backward(self, module: nn.Module, action: Action) -> None:
         kind, stage, micro = action
@@ -226,7 +237,7 @@ class Executor:
         self._sending.append(self._wire.send_gradients(gradients, self._place.owners[before]))
 
     def _limit_sends(self) -> None:
-        while len(self._sending) > _SENDS_UNDER_WAY:
+        while len(self._sending) > SENDS_UNDER_WAY:
             self._sending.popleft()()
 
 

@@ -130,15 +130,6 @@ def test_a_cut_parameter_may_have_a_slash_in_its_name(make_shards: MakeShards, t
     assert _difference(one, many) < 1e-6
 
 
-@pytest.mark.slow
-def test_late_gradients_are_drained_into_a_sharded_optimizer(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path / "none", gradient_accumulation=2)
-    late, objects = STAGES | {"data": 2, "schedule": "2bw"}, UserObjects(module=_network())
-    whole = train_gang(_over(config, late), objects)
-    parts = train_gang(_over(config, late, run_uri=str(tmp_path / "zero"), sharding="optimizer"), objects)
-    assert _difference(whole, parts) < 1e-6
-
-
 class Seeds(Callback):
     """Notes each rank's seed."""
 

@@ -25,14 +25,47 @@ from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
 from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
 from ringspark.estimators.training.phase import Status
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
+from ringspark.models.whole_rows import WholeRows, attend
 
 pytestmark = pytest.mark.distributed
 KINDS = ("classifier", "padded classifier", "language model")
 VOCAB, MAX_SEQ = 11, 16
 
 
+class _Mixer(nn.Module):
+    """One head, which only knows the seam: it tells neither dropout nor whether it is causal."""
+
+    attend = staticmethod(attend)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        query, key, value = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return self.attend(query, key, value, mask, 0.0, False).squeeze(1)
+
+
+class _Own(nn.Module):
+    """A network of a user's own; more than one layer works on whole rows."""
+
+    rows = WholeRows()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixer = nn.Embedding(VOCAB, 12), _Mixer()
+        self.head = nn.Sequential(nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        seq = ids.shape[1]
+        x = self.mixer(self.tokens(self.rows.own(ids, 1)), self.rows.mask(None, seq))
+        return self.rows.alike(self.head(self.rows.pool(x, None, seq)))
+
+
 def _network(kind: str, seed: int = 1, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
+    if kind == "own":
+        return _Own()
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "max_seq_len": MAX_SEQ,
@@ -82,9 +115,9 @@ def _exact(collective: Collective, device: str, status: Status) -> str:
     far = {"float32": 0.0, "float64": 0.0}
     for dtype in (torch.float32, torch.float64):
         for way in CONTEXTS:
-            for kind in KINDS:
-                # As many tokens for all, not as many for all, and none for some.
-                for seq in (MAX_SEQ, 13, 1):
+            for kind in (*KINDS, "own"):
+                # Not as many tokens for all; as many for all, and none for some.
+                for seq in (13, *((MAX_SEQ, 1) if dtype == torch.float64 else ())):
                     ids, one = _ids(5, seq), _network(kind).to(dtype)
                     spread = copy.deepcopy(one)
                     spread_sequence(spread, collective, way)
@@ -327,6 +360,19 @@ def test_recomputed_16_bit_and_dropping_networks_are_spread_alike(size: int) -> 
     for text in run_spawned(size, "torch", _variants):
         found = json.loads(text)
         assert all(found.values()), found
+
+
+def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
+    """Those of a tensor axis, which have the same tokens, draw the same."""
+    alone = LocalCollective()
+    same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
+    sizes = {"sequence": 3, "tensor": 2}
+    drawing = [
+        Mesh(**same, sizes=sizes, places={"sequence": s, "tensor": t}).drawing_rank  # type: ignore[arg-type]
+        for s in range(3)
+        for t in range(2)
+    ]
+    assert drawing == [0, 0, 1, 1, 2, 2]
 
 
 def test_one_rank_changes_nothing() -> None:

@@ -1,0 +1,333 @@
+"""Runs the passes and the update of each rank of a cut network on fake tensors: its bytes, work and messages.
+
+Every stage runs alone: on values of the shapes that arrive, with gradients of the shapes that come back. What
+a schedule makes of it is arithmetic, `peak_of_steps`: a micro-batch between its two passes keeps what its
+forward pass has saved, values that arrive early and gradients that leave late have their places, and the pass
+that runs has its own temporaries above all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.memory.cut_network import CutNetwork, RankPart
+from ringspark.estimators.memory.meter import Peak
+from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
+from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
+from ringspark.estimators.memory.work import Work, WorkCount
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
+from ringspark.estimators.parallel.model.pipeline.executor import SENDS_UNDER_WAY
+from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
+from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.precision import autocast
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.step import forward, judged, scaled
+from ringspark.models.chain import as_values, links_of, run_links
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassBytes:
+    """One pass of one stage on one micro-batch.
+
+    Attributes:
+        peaks: Way of sharding -> the moment with the most bytes, with nothing of other micro-batches there.
+        kept: Bytes that are there after it and were not before; below 0 after a backward pass.
+        work: What it computes.
+        messages: Exchanges inside the network, by axis.
+    """
+
+    peaks: Mapping[str, Peak]
+    kept: int
+    work: Work
+    messages: Mapping[str, tuple[Message, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """One rank's step.
+
+    Attributes:
+        parts: Part -> its bytes, as `plan_memory` names them: parameters, gradients, optimizer state.
+        first: (stage, whether it is the forward pass) -> the pass of a step's first micro-batch.
+        passes: The same of the later ones, when there are gradients already.
+        update: The optimizer's step.
+        update_work: What it computes.
+        batch: Bytes of the rows of one micro-batch.
+        arriving: Bytes of the values that a stage gets from another rank, by stage.
+        returning: Bytes of the gradients of what a stage gives to another rank, by stage.
+        communication: Bytes of buffers in which gradients travel.
+        bucket: Bytes of gradients that live at a time beside these; 0 if all of them do.
+    """
+
+    parts: Mapping[str, int]
+    first: Mapping[tuple[int, bool], PassBytes]
+    passes: Mapping[tuple[int, bool], PassBytes]
+    update: UpdateBytes
+    update_work: Work
+    batch: int
+    arriving: Mapping[int, int]
+    returning: Mapping[int, int]
+    communication: int
+    bucket: int
+
+
+# The moment with the most bytes where gradients leave as soon as they are there.
+_LEAVING = "leaving"
+
+
+def measure_ranks(
+    config: TrainConfig,
+    objects: UserObjects,
+    network: CutNetwork,
+    inputs: Sequence[Column],
+    labels: Sequence[Column],
+    known: Sequence[RankBytes] | None = None,
+) -> list[RankBytes]:
+    """Measures one micro-batch and one update on each rank of a pipeline, in the order of `network.parts`.
+
+    Args:
+        config: Config with resolved losses and the mesh; the columns' rows count, not its `batch_size`.
+        inputs: Arguments of `forward` for one micro-batch.
+        labels: Labels of its rows.
+        known: Result of an earlier call with other rows, to save the updates.
+
+    Raises:
+        Exception: Like `measure_step`.
+    """
+    know_sizes(network.whole, inputs, objects)
+    forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
+    found = []
+    for number, part in enumerate(network.parts):
+        count = WorkCount()
+        leaving = {_LEAVING: {"gradients": 0.0}}
+        with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
+            rank = _Rank(config, network, part, step, count, forms)
+            found.append(rank.measured(inputs, labels, None if known is None else known[number]))
+    return found
+
+
+def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
+    """Returns the moment of a step with the most bytes on a rank.
+
+    Args:
+        steps: What the rank does in a step, and when it begins to receive.
+        sharding: Way of sharding.
+    """
+    micros = {step.micro for step in steps}
+    # All rows of the step are there from its begin to its end.
+    waiting = rank.batch * (len(micros) - 1)
+    held, ended, on_their_way, sent = 0, 0, 0, 0
+    highest = Peak(total=0, parts={})
+    begun: set[int] = set()
+    for step in steps:
+        if isinstance(step, Arrival):
+            on_their_way += rank.arriving[step.stage] if step.is_forward else rank.returning[step.stage]
+            continue
+        kind, stage, _ = step
+        found = rank.passes if stage in begun else rank.first
+        one, forward_kept = found[stage, kind is Kind.FORWARD], found[stage, True].kept
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            held -= forward_kept
+        # What this pass has received is among its own bytes.
+        if kind is not Kind.WEIGHT:
+            on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
+        extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
+        highest = _higher(highest, one.peaks[_LEAVING if rank.bucket else sharding], extra, waiting)
+        if kind is Kind.FORWARD:
+            held += forward_kept
+        if kind in (Kind.BACKWARD, Kind.INPUT):
+            sent += rank.arriving[stage] > 0
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            ended += forward_kept + one.kept
+            begun.add(stage)
+    state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
+    in_passes = _with(highest, optimizer_state=state)
+    if rank.bucket:
+        in_passes = _with(in_passes, gradients=rank.bucket)
+    update = rank.update.peaks[sharding]
+    update = _with(update, batch=update.parts["batch"] + waiting)
+    if rank.communication and sharding == "none":
+        # After the sum the gradients lie where they travelled.
+        update = _with(update, gradients=0)
+    peak = max(in_passes, update, key=lambda found: found.total)
+    return _with(peak, communication=rank.communication)
+
+
+def in_turns(num_micro: int) -> Steps:
+    """Returns the steps of a rank without a pipeline: each micro-batch forward and backward."""
+    return [Action(kind, 0, micro) for micro in range(num_micro) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+
+
+def _higher(highest: Peak, own: Peak, extra: int, waiting: int) -> Peak:
+    if own.total + extra + waiting <= highest.total:
+        return highest
+    parts = own.parts
+    return _with(own, activations=parts["activations"] + extra, batch=parts["batch"] + waiting)
+
+
+def _with(peak: Peak, **parts: int) -> Peak:
+    merged = {**peak.parts, **parts}
+    return replace(peak, total=sum(merged.values()), parts=merged)
+
+
+def _with_batch(update: UpdateBytes, batch: int) -> UpdateBytes:
+    return replace(update, peaks={name: _with(peak, batch=batch) for name, peak in update.peaks.items()})
+
+
+class _Rank:
+    """The passes of one rank."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        network: CutNetwork,
+        part: RankPart,
+        step: FakeStep,
+        count: WorkCount,
+        forms: Mapping[int, Forms],
+    ) -> None:
+        self._config, self._network, self._part = config, network, part
+        self._step, self._count, self._forms = step, count, forms
+        self._last = len(network.owners) - 1
+
+    def measured(
+        self, inputs: Sequence[Column], labels: Sequence[Column], known: RankBytes | None
+    ) -> RankBytes:
+        step = self._step
+        batch = Batch(
+            inputs=tuple(c.empty(step.recipe.device) for c in inputs),
+            labels=tuple(c.empty(step.recipe.device) for c in labels),
+            weight=None,
+        )
+        rows = [*batch.inputs, *batch.labels]
+        step.meter.assign(rows, "batch")
+        step.module.train()
+        if step.transform is not None:
+            batch = step.transform(batch, 0)
+        rounds: list[dict[tuple[int, bool], PassBytes]] = [{}, {}]
+        for passes in rounds:
+            for stage in self._part.stages:
+                passes |= self._stage(stage, batch)
+        if known is not None:
+            # The rows of the batch are there in an update too.
+            return replace(
+                known,
+                first=rounds[0],
+                passes=rounds[1],
+                update=_with_batch(known.update, num_bytes(rows)),
+                batch=num_bytes(rows),
+                arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
+                returning=self._returning(),
+            )
+        self._count.take()
+        update = step.update()
+        work = self._count.take()
+        return RankBytes(
+            parts={
+                "parameters": step.meter.live["parameters"],
+                "gradients": step.meter.live["gradients"],
+                "optimizer_state": update.state,
+            },
+            first=rounds[0],
+            passes=rounds[1],
+            update=update,
+            # Two updates ran: the first made the state.
+            update_work=Work(
+                launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2
+            ),
+            batch=num_bytes(rows),
+            arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
+            returning=self._returning(),
+            communication=communication_bytes(self._config, step.module),
+            bucket=bucket_bytes(self._config, step.module),
+        )
+
+    def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
+        """Returns the bytes of the values that pass to a stage from another rank, or of those with gradients."""
+        owners = self._network.owners
+        if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
+            return 0
+        forms = [form for form in self._forms[stage] if form and (form.requires_grad or not wanted)]
+        return sum(form.dtype.itemsize * torch.Size(form.shape).numel() for form in forms)
+
+    def _returning(self) -> dict[int, int]:
+        return {stage: self._bytes_before(stage + 1, wanted=True) for stage in self._part.stages}
+
+    def _stage(self, stage: int, batch: Batch) -> dict[tuple[int, bool], PassBytes]:
+        before = self._begin()
+        results, kept, values = self._forward(stage, batch)
+        found = {(stage, True): self._end(before)}
+        before = self._begin()
+        if results:
+            given = [torch.empty_like(r) for r in results] if stage < self._last else None
+            torch.autograd.backward(results, given)
+            del given
+        del results, values
+        found[stage, False] = self._end(before)
+        del kept
+        return found
+
+    def _forward(self, stage: int, batch: Batch) -> tuple[list[torch.Tensor], Any, Any]:
+        """Runs a stage; returns what is differentiated, what the step keeps, and the stage's arguments."""
+        step, module = self._step, self._step.module
+        recipe, keeps = step.recipe, bool(self._config.metrics)
+        if not self._network.is_pipeline:
+            losses, seen = forward(recipe, module, module, batch, keeps_outputs=keeps)
+            return [scaled(recipe, step.sync, losses, float(batch.num_rows))], seen, None
+        values = batch.inputs if stage == 0 else self._values(stage)
+        with autocast(self._config.precision, recipe.device):
+            outputs = module(*values, stage=stage)
+        if stage == self._last:
+            losses, seen = judged(recipe, module, outputs, batch, keeps_outputs=keeps)
+            return [scaled(recipe, step.sync, losses, float(batch.num_rows))], seen, values
+        given = outputs if isinstance(outputs, tuple) else (outputs,)
+        return [v for v in given if v is not None and v.requires_grad], None, (values, given)
+
+    def _values(self, stage: int) -> Any:
+        device, forms = self._step.recipe.device, self._forms[stage]
+        values = tuple(f and torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms)
+        return marked(values, forms)
+
+    def _begin(self) -> int:
+        self._step.meter.restart()
+        self._count.take()
+        for stand_in in self._network.stand_ins.values():
+            stand_in.messages.clear()
+        return self._step.meter.live["activations"]
+
+    def _end(self, before: int) -> PassBytes:
+        meter = self._step.meter
+        return PassBytes(
+            peaks=dict(meter.peaks),
+            kept=meter.live["activations"] - before,
+            work=self._count.take(),
+            messages={axis: tuple(found.messages) for axis, found in self._network.stand_ins.items()},
+        )
+
+
+def _forms(
+    config: TrainConfig, objects: UserObjects, network: CutNetwork, inputs: Sequence[Column]
+) -> dict[int, Forms]:
+    """Returns the look of the values that arrive at each stage but the first."""
+    forms: dict[int, Forms] = {}
+    with on_fake_tensors(replace(config, gradient_checkpointing="none"), objects, network.whole) as step:
+        step.module.train()
+        links = links_of(step.module)
+        bounds = [[link.name for link in links].index(name) for name in network.firsts]
+        values: Any = tuple(c.empty(step.recipe.device) for c in inputs)
+        around = partial(autocast, config.precision, step.recipe.device)
+        for stage, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
+            with around():
+                values = as_values(run_links(links[begin:end], values), links[end])
+            forms[stage] = forms_of(values)
+            # Each stage has a graph of its own.
+            values = marked(tuple(v if v is None else v.detach() for v in values), forms[stage])
+    return forms

@@ -1,0 +1,90 @@
+"""Counts what operators compute and move: the parts of a prediction of their time, on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+# Operators that only give a tensor another shape.
+_VIEWS = frozenset(
+    {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze"}
+    | {"split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "_reshape_alias"}
+    | {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+)
+# Products of queries with keys and their like, of a forward and a backward pass: torch counts those of GPUs.
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What some operators do.
+
+    Attributes:
+        launches: Number of operators that compute something.
+        flops: Floating-point operations of products of matrices and the like.
+        num_bytes: Bytes that operators read and write.
+    """
+
+    launches: int = 0
+    flops: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            launches=self.launches + other.launches,
+            flops=self.flops + other.flops,
+            num_bytes=self.num_bytes + other.num_bytes,
+        )
+
+
+class WorkCount(TorchDispatchMode):
+    """Counts the operators that run while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._launches = self._flops = self._bytes = 0
+
+    def take(self) -> Work:
+        """Returns the work since the last call."""
+        found = Work(launches=self._launches, flops=self._flops, num_bytes=self._bytes)
+        self._launches = self._flops = self._bytes = 0
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        packet = func._overloadpacket
+        if packet.__name__ in _VIEWS:
+            return result
+        tensors = [t for t in tree_leaves((args, given, result)) if isinstance(t, torch.Tensor)]
+        self._launches += 1
+        self._bytes += sum(_bytes(t) for t in tensors)
+        if packet.__name__ in _ATTENTION:
+            self._flops += _attention(packet.__name__, args)
+        elif packet in flop_registry:
+            self._flops += int(flop_registry[packet](*args, **given, out_val=result))
+        return result
+
+
+def _attention(name: str, args: tuple[Any, ...]) -> int:
+    # The backward pass has the gradient in front of queries, keys and values.
+    query, key = args[1:3] if name.endswith("backward") else args[:2]
+    rows, heads, queries, dim = query.shape
+    return int(_ATTENTION[name] * 2 * rows * heads * queries * key.shape[-2] * dim)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    # An expanded tensor is read from less memory than it has elements.
+    if tensor.layout is not torch.strided:
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

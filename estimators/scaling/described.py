@@ -1,0 +1,64 @@
+"""Turns what a user says of a network and a batch into the config of a training that nobody starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.training.driver_check import check_names
+from ringspark.estimators.training.objective.losses import default_loss
+from ringspark.estimators.training.settings import python_objects
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
+
+
+def described(
+    model: ModelSpec | nn.Module,
+    inputs: Sequence[Column],
+    labels: Sequence[Column],
+    optimizer: Any,
+    loss: Any,
+    **settings: Any,
+) -> tuple[TrainConfig, UserObjects]:
+    """Returns the config of one worker, whose batch is that of the columns.
+
+    Args:
+        optimizer: Name or factory.
+        loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
+        settings: Other fields of the config.
+
+    Raises:
+        ValueError: A setting cannot be used.
+    """
+    losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
+    losses = [
+        ("cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1))
+        if isinstance(entry, str) and entry == "auto"
+        else entry
+        for entry, label in zip(losses, labels, strict=True)
+    ]
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        model=model.to_json() if isinstance(model, ModelSpec) else None,
+        input_columns=tuple(f"input {i}" for i in range(len(inputs))),
+        label_columns=tuple(f"label {i}" for i in range(len(labels))),
+        losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
+        loss_weights=(1.0,) * len(labels),
+        optimizer=optimizer if isinstance(optimizer, str) else python_objects.OPTIMIZER.default,
+        batch_size=labels[0].shape[0],
+        reader="arrow",
+        **cast(Any, settings),
+    )
+    objects = UserObjects(
+        module=None if isinstance(model, ModelSpec) else model,
+        losses=tuple(None if isinstance(entry, str) else entry for entry in losses),
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+    )
+    check_names(config, objects)
+    return replace(config, num_workers=1), objects

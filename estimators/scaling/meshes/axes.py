@@ -1,0 +1,94 @@
+"""Whether, and how far, a network can be spread along each axis of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ringspark.estimators.parallel.model.spread import check_spread
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models.chain import links_of
+from ringspark.models.skeleton import skeleton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spreadable:
+    """What is to be spread.
+
+    Attributes:
+        config: The settings, with `batch_size` rows in each step over all workers.
+        network: The network without weights; not changed.
+    """
+
+    config: TrainConfig
+    network: nn.Module
+
+
+def along_data(given: Spreadable, size: int) -> str:
+    """Every rank needs a row of each batch."""
+    rows = given.config.batch_size
+    return "" if size <= rows else f"a batch of {rows:,} rows has none for some of {size:,} workers"
+
+
+def along_shard(given: Spreadable, size: int) -> str:
+    """Ranks with parts of the weights read other rows, and the strategy that gathers them must be chosen."""
+    if given.config.sharding != "parameters":
+        return "'shard' needs sharding='parameters'"
+    return along_data(given, size)
+
+
+def along_tensor(given: Spreadable, size: int) -> str:
+    """Layers are cut by a plan: of whole heads, and no finer than a layer has columns."""
+    axes = dict.fromkeys(("data", "shard", "tensor", "pipeline", "expert", "sequence"), 1)
+    return _refusal(
+        lambda: check_spread(skeleton(given.network), axes | {"tensor": size}, given.config.parallelism)
+    )
+
+
+def along_pipeline(given: Spreadable, size: int) -> str:
+    """Each rank needs a link of the chain, and a step the rows for more than one micro-batch."""
+    found: list[int] = []
+    refusal = _refusal(lambda: found.append(len(links_of(given.network))))
+    if refusal:
+        return refusal
+    if found[0] < size:
+        return f"the network has {found[0]:,} links for {size:,} stages"
+    return ""
+
+
+def along_sequence(given: Spreadable, size: int) -> str:
+    """A network over tokens that asks `rows` for its own; its exchanges are not predicted yet."""
+    if not hasattr(given.network, "rows"):
+        return f"{type(given.network).__name__} does not ask which tokens are its own"
+    return "meshes over 'sequence' are not planned"
+
+
+def along_expert(given: Spreadable, size: int) -> str:
+    """A mixture has some number of experts; which tokens they get is known from numbers alone."""
+    most = max((int(getattr(layer, "num_experts", 0)) for layer in given.network.modules()), default=0)
+    if most < size:
+        return f"the network has {most} experts for {size} workers" if most else "the network has no experts"
+    return "meshes over 'expert' are not planned"
+
+
+# Axis -> (network, number of ranks along it) -> why it cannot be spread so, "" if it can.
+AXIS_RULES: dict[str, Callable[[Spreadable, int], str]] = {
+    "data": along_data,
+    "shard": along_shard,
+    "tensor": along_tensor,
+    "pipeline": along_pipeline,
+    "sequence": along_sequence,
+    "expert": along_expert,
+}
+# Those of which candidates are made.
+PLANNED_AXES = ("data", "tensor", "pipeline")
+
+
+def _refusal(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,146 @@
+"""The time of a step over a mesh: passes by a schedule, exchanges inside the network, the sum, the update.
+
+    step = max(schedule, crowding * work of a rank) + sum of gradients + update
+
+The schedule is worked through action by action (`pipeline.simulation`), so its bubble is what is left of the
+ranks' time. Ranks that share the cores of their host fill each other's gaps: then their work counts, not the
+order. Not in it: reading of rows, validation, checkpoints, and waiting for a rank that is slower than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.memory.cut_plan import orders_of
+from ringspark.estimators.memory.sharing import num_sharers
+from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.orders import Orders
+from ringspark.estimators.parallel.model.pipeline.simulation import simulated
+from ringspark.estimators.scaling.exchange_time import ring_seconds
+from ringspark.estimators.scaling.meshes.machine import Machine
+from ringspark.estimators.scaling.meshes.profile import Profile
+from ringspark.estimators.training.settings.config import TrainConfig
+
+# The backward pass, behind which a sum can hide, is about two of three parts of the passes.
+_BACKWARD_SHARE = 2 / 3
+# A step exchanges the weights twice, for each pass, beside the gradients.
+_WEIGHTS_AND_GRADIENTS = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        total: All of it.
+        exposed: The part in which ranks exchange, inside the network and of gradients, and compute nothing.
+        bubble: Share of the passes in which a rank of a pipeline waits for others.
+    """
+
+    total: float
+    exposed: float
+    bubble: float
+
+
+def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTime:
+    """Predicts a step.
+
+    Args:
+        config: The config with the mesh and the number of micro-batches.
+    """
+    workers, sizes = config.num_workers, config.axes
+    crowding = machine.crowding(workers)
+    orders = orders_of(config, config.gradient_accumulation)
+    rows = config.batch_size / config.num_copies / config.gradient_accumulation
+    ranks = {stage: rank for rank, part in enumerate(profile.network.parts) for stage in part.stages}
+
+    def compute(action: Action) -> float:
+        rank = ranks[action.stage]
+        if action.kind is Kind.FORWARD:
+            return machine.rates.seconds(profile.work(rank, action.stage, True, rows))
+        whole = machine.rates.seconds(profile.work(rank, action.stage, False, rows))
+        return whole if action.kind is Kind.BACKWARD else whole / 2
+
+    def exchange(action: Action) -> float:
+        rank = ranks[action.stage]
+        seconds = 0.0
+        if action.kind is not Kind.WEIGHT:
+            messages = profile.messages(rank, action.stage, action.kind is Kind.FORWARD, rows)
+            for axis, found in messages.items():
+                # Of the axes inside a network, tensor is the innermost: its ranks are neighbours.
+                seconds += machine.exchange(found, sizes[axis], sizes[axis])
+            # Values come from the stage before, or go there as gradients.
+            if arriving := profile.arriving(rank, action.stage, rows):
+                seconds += machine.sending(arriving, workers)
+        return seconds
+
+    busy, alone = _passes(orders, len(ranks), crowding, compute)
+    # An exchange was measured with all ranks of the host at it.
+    both, passes = _passes(orders, len(ranks), crowding, compute, exchange)
+    summed = _sum_seconds(config, profile, machine)
+    if not profile.network.is_pipeline and machine.hosts(workers) > 1 and _in_buckets(profile):
+        summed -= min(summed, _BACKWARD_SHARE * alone / config.gradient_accumulation)
+    update = _update_seconds(config, profile, machine)
+    return StepTime(
+        total=passes + summed + update,
+        exposed=passes - alone + summed,
+        bubble=max(0.0, 1 - both / passes) if profile.network.is_pipeline else 0.0,
+    )
+
+
+def _passes(
+    orders: Orders,
+    num_stages: int,
+    crowding: float,
+    compute: Callable[[Action], float],
+    exchange: Callable[[Action], float] = lambda action: 0.0,
+) -> tuple[float, float]:
+    """Returns the seconds that a rank works, the mean of all, and those of the whole schedule."""
+    known: dict[tuple[Kind, int], float] = {}
+
+    def cost(action: Action) -> float:
+        key = action.kind, action.stage
+        if key not in known:
+            known[key] = compute(action) + exchange(action) / crowding
+        return known[key]
+
+    timelines = simulated(orders, num_stages, cost)
+    work = sum(timed.end - timed.begin for rank in timelines for timed in rank) / len(timelines)
+    end = max(timed.end for rank in timelines for timed in rank)
+    return crowding * work, max(end, crowding * work)
+
+
+def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
+    """Returns the seconds of the exchange of gradients, of the rank that has most of them."""
+    size = num_sharers(config)
+    if size == 1:
+        return 0.0
+    axes = config.axes
+    count = _largest_gradients(profile)
+    seconds = ring_seconds(size, count, machine.link(size, axes["tensor"] * size))
+    if config.sharding == "parameters":
+        seconds *= _WEIGHTS_AND_GRADIENTS * config.gradient_accumulation
+    # Into the buffer that travels: each byte is read and written.
+    return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
+
+
+def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
+    share = 1.0 if config.sharding == "none" else 1.0 / num_sharers(config)
+    seconds = [machine.rates.seconds(rank.update_work) * share for rank in profile.many]
+    crowding = machine.crowding(config.num_workers)
+    return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))
+
+
+def _largest_gradients(profile: Profile) -> int:
+    return max(
+        num_bytes(p for p in part.module.parameters() if p.requires_grad) for part in profile.network.parts
+    )
+
+
+def _in_buckets(profile: Profile) -> bool:
+    """Whether gradients leave while others are still computed."""
+    return _largest_gradients(profile) > FLAT_BYTES
