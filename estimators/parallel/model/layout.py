@@ -211,9 +211,7 @@ class ModelLayout:
         if cut is None:
             return None
         shape = list(self.shapes[parameter])
-        shape[cut.dim] = length_of(
-            shape[cut.dim], cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis]
-        )
+        shape[cut.dim] = length_of(shape[cut.dim], cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis])
         return cut if list(tensor.shape) == shape else None
 
     def _place_on_axis(self, name: str, tensor: torch.Tensor) -> int:

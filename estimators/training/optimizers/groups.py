@@ -77,8 +77,8 @@ def group_parameters(
     """Splits a module's trainable parameters into groups, in torch.optim's form.
 
     The first group that matches a parameter gets it; parameters without a match form a last group. A group
-    without its own rate or decay gets the one given here, or none if that is None. Of a network that is spread
-    over ranks, each has the groups of the whole one, some of which may be empty.
+    without its own rate or decay gets the one given here, or none if that is None. Where ranks have parts of
+    the network, each has the groups of the whole one, some of which may be empty.
 
     Raises:
         ValueError: The groups are malformed, a pattern matches no trainable parameter, or earlier groups
