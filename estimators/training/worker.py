@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.base import GradientSync, refuse_sparse
+from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.spread import spread
@@ -141,8 +141,11 @@ def _train(
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
-    if config.gradient_checkpointing != "none":
-        apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
+    policy = segment_policy(config.gradient_checkpointing)
+    if mesh.sizes["pipeline"] > 1 and isinstance(policy, tuple):
+        policy = tuple(name for name in policy if name in dict(module.named_modules())) or "none"
+    if policy != "none":
+        apply_activation_checkpoint(module, policy)
     status.phase = "sharing the first weights"
     exchange = _exchange(config)
     sync = _tied(config, objects, module, mesh, exchange, device)
@@ -219,6 +222,13 @@ def _tied(
         around = partial(autocast, config.precision, device)
         optimizer = own_optimizer(config, objects, module)
         return ExpertSum(module, optimizer, mesh, rounds=config.gradient_accumulation, around=around)
+    if not any(p.requires_grad for p in module.parameters()):
+        # A stage that is frozen whole, on all ranks that have it.
+        return PlainSync(module, own_optimizer(config, objects, module))
+    if mesh.sizes["pipeline"] > 1 and exchange.sharding == "gradients":
+        # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
+        # tied weights at the end, and a schedule may release them after the next step's passes.
+        exchange = replace(exchange, sharding="optimizer")
     strategy = STRATEGIES[exchange.strategy]()
     return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)
 

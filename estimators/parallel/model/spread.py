@@ -98,6 +98,8 @@ def spread(
         ValueError: The network cannot be cut that way.
     """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    tied = _tied_names(module)
     cuts: dict[str, Cut] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
@@ -117,5 +119,12 @@ def spread(
         # Layers that are cut already would exchange in the measure, which one rank runs alone.
         pipeline = pipelined(module, mesh, chosen, None if cuts else sample, device)
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
-    ModelLayout(module, mesh, cuts, shapes, copies)
+    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
     return pipeline
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Returns the further names of tied parameters, each with the first one."""
+    firsts = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}

@@ -140,14 +140,15 @@ class Recovery:
             return
         ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world)
         position = self._position(running)
+        average = None if self._config.ema_decay is None else running.average.values
         snapshot = None
         try:
             snapshot = take_snapshot(
-                running.sync, position, ranks, self._mesh.writes, self._status.tick, running.average.values
+                running.sync, position, ranks, self._mesh.writes, self._status.tick, average
             )
         except ValueError as error:
-            # Under sharding, other ranks may be waiting for this one, so the training must end.
-            if self._config.sharding != "none":
+            # Where ranks hold parts, others may be waiting for this one, so the training must end.
+            if self._config.sharding != "none" or self._mesh.cuts_network:
                 raise
             self._note(state.step, str(error))
         if not running.sync.in_step:

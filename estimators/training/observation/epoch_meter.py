@@ -39,7 +39,13 @@ class EpochMeter:
         precision: str,
         is_compiled: bool = False,
         overlap: Overlap = NO_OVERLAP,
+        ranks_per_copy: int = 1,
     ) -> None:
+        """Stands before the first epoch.
+
+        Args:
+            ranks_per_copy: Ranks that compute parts of the same rows.
+        """
         self._world = world
         self._overlap = overlap
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -52,6 +58,7 @@ class EpochMeter:
         self._counts_next = not is_compiled
         self._flops = _UNKNOWN
         self._counted_rows = 0
+        self._ranks_per_copy = ranks_per_copy
         self._bytes_before: int | None = None
         self._joules_before: float | None = None
 
@@ -100,7 +107,8 @@ class EpochMeter:
         known = [(f, n) for f, n in zip(flops, counted, strict=True) if n]
         total = None
         if known and all(f > 0 for f, _ in known):
-            total = round(rows * sum(f for f, _ in known) / sum(n for _, n in known))
+            counted_rows = sum(n for _, n in known) / self._ranks_per_copy
+            total = round(rows * sum(f for f, _ in known) / counted_rows)
         # Ranks that share a machine or a card all see the same counter.
         all_joules = _sum(dict(zip(keys, joules, strict=True)).values())
         peak = _sum(dict(zip(keys, peaks, strict=True)).values())

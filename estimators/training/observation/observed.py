@@ -49,7 +49,12 @@ class Observation:
         return cls(
             losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),
             meter=EpochMeter(
-                mesh.world, device, precision=config.precision, is_compiled=is_compiled, overlap=overlap
+                mesh.world,
+                device,
+                precision=config.precision,
+                is_compiled=is_compiled,
+                overlap=overlap,
+                ranks_per_copy=mesh.copy.size,
             ),
             timeline=timeline,
             overlap=overlap,
