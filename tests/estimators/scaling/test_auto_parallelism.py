@@ -1,4 +1,4 @@
-"""`parallelism="auto"`: whole copies for a small network, parts of one that does not fit, and the same on resume."""
+"""`parallelism="auto"`: whole copies of a small network, parts of one that does not fit, kept on resume."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_small_network_stays_whole_and_nothing_is_measured(manifest: ShardMani
 
 def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path)
-    # 4 of about 13,000 numbers for parameters, gradients, both moments and the sum; half of them for half a network.
+    # About 13,000 parameters, gradients, two moments of each and the sum; half a network has half of them.
     budget = 200_000
     choice = choose_parallelism(config, NOTHING, manifest, budget=budget)
     found = choice.config
@@ -71,7 +71,9 @@ def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, 
     # The limit of the machine counts where the user set none.
     limits = [None, Available(num_bytes=budget, source="here")]
     assert choose_parallelism(config, NOTHING, manifest, limits=limits).config == found
-    with pytest.raises(ValueError, match="parallelism='auto' found none: no mesh of 2 workers fits: the smallest"):
+    with pytest.raises(
+        ValueError, match="parallelism='auto' found none: no mesh of 2 workers fits: the smallest"
+    ):
         choose_parallelism(config, NOTHING, manifest, budget=1000)
 
 
