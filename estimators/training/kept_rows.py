@@ -69,13 +69,13 @@ def reading_needs(config: TrainConfig, manifest: ShardManifest) -> dict[str, int
     held = rows_in_flight(
         list(columns.values()),
         np.asarray(manifest.select("train").row_groups, dtype=np.int64),
-        num_shards=config.num_workers,
+        num_shards=config.num_copies,
         batch_size=config.batch_sizes.largest,
         shuffle=config.shuffle,
     )
     kept = 0
     if config.cache == "memory":
-        kept = sum(kept_rows(config, manifest, split, 0, config.num_workers).least_bytes for split in SPLITS)
+        kept = sum(kept_rows(config, manifest, split, 0, config.num_copies).least_bytes for split in SPLITS)
     # Kept rows are on their way into batches as well; they count once.
     in_flight = max(0, held.row_groups - kept)
     return {"row groups in flight": in_flight, "kept rows": kept, "batches": held.blocks}

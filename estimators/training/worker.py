@@ -43,11 +43,13 @@ from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.stage_recompute import policy_of_stage
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import seed_rank, shared_generators_kept
+from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
@@ -132,7 +134,7 @@ def _train(
     train, validation = _open_readers(config, mesh, manifest, opened)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device, mesh, status)
-    pipeline = None
+    pipeline, blocks = None, block_names(module)
     if mesh.cuts_network:
         status.phase = "cutting the network"
         with torch.no_grad():
@@ -142,10 +144,9 @@ def _train(
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
     policy = segment_policy(config.gradient_checkpointing)
-    if mesh.sizes["pipeline"] > 1 and isinstance(policy, tuple):
-        policy = tuple(name for name in policy if name in dict(module.named_modules())) or "none"
-    if policy != "none":
-        apply_activation_checkpoint(module, policy)
+    if pipeline is not None:
+        policy = policy_of_stage(policy, blocks, module)
+    apply_activation_checkpoint(module, policy)
     status.phase = "sharing the first weights"
     exchange = _exchange(config)
     sync = _tied(config, objects, module, mesh, exchange, device)

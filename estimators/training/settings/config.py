@@ -7,7 +7,7 @@ a config is made, so a bad combination never reaches Spark. The declarations als
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ringspark.estimators.parallel.server.consistency import Consistency
@@ -209,6 +209,11 @@ class TrainConfig:
     def looks_for_best(self) -> bool:
         """Whether epochs are compared, by `monitor`."""
         return self.keep == "best" or self.patience is not None
+
+    def with_workers(self, num_workers: int) -> TrainConfig:
+        """Returns the config of a gang of another size, in which 'data' has all workers that others leave."""
+        others = {name: given for name, given in self.parallelism.items() if name != "data"}
+        return replace(self, num_workers=num_workers, parallelism=others)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)

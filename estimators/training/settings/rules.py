@@ -70,13 +70,13 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "a size of batchSizeSchedule < numWorkers",
-        lambda c: c.batch_sizes.smallest < c.num_workers,
+        lambda c: c.batch_sizes.smallest < c.num_copies,
         "batchSizeSchedule counts rows over all workers, and each of its sizes must be at least numWorkers "
         "({num_workers}), got {batch_size_schedule}; raise the size or lower numWorkers",
     ),
     Combination(
         "gradientAccumulation * numWorkers > a size of batchSizeSchedule",
-        lambda c: c.gradient_accumulation * c.num_workers > c.batch_sizes.smallest,
+        lambda c: c.gradient_accumulation * c.num_copies > c.batch_sizes.smallest,
         "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed a "
         "size of batchSizeSchedule ({batch_size_schedule}): a micro-batch would have no rows; lower "
         "gradientAccumulation or raise the size",
@@ -357,6 +357,13 @@ COMBINATIONS: tuple[Combination, ...] = (
         "compile=False, or give all workers to 'data'",
     ),
     Combination(
+        "parallelism's schedule without a flush with onNonFinite='rollback'",
+        lambda c: c.parallelism.get("schedule") in ("pipedream", "2bw") and c.on_non_finite == "rollback",
+        "onNonFinite 'rollback' goes back to a checkpoint, and with parallelism's schedule "
+        "'{parallelism[schedule]}' rows of the steps before are still on their way; set onNonFinite='skip', or "
+        "schedule='1f1b'",
+    ),
+    Combination(
         "parallelism's schedule without a flush with precision='fp16' or sharding",
         lambda c: (
             c.parallelism.get("schedule") in ("pipedream", "2bw")
@@ -367,8 +374,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         "precision='bf16' and sharding='none', or schedule='1f1b'",
     ),
     Combination(
-        "parallelism that cuts the network with minWorkers",
-        lambda c: c.cuts_network and c.min_workers is not None and c.min_workers < c.num_workers,
+        "parallelism that cuts the network, or over 'shard', with minWorkers",
+        lambda c: (
+            (c.cuts_network or c.parallelism.get("shard", 1) > 1)
+            and c.min_workers is not None
+            and c.min_workers < c.num_workers
+        ),
         "parallelism {parallelism} needs all of its workers, and minWorkers ({min_workers}) asks to go on "
         "with fewer than numWorkers ({num_workers}); leave minWorkers unset",
     ),
