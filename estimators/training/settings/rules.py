@@ -360,8 +360,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "parallelism's schedule without a flush with onNonFinite='rollback'",
         lambda c: c.parallelism.get("schedule") in ("pipedream", "2bw") and c.on_non_finite == "rollback",
         "onNonFinite 'rollback' goes back to a checkpoint, and with parallelism's schedule "
-        "'{parallelism[schedule]}' rows of the steps before are still on their way; set onNonFinite='skip', or "
-        "schedule='1f1b'",
+        "'{parallelism[schedule]}' rows of the steps before are still on their way; set onNonFinite='skip', "
+        "or schedule='1f1b'",
     ),
     Combination(
         "parallelism's schedule without a flush with precision='fp16' or sharding",
