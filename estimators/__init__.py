@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError, WorkerError
     from ringspark.estimators.memory import MemoryPlan, plan_memory
-    from ringspark.estimators.scaling import ParallelismPlan, ScalingPlan, fit_scaling, plan_parallelism, plan_scaling
+    from ringspark.estimators.scaling import (
+        ParallelismPlan,
+        ScalingPlan,
+        fit_scaling,
+        plan_parallelism,
+        plan_scaling,
+    )
     from ringspark.estimators.sequence_windows import SequenceWindows
     from ringspark.estimators.torch_estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from ringspark.estimators.torch_model import (

@@ -1,4 +1,4 @@
-"""The memory of a step on each rank of a network that a mesh cuts: the most of them is what a worker needs."""
+"""The memory of a step on each rank of a network that a mesh cuts; the fullest tells what a worker needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.cut_network import cut_network
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.rank_step import RankBytes, in_turns, measure_ranks, peak_of_steps
+from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks
+from ringspark.estimators.memory.schedule_peak import in_turns, peak_of_steps
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Steps, with_arrivals
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
@@ -90,7 +91,7 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
     schedule = schedule_of(options.get("schedule", "1f1b"), virtual)
     if schedule.order is None:
         raise ValueError(
-            f"the memory of pipeline schedule {options['schedule']!r}, whose steps reach into each other, is not "
-            "planned; plan it as '1f1b', and add one copy of a stage's weights for each step that it is late"
+            f"the memory of pipeline schedule {options['schedule']!r}, whose steps reach into each other, is "
+            "not planned; plan it as '1f1b', and add a copy of the stage's weights for each step it is late"
         )
     return schedule.orders_by_rank(num_ranks, virtual, num_micro)

@@ -35,6 +35,11 @@ class Peak:
     total: int
     parts: dict[str, int]
 
+    def with_parts(self, **parts: int) -> Peak:
+        """Returns the moment with other numbers of bytes of some parts."""
+        merged = {**self.parts, **parts}
+        return Peak(total=sum(merged.values()), parts=merged)
+
 
 class Meter(TorchDispatchMode):
     """Counts the live bytes of every part, and the highest sum under each of several weightings.

@@ -61,11 +61,12 @@ def plan_memory(
             output. A column is an example tensor (also on "meta") or NumPy array, rows first, or
             (shape, dtype) such as ((1024, 32), "float32"). As in training, integers become int64 and
             all else fp32.
-        rows: Rows per worker and optimizer step, over all micro-batches; None takes the columns' own. Workers
-            that share one copy of the network have the same rows.
+        rows: Rows per worker and optimizer step, over all micro-batches; None takes the columns' own.
+            Workers that share one copy of the network have the same rows.
         loss: A loss that the estimators accept; "auto" is cross entropy for integer labels, else mean
             squared error.
-        parallelism: How the workers share the network; of those with parts, the one that needs most is planned.
+        parallelism: How the workers share the network; the plan is that of the one
+            that needs most.
         budget: Bytes per worker, as an int or as Spark writes sizes ("4g"). If the plan does not fit,
             `suggest` holds up to three others that do.
 

@@ -1,9 +1,7 @@
 """Runs the passes and the update of each rank of a cut network on fake tensors: its bytes, work and messages.
 
 Every stage runs alone: on values of the shapes that arrive, with gradients of the shapes that come back. What
-a schedule makes of it is arithmetic, `peak_of_steps`: a micro-batch between its two passes keeps what its
-forward pass has saved, values that arrive early and gradients that leave late have their places, and the pass
-that runs has its own temporaries above all that.
+a schedule makes of it is arithmetic: see `schedule_peak`.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
 from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
 from ringspark.estimators.memory.work import Work, WorkCount
-from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
-from ringspark.estimators.parallel.model.pipeline.executor import SENDS_UNDER_WAY
 from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
 from ringspark.estimators.parallel.model.stand_in import Message
 from ringspark.estimators.training.feed import Batch
@@ -80,7 +77,7 @@ class RankBytes:
 
 
 # The moment with the most bytes where gradients leave as soon as they are there.
-_LEAVING = "leaving"
+LEAVING = "leaving"
 
 
 def measure_ranks(
@@ -107,79 +104,15 @@ def measure_ranks(
     found = []
     for number, part in enumerate(network.parts):
         count = WorkCount()
-        leaving = {_LEAVING: {"gradients": 0.0}}
+        leaving = {LEAVING: {"gradients": 0.0}}
         with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
             rank = _Rank(config, network, part, step, count, forms)
             found.append(rank.measured(inputs, labels, None if known is None else known[number]))
     return found
 
 
-def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
-    """Returns the moment of a step with the most bytes on a rank.
-
-    Args:
-        steps: What the rank does in a step, and when it begins to receive.
-        sharding: Way of sharding.
-    """
-    micros = {step.micro for step in steps}
-    # All rows of the step are there from its begin to its end.
-    waiting = rank.batch * (len(micros) - 1)
-    held, ended, on_their_way, sent = 0, 0, 0, 0
-    highest = Peak(total=0, parts={})
-    begun: set[int] = set()
-    for step in steps:
-        if isinstance(step, Arrival):
-            on_their_way += rank.arriving[step.stage] if step.is_forward else rank.returning[step.stage]
-            continue
-        kind, stage, _ = step
-        found = rank.passes if stage in begun else rank.first
-        one, forward_kept = found[stage, kind is Kind.FORWARD], found[stage, True].kept
-        if kind in (Kind.BACKWARD, Kind.WEIGHT):
-            held -= forward_kept
-        # What this pass has received is among its own bytes.
-        if kind is not Kind.WEIGHT:
-            on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
-        extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
-        highest = _higher(highest, one.peaks[_LEAVING if rank.bucket else sharding], extra, waiting)
-        if kind is Kind.FORWARD:
-            held += forward_kept
-        if kind in (Kind.BACKWARD, Kind.INPUT):
-            sent += rank.arriving[stage] > 0
-        if kind in (Kind.BACKWARD, Kind.WEIGHT):
-            ended += forward_kept + one.kept
-            begun.add(stage)
-    state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
-    in_passes = _with(highest, optimizer_state=state)
-    if rank.bucket:
-        in_passes = _with(in_passes, gradients=rank.bucket)
-    update = rank.update.peaks[sharding]
-    update = _with(update, batch=update.parts["batch"] + waiting)
-    if rank.communication and sharding == "none":
-        # After the sum the gradients lie where they travelled.
-        update = _with(update, gradients=0)
-    peak = max(in_passes, update, key=lambda found: found.total)
-    return _with(peak, communication=rank.communication)
-
-
-def in_turns(num_micro: int) -> Steps:
-    """Returns the steps of a rank without a pipeline: each micro-batch forward and backward."""
-    return [Action(kind, 0, micro) for micro in range(num_micro) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-
-
-def _higher(highest: Peak, own: Peak, extra: int, waiting: int) -> Peak:
-    if own.total + extra + waiting <= highest.total:
-        return highest
-    parts = own.parts
-    return _with(own, activations=parts["activations"] + extra, batch=parts["batch"] + waiting)
-
-
-def _with(peak: Peak, **parts: int) -> Peak:
-    merged = {**peak.parts, **parts}
-    return replace(peak, total=sum(merged.values()), parts=merged)
-
-
 def _with_batch(update: UpdateBytes, batch: int) -> UpdateBytes:
-    return replace(update, peaks={name: _with(peak, batch=batch) for name, peak in update.peaks.items()})
+    return replace(update, peaks={name: peak.with_parts(batch=batch) for name, peak in update.peaks.items()})
 
 
 class _Rank:
@@ -251,7 +184,7 @@ class _Rank:
         )
 
     def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:
-        """Returns the bytes of the values that pass to a stage from another rank, or of those with gradients."""
+        """Returns the bytes of the values that a stage gets from another rank, or of those with gradients."""
         owners = self._network.owners
         if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
@@ -293,7 +226,9 @@ class _Rank:
 
     def _values(self, stage: int) -> Any:
         device, forms = self._step.recipe.device, self._forms[stage]
-        values = tuple(f and torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms)
+        values = tuple(
+            None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms
+        )
         return marked(values, forms)
 
     def _begin(self) -> int:
@@ -324,7 +259,7 @@ def _forms(
         bounds = [[link.name for link in links].index(name) for name in network.firsts]
         values: Any = tuple(c.empty(step.recipe.device) for c in inputs)
         around = partial(autocast, config.precision, step.recipe.device)
-        for stage, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
+        for stage, (begin, end) in enumerate(pairwise(bounds), 1):
             with around():
                 values = as_values(run_links(links[begin:end], values), links[end])
             forms[stage] = forms_of(values)

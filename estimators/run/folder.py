@@ -194,7 +194,9 @@ class RunFolder:
     def last_config(self) -> TrainConfig | None:
         """Returns the settings of the last start; None if there was none, or they cannot be read."""
         with suppress(OSError, ValueError):
-            return TrainConfig.from_json(storage.read_bytes(storage.join(self.uri, run_layout.CONFIG)).decode())
+            return TrainConfig.from_json(
+                storage.read_bytes(storage.join(self.uri, run_layout.CONFIG)).decode()
+            )
         return None
 
     def note(self, name: str, text: str) -> None:

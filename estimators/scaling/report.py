@@ -102,7 +102,8 @@ class ScalingPlan:
         between = "" if self.host_link is None else f"; between hosts {link_words(self.host_link)}"
         return (
             f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} a row; "
-            f"{link_words(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} in each step."
+            f"{link_words(self.link)}{between}; the workers sum {show_bytes(self.gradient_bytes)} in each "
+            "step."
         )
 
     def table(self) -> str:

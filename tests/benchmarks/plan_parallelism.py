@@ -1,10 +1,11 @@
-"""`plan_parallelism` against steps of the trainer over every mesh of 4 ranks on this host: time, and peak memory.
+"""`plan_parallelism` against the trainer's steps over every mesh of 4 ranks of this host: time and memory.
 
-One gang measures all meshes of a network in turns, so that a machine which gets slower does so for all. A step
-is the trainer's own, with the strategy and the pipeline that a training has, without the reading of rows. The
-peak is counted from torch's allocator on every rank, as in the benchmark `plan_memory`; the fullest rank
-counts. Two networks: a transformer with many rows, and a wide perceptron with few, whose gradients weigh more
-than its rows.
+One gang measures all meshes of a network in turns, so that a machine which gets slower does so for all; what
+the plan itself measures is taken a minute before, so on a busy machine compare the times as shares of whole
+copies' (`data 4`). A step is the trainer's own, with the strategy and the pipeline that a training has,
+without the reading of rows. The peak is counted from torch's allocator on every rank, as in the benchmark
+`plan_memory`; the fullest rank counts. Two networks: a transformer with many rows, and a wide perceptron with
+few, whose gradients weigh more than its rows.
 
     python tests/benchmarks/plan_parallelism.py --chart docs/plan_parallelism.png
 
@@ -127,7 +128,9 @@ class Steps:
                     trainer._train_step(batch, self.network.rows, 1)
                 trainer._sync.optimizer.zero_grad()
                 kept = _num_bytes([*held(), *_tensors(_state(trainer))])
-                peaks.append(kept + peak_bytes(lambda t=trainer, b=batch: t._train_step(b, self.network.rows, 1)))
+                peaks.append(
+                    kept + peak_bytes(lambda t=trainer, b=batch: t._train_step(b, self.network.rows, 1))
+                )
             seconds: list[list[float]] = [[] for _ in made]
             for _ in range(self.rounds):
                 for taken, (trainer, batch, _) in zip(seconds, made, strict=True):
@@ -201,9 +204,10 @@ def _state(trainer: Trainer) -> list[object]:
     return [value for entry in trainer._sync.optimizer.state.values() for value in entry.values()]
 
 
-def compare(network: Network, rounds: int, steps: int) -> tuple[ParallelismPlan, list[list[float]], list[int]]:
+def compare(
+    network: Network, rounds: int, steps: int
+) -> tuple[ParallelismPlan, list[list[float]], list[int]]:
     """The plan, and of each mesh in its order the seconds of the rounds and the fullest rank's peak."""
-    # A gang that has been idle is slow at first: the plan is made after one has run.
     plan = plan_parallelism(network.spec, network.batch, RANKS, loss=network.loss, repeats=max(3, rounds))
     meshes = [mesh for mesh in plan.meshes if mesh.fits]
     plan = replace(plan, meshes=tuple(meshes))
@@ -220,26 +224,38 @@ def report(network: Network, plan: ParallelismPlan, seconds: list[list[float]], 
     chosen = plan.chosen
     assert chosen is not None
     lines = []
-    for mesh, measured, peak in zip(plan.meshes, taken, peaks, strict=True):
+    whole = next(index for index, mesh in enumerate(plan.meshes) if not mesh.cuts_network)
+    for mesh, own, measured, peak in zip(plan.meshes, seconds, taken, peaks, strict=True):
+        shares = (
+            mesh.step_seconds / plan.meshes[whole].step_seconds,
+            harness.median_ratio(own, seconds[whole]),
+        )
         lines.append(
             [
                 mesh.name + (" <- chosen" if mesh is chosen else ""),
                 str(mesh.num_micro),
                 f"{1e3 * mesh.step_seconds:.1f}",
                 f"{1e3 * measured:.1f}",
-                f"{mesh.step_seconds / measured:.2f}",
+                *(f"{share:.2f}" for share in shares),
+                f"{shares[0] / shares[1]:.2f}",
                 f"{mesh.peak / 2**20:.1f}",
                 f"{peak / 2**20:.1f}",
                 f"{mesh.peak / peak:.3f}",
             ]
         )
-    header = ["mesh", "micro-batches", "step, ms", "measured", "ratio", "MiB", "measured", "ratio"]
-    harness.print_table(f"plan_parallelism: {network.name}, {network.rows} rows on {RANKS} ranks", header, lines)
-    own = seconds[plan.meshes.index(chosen)]
+    header = ["mesh", "micro-batches", "step, ms", "measured", "of whole copies", "measured", "ratio"]
+    header += ["peak, MiB", "measured", "ratio"]
+    harness.print_table(
+        f"plan_parallelism: {network.name}, {network.rows} rows on {RANKS} ranks", header, lines
+    )
+    first = seconds[plan.meshes.index(chosen)]
     best = min(range(len(taken)), key=lambda index: taken[index])
-    worth = harness.median_ratio(own, seconds[best])
+    worth = harness.median_ratio(first, seconds[best])
     print(plan.facts)
-    print(f"first choice: {chosen.name}; best measured: {plan.meshes[best].name}; its step takes {worth:.2f} of that")
+    print(
+        f"first choice: {chosen.name}; best measured: {plan.meshes[best].name}; the choice takes {worth:.2f} "
+        "of its time"
+    )
 
 
 def draw(path: str, results: Sequence[tuple[Network, ParallelismPlan, list[list[float]], list[int]]]) -> None:
@@ -251,8 +267,11 @@ def draw(path: str, results: Sequence[tuple[Network, ParallelismPlan, list[list[
     for (network, plan, seconds, peaks), (times, sizes) in zip(results, axes, strict=True):
         names = [mesh.name for mesh in plan.meshes]
         places = range(len(names))
+        whole = next(index for index, mesh in enumerate(plan.meshes) if not mesh.cuts_network)
+        predicted_shares = [m.step_seconds / plan.meshes[whole].step_seconds for m in plan.meshes]
+        measured_shares = [harness.median_ratio(own, seconds[whole]) for own in seconds]
         for at, predicted, measured, title in (
-            (times, [1e3 * m.step_seconds for m in plan.meshes], [1e3 * median(s) for s in seconds], "step, ms"),
+            (times, predicted_shares, measured_shares, "step, as a share of whole copies'"),
             (sizes, [m.peak / 2**20 for m in plan.meshes], [p / 2**20 for p in peaks], "peak of a rank, MiB"),
         ):
             at.barh([y - 0.2 for y in places], predicted, height=0.4, label="predicted")

@@ -37,7 +37,7 @@ def joined(x: torch.Tensor, dim: int, collective: Collective, whole: int | None 
     """Makes a cut value whole, by an all-gather; of the whole gradient each rank takes its part.
 
     Args:
-        whole: Length of the whole along `dim`, if it is known; None asks the ranks, which is one exchange more.
+        whole: Length of the whole along `dim`; None asks the ranks, which is one exchange more.
     """
     return _run(_Joined, x, collective, dim, False, whole)
 

@@ -76,7 +76,7 @@ def choose_parallelism(
     """Returns the config with the mesh to train with. Runs on the driver.
 
     Args:
-        config: Config with resolved losses, as `check_training` returns it, in which all workers have whole copies.
+        config: Config with resolved losses, as `check_training` returns it, with whole copies on all workers.
         begun: Settings with which the run was begun; as many workers keep its mesh.
         budget: Bytes of a worker for tensors, as the user set them.
         limits: What is known of a worker's memory, if the user set nothing.
@@ -138,21 +138,21 @@ def _chosen(
     # A network that fails only on tensors without numbers trains in whole copies all the same.
     except Exception as error:
         warnings.warn(
-            f"parallelism='auto' takes whole copies: model {network_name(config, objects)} does not run without "
-            f"data: {reason(error)}; set parallelism yourself to share it",
+            f"parallelism='auto' takes whole copies: model {network_name(config, objects)} does not run "
+            f"without data: {reason(error)}; set parallelism yourself to share it",
             UserWarning,
             stacklevel=6,
         )
-        return Choice(config=config, told="the network does not run without data, so every worker has all of it")
+        return Choice(
+            config=config, told="the network does not run without data, so every worker has all of it"
+        )
     machine, facts = _machine(training, work, workers, is_here)
     micro = None if chooses_micro else config.gradient_accumulation
     if begun is not None:
         # A part of the run's identity, on which batches of batch normalisation depend.
         micro = begun.gradient_accumulation
     meshes = plan_meshes(training, workers, machine, memory, micro)
-    plan = ParallelismPlan(
-        workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts
-    )
+    plan = ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts)
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
     chosen = replace(config, parallelism=plan.best, gradient_accumulation=plan.chosen.num_micro)
@@ -167,7 +167,9 @@ def _needs_no_plan(
     memory: int | None,
 ) -> str:
     """Returns why whole copies are the choice without a plan; "" if it takes one."""
-    others = [c for c in candidates(training.spreadable(), config.num_workers) if c.options or "tensor" in c.sizes]
+    others = [
+        c for c in candidates(training.spreadable(), config.num_workers) if c.options or "tensor" in c.sizes
+    ]
     if all(candidate.refusal for candidate in others):
         return f"whole copies are chosen: no other mesh can be, {others[0].refusal}"
     count = num_bytes(training.network.parameters())

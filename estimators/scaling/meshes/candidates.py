@@ -41,8 +41,8 @@ def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> 
     """Returns all meshes over the planned axes, those of rows alone first.
 
     Args:
-        interleaves: Whether pipelines of several stages a worker are tried. They fill gaps, of which ranks that
-            share the cores of their host leave none.
+        interleaves: Whether pipelines of several stages a worker are tried. They fill gaps, of which ranks
+            that share the cores of their host leave none.
     """
     # With weights in parts, 'data' is 'shard': the strategy parts them over all that read other rows.
     rows_axis = "shard" if given.config.sharding == "parameters" else "data"
@@ -76,7 +76,9 @@ def micro_batches(candidate: Candidate, rows: int, given: int | None) -> list[in
     return [count for count in counts if count <= rows]
 
 
-def with_mesh(config: TrainConfig, workers: int, parallelism: Mapping[str, Any], num_micro: int) -> TrainConfig:
+def with_mesh(
+    config: TrainConfig, workers: int, parallelism: Mapping[str, Any], num_micro: int
+) -> TrainConfig:
     """Returns the config of a candidate.
 
     Raises:

@@ -66,7 +66,13 @@ def found_machine(
     most = training.config.batch_size
     rows = () if step_seconds is not None else rehearsed_rows(most)
     found = rehearse_meshes(
-        training.config, training.objects, training.inputs, training.labels, rows, max(2, workers), repeats
+        training.config,
+        training.objects,
+        training.inputs,
+        training.labels,
+        rows,
+        max(2, workers),
+        repeats,
     )
     shared = max(1.0, found.num_ranks / cores_here())
     # As if each rank had a core for itself.
@@ -83,7 +89,7 @@ def found_machine(
 
 
 def rehearsed_rows(rows: int) -> tuple[int, int]:
-    """Returns the two numbers of rows of the steps that are measured for a step of so many over all workers."""
+    """Returns the rows of the two steps that are measured for one of so many rows over all workers."""
     return max(1, rows // 8), max(2, rows // 2)
 
 
@@ -98,6 +104,7 @@ def _facts(machine: Machine, workers: int, source: str) -> str:
     crowding = machine.crowding(workers)
     shared = f"; {crowding:.3g} workers share a core" if crowding > 1 else ""
     return (
-        f"Steps {source}: an operator {show_seconds(rates.launch)}, {1e-9 / rates.flop:,.3g} billion operations and "
-        f"{1e-9 / rates.byte:,.3g} billion bytes a second; {link_words(machine.inside[near])}{between}{shared}."
+        f"Steps {source}: an operator {show_seconds(rates.launch)}, {1e-9 / rates.flop:,.3g} billion "
+        f"operations and {1e-9 / rates.byte:,.3g} billion bytes a second; {link_words(machine.inside[near])}"
+        f"{between}{shared}."
     )

@@ -66,7 +66,8 @@ def plan_parallelism(
         loss: As the estimators take it; "auto" is cross entropy for integer labels, else mean squared error.
         gradientAccumulation: Micro-batches of a step; None chooses for each mesh.
         tensorPlan: Which layers 'tensor' cuts, for a network that has no plan of its own.
-        stepSeconds: Seconds of a step of the whole network on one worker for two numbers of rows; None measures.
+        stepSeconds: Rows -> seconds of a step of the whole network on one worker, for two numbers of rows;
+            None measures.
         hostLink: Between hosts; None for one host.
         workersPerHost: Workers of a host; None for all.
         coresPerHost: Workers that a host runs at full speed, its cores or devices; None takes this machine's
@@ -110,8 +111,8 @@ def plan_parallelism(
         raise
     except Exception as error:
         raise ValueError(
-            f"meshes of model {network_name(config, objects)} cannot be planned without data: {reason(error)}; "
-            "check the batch's shapes, and that no shape in its forward depends on values"
+            f"meshes of model {network_name(config, objects)} cannot be planned without data: "
+            f"{reason(error)}; check the batch's shapes, and that no shape in its forward depends on values"
         ) from error
     own, between = _link(link, "link"), _link(hostLink, "hostLink")
     machine: Machine
@@ -124,9 +125,7 @@ def plan_parallelism(
             training, work, workers, repeats, own, between, stepSeconds, workersPerHost, coresPerHost
         )
     meshes = plan_meshes(training, workers, machine, limit, gradientAccumulation)
-    return ParallelismPlan(
-        workers=workers, rows=config.batch_size, meshes=meshes, memory=limit, facts=facts
-    )
+    return ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=limit, facts=facts)
 
 
 def _link(given: Link | Mapping[str, float] | None, name: str) -> Link | None:

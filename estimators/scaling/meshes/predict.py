@@ -1,4 +1,4 @@
-"""Plans every mesh of a training: the fastest number of micro-batches of each that fits, or why there is none."""
+"""Plans every mesh of a training, each with the number of micro-batches that is fastest and fits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.cut_network import CutNetwork, cut_network, link_costs
 from ringspark.estimators.memory.cut_plan import steps_of
 from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks, peak_of_steps
+from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks
+from ringspark.estimators.memory.schedule_peak import peak_of_steps
 from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
 from ringspark.estimators.memory.work import Work
 from ringspark.estimators.parallel.model.pipeline.actions import Steps
@@ -92,9 +93,7 @@ class Profile:
         by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)
         for part, few, many, steps in zip(self.network.parts, self.few, self.many, by_rank, strict=True):
             small, large = (_peak(own, config, part.module, steps) for own in (few, many))
-            parts = {
-                part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()
-            }
+            parts = {part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()}
             peaks.append(Peak(total=sum(parts.values()), parts=parts))
         return max(peaks, key=lambda peak: peak.total)
 
@@ -158,8 +157,7 @@ class Profiles:
         profile = self.of(candidate)
         if rows in profile.rows:
             return profile.peak(config, rows)
-        columns = [self._columns(side, rows) for side in (self._inputs, self._labels)]
-        own = measure_ranks(profile.config, self._objects, profile.network, *columns, known=profile.few)
+        own = self._ranks(profile.config, profile.network, rows, profile.few)
         return replace(profile, rows=(rows, rows), few=own, many=own).peak(config, rows)
 
     def _measured(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
@@ -168,11 +166,18 @@ class Profiles:
         most = -(-self._config.batch_size // (2 if sizes.get("pipeline", 1) > 1 else 1))
         counts = max(1, most // _SPAN), most
         network = cut_network(self._empty, config.axes, config.parallelism, self._inputs)
-        few, many = ([self._columns(s, rows) for s in (self._inputs, self._labels)] for rows in counts)
-        first = measure_ranks(config, self._objects, network, *few)
-        second = measure_ranks(config, self._objects, network, *many, known=first)
+        first = self._ranks(config, network, counts[0], None)
+        second = self._ranks(config, network, counts[1], first)
         return Profile(config=config, network=network, rows=counts, few=first, many=second)
+
+    def _ranks(
+        self, config: TrainConfig, network: CutNetwork, rows: int, known: Sequence[RankBytes] | None
+    ) -> list[RankBytes]:
+        inputs, labels = (self._columns(side, rows) for side in (self._inputs, self._labels))
+        return measure_ranks(config, self._objects, network, inputs, labels, known)
 
     def _columns(self, columns: Sequence[Column], rows: int) -> list[Column]:
         share = rows / self._config.batch_size
-        return [Column(shape=(max(1, round(c.shape[0] * share)), *c.shape[1:]), dtype=c.dtype) for c in columns]
+        return [
+            Column(shape=(max(1, round(c.shape[0] * share)), *c.shape[1:]), dtype=c.dtype) for c in columns
+        ]

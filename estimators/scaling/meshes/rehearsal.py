@@ -1,15 +1,14 @@
 """Measures on a gang of this machine what the time of a step over a mesh is predicted from.
 
-All ranks are at it together, as in a training: steps of two sizes, each rank for itself; products of matrices
-and sums of vectors, which tell the one from the other; sums in groups of each size; and values that neighbours
-send each other. So what is found is that of ranks which share the cores and the memory of their host.
+All ranks are at it together, as in a training: steps of two sizes, each rank for itself; products of
+matrices and sums of vectors, which tell the one from the other; sums in groups of each size; and values that
+neighbours send each other. So what is found is that of ranks which share the cores and memory of their host.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""`ParallelismPlan`: what each mesh needs and takes, as numbers and a table, and which one is chosen and why."""
+"""`ParallelismPlan`: what each mesh needs and takes, as numbers and a table, and which is chosen and why."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ParallelismPlan:
     Attributes:
         workers: Number of workers.
         rows: Rows of a step over all of them.
-        meshes: All meshes: those that fit, the fastest first; then those that need too much memory, the smallest
-            first; then those that cannot be.
+        meshes: All meshes: those that fit, the fastest first; then those that need too much memory, the
+            smallest first; then those that cannot be.
         memory: Bytes of a worker for tensors; None if nobody said.
         facts: What the prediction rests on, in a sentence.
     """
@@ -116,8 +116,8 @@ class ParallelismPlan:
                 return f"no mesh of {self.workers:,} workers suits this network: {self.meshes[0].refusal}"
             return (
                 f"no mesh of {self.workers:,} workers fits: the smallest, {planned[0].name}, needs "
-                f"{show_bytes(planned[0].peak)} per worker, and {show_bytes(self.memory or 0)} are there; give more "
-                "workers or memory, or set gradientCheckpointing"
+                f"{show_bytes(planned[0].peak)} per worker, and {show_bytes(self.memory or 0)} are there; "
+                "give more workers or memory, or set gradientCheckpointing"
             )
         told = f"{chosen.name} is chosen: {show_seconds(chosen.step_seconds)} a step"
         whole = next((mesh for mesh in self.meshes if not mesh.cuts_network), None)
@@ -129,7 +129,11 @@ class ParallelismPlan:
         if not others:
             return f"{told}; no other mesh fits"
         other = others[0]
-        closer = "" if other.step_seconds >= chosen.step_seconds else ", which is too little less to cut the network"
+        closer = (
+            ""
+            if other.step_seconds >= chosen.step_seconds
+            else ", which is too little less to cut the network"
+        )
         return f"{told}; the next, {other.name}, takes {show_seconds(other.step_seconds)}{closer}"
 
     def of(self, **sizes: int) -> MeshPlan:
@@ -142,7 +146,9 @@ class ParallelismPlan:
         for mesh in self.meshes:
             if dict(mesh.sizes) == wanted:
                 return mesh
-        raise KeyError(f"{wanted} is no mesh of {self.workers:,} workers; they are {[m.name for m in self.meshes]}")
+        raise KeyError(
+            f"{wanted} is no mesh of {self.workers:,} workers; they are {[m.name for m in self.meshes]}"
+        )
 
     def table(self) -> str:
         """Returns a text: what the prediction rests on, a line per mesh, and the verdict."""

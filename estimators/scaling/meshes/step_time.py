@@ -78,7 +78,7 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
                 seconds += machine.sending(arriving, workers)
         return seconds
 
-    busy, alone = _passes(orders, len(ranks), crowding, compute)
+    _, alone = _passes(orders, len(ranks), crowding, compute)
     # An exchange was measured with all ranks of the host at it.
     both, passes = _passes(orders, len(ranks), crowding, compute, exchange)
     summed = _sum_seconds(config, profile, machine)

@@ -29,7 +29,8 @@ def _parallelism(value: Any) -> dict[str, Any] | str:
         return AUTO
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"parallelism must be a dict of axes, such as {{'data': 2, 'tensor': 2}}, or 'auto', got {value!r}"
+            "parallelism must be a dict of axes, such as {'data': 2, 'tensor': 2}, or 'auto', got "
+            f"{value!r}"
         )
     found: dict[str, Any] = {}
     for name, given in value.items():

@@ -1,4 +1,4 @@
-"""The memory of networks that a mesh cuts: exact parts, live micro-batches, and one rank as `plan_memory` has it."""
+"""The memory of networks that a mesh cuts: exact parts, live micro-batches, one rank as by `plan_memory`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.cut_network import CutNetwork, cut_network
 from ringspark.estimators.memory.cut_plan import orders_of, steps_of
-from ringspark.estimators.memory.rank_step import RankBytes, in_turns, measure_ranks, peak_of_steps
+from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks
+from ringspark.estimators.memory.schedule_peak import in_turns, peak_of_steps
 from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -39,9 +40,7 @@ def _config(mesh: dict[str, Any], workers: int, micro: int = 1, **changes: Any) 
         collective="torch",
         reader="arrow",
     )
-    return replace(
-        config, num_workers=workers, parallelism=mesh, gradient_accumulation=micro, **changes
-    )
+    return replace(config, num_workers=workers, parallelism=mesh, gradient_accumulation=micro, **changes)
 
 
 def _measured(config: TrainConfig, rows: int) -> tuple[CutNetwork, list[RankBytes]]:
@@ -52,7 +51,9 @@ def _measured(config: TrainConfig, rows: int) -> tuple[CutNetwork, list[RankByte
 
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16", "gradient_checkpointing": "all"}])
-def test_one_rank_with_everything_needs_what_the_memory_plan_says(micro: int, changes: dict[str, Any]) -> None:
+def test_one_rank_with_everything_needs_what_the_memory_plan_says(
+    micro: int, changes: dict[str, Any]
+) -> None:
     config = _config({}, 1, micro, **changes)
     _, (rank,) = _measured(config, ROWS // micro)
     settings = {"gradientCheckpointing": changes.get("gradient_checkpointing", "none")}
@@ -93,7 +94,7 @@ def test_a_block_exchanges_twice_forward_and_twice_backward() -> None:
 
 
 def test_each_live_micro_batch_keeps_its_activations() -> None:
-    """1F1B: the first stage of p holds p micro-batches, the last one; as many as there are, if they are fewer."""
+    """1F1B: the first stage of p holds p micro-batches, the last one; or as many as there are."""
     config = _config({"pipeline": 4, "cuts": ["blocks.1", "blocks.2", "blocks.3"]}, 4, 8)
     network, ranks = _measured(config, 1)
     middle = network.parts[2]

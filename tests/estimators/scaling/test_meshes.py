@@ -73,7 +73,7 @@ def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> 
 def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Training) -> None:
     free = _machine(inside={2: Link(alpha=0, beta=0)}, wire=Link(alpha=0, beta=0))
     one = _time(training, free).total
-    # Two passes more than the forward one, and the inputs want no gradient: 3 products a matrix, 2 of the first.
+    # The inputs want no gradient: 3 products a matrix, 2 of the first.
     layer = 2 * ROWS * WIDTH**2 * 1e-6
     assert one == pytest.approx((3 * DEPTH - 1) * layer + 3 * layer / WIDTH, rel=1e-6)
     assert _time(training, free, data=4).total == pytest.approx(one / 4)
@@ -89,7 +89,7 @@ def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Trainin
 
 
 def test_a_pipeline_waits_as_its_schedule_says(training: Training) -> None:
-    """Three units a stage, but two of the first, whose inputs want no gradient: m+p-1 times three, less that one."""
+    """Three units a stage, two of the first, whose inputs want no gradient: m+p-1 times three, less one."""
     free = _machine(wire=Link(alpha=0, beta=0))
     cuts = ["trunk.1", "trunk.2", "trunk.3"]
     for micro in (4, 8):
@@ -107,7 +107,9 @@ def test_more_micro_batches_need_less_and_slower_links_take_longer(training: Tra
     slow = _machine(inside={2: Link(alpha=1e-2, beta=1e-5)}, wire=Link(alpha=1e-2, beta=1e-5))
     for mesh in ({"data": 4}, {"tensor": 4}, {"pipeline": 4, "schedule": "1f1b"}):
         assert _time(training, slow, 4, **mesh).total > _time(training, _machine(), 4, **mesh).total
-    assert _time(training, _machine(cores_per_host=2), data=4).total > _time(training, _machine(), data=4).total
+    assert (
+        _time(training, _machine(cores_per_host=2), data=4).total > _time(training, _machine(), data=4).total
+    )
     # Two hosts: the sum goes over the network, what tensor ranks exchange stays where it is.
     hosts = _machine(between=Link(alpha=1e-2, beta=1e-5), ranks_per_host=2)
     assert _time(training, hosts, data=4).total > _time(training, _machine(), data=4).total
@@ -125,7 +127,10 @@ def test_messages_of_each_kind_are_parts_of_a_ring() -> None:
 
 
 def test_rates_take_what_two_steps_took() -> None:
-    few, many = Work(launches=100, flops=10**6, num_bytes=10**6), Work(launches=100, flops=10**7, num_bytes=10**6)
+    few, many = (
+        Work(launches=100, flops=10**6, num_bytes=10**6),
+        Work(launches=100, flops=10**7, num_bytes=10**6),
+    )
     rates = ASSUMED.fitted({4: (few, 0.02), 16: (many, 0.05)})
     assert rates.seconds(few) == pytest.approx(0.02)
     assert rates.seconds(many) == pytest.approx(0.05)
@@ -208,7 +213,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence_and_another_mesh_is_chosen()
     assert "whole copies cannot be: needs " in plan.verdict
     none = plan_parallelism(SPEC, BATCH, 4, 1000, **GIVEN)
     assert none.chosen is None
-    with pytest.raises(ValueError, match="no mesh of 4 workers fits: the smallest, .*, needs .* are there; give"):
+    with pytest.raises(
+        ValueError, match=r"no mesh of 4 workers fits: the smallest, .*, needs .* are there; give"
+    ):
         _ = none.best
 
 

@@ -147,7 +147,7 @@ def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: An
     ids = rng.integers(1, 23, (ROWS, 11))
     for row, length in zip(ids, rng.integers(0, 12, ROWS), strict=True):
         row[length:] = 0
-    is_lm = spec == TRANSFORMERS["language model"]
+    is_lm = spec.target == "transformer_lm"
     label = np.roll(ids, -1, 1) if is_lm else ids.sum(1) % 3
     manifest = make_shards({"x": ids, "y": label})
     settings: dict[str, Any] = {
@@ -209,6 +209,28 @@ def test_a_mesh_trains_a_transformer_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     _check_mesh(_texts(make_shards, tmp_path / "one", TRANSFORMERS[name]), TRANSFORMERS[name], mesh, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", [{"sequence": 2}, {"data": 2}, {}])
+def test_a_training_of_spread_rows_goes_on_over_another_mesh(
+    make_shards: MakeShards, tmp_path: Path, then: dict[str, int]
+) -> None:
+    """To the bit over the same mesh, though each rank drops parts of its own tokens."""
+    first = {"sequence": 2}
+    dropout = 0.2 if then == first else 0.0
+    spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout})
+    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
+    spread = replace(config, num_workers=2, parallelism=first)
+    straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 25"):
+        train_gang(spread, objects)
+    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
+    assert resumed.resumed_steps in ((20,), (25,))
+    difference = _difference(straight, resumed, spec)
+    assert difference == 0 if then == first else difference < 1e-5
+    assert [r.rows for r in resumed.history] == [ROWS] * 3
 
 
 MIXTURE = ModelSpec(
