@@ -41,7 +41,7 @@ class Average:
     def update(self) -> None:
         """Takes the weights after an optimizer step into the average."""
         # A stage of a pipeline may have nothing that is trained.
-        if self.values:
+        if self._decay is not None and self.values:
             weights = [_wide(p.detach()) for p in self._parameters]
             torch._foreach_lerp_(list(self.values.values()), weights, 1 - self._decay)
 
