@@ -1,15 +1,15 @@
 """`plan_parallelism` against the trainer's steps over every mesh of 4 ranks of this host: time and memory.
 
-One gang measures all meshes of a network in turns, so that a machine which gets slower does so for all; what
-the plan itself measures is taken a minute before, so on a busy machine compare the times as shares of whole
-copies' (`data 4`). A step is the trainer's own, with the strategy and the pipeline that a training has,
-without the reading of rows. The peak is counted from torch's allocator on every rank, as in the benchmark
-`plan_memory`; the fullest rank counts. Two networks: a transformer with many rows, and a wide perceptron with
-few, whose gradients weigh more than its rows.
+Each mesh has a gang of its own in every round, in turns: a process that has trained another network before
+allocates its memory faster. What the plan itself measures is taken before, so on a busy machine compare the
+times as shares of whole copies' (`data 4`). A step is the trainer's own, with the strategy and the pipeline
+that a training has, without the reading of rows. The peak is counted from torch's allocator on every rank,
+as in the benchmark `plan_memory`; the fullest rank counts. Two networks: a transformer with many rows, and a
+wide perceptron with few, whose gradients weigh more than its rows.
 
     python tests/benchmarks/plan_parallelism.py --chart docs/plan_parallelism.png
 
-`--rows` is the rows of the transformer's step over all ranks; `--steps` those of a round.
+`--rows` is the rows of the transformer's step over all ranks; `--steps` are measured in each round.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -112,37 +113,37 @@ def networks(rows: int, *, tiny: bool) -> list[Network]:
 
 @dataclass(frozen=True)
 class Steps:
-    """What each rank runs: every mesh in turns. Returns seconds of steps by mesh and round, and peaks."""
+    """What each rank runs. Returns the seconds of a step, the median, and the rank's peak.
+
+    Attributes:
+        steps: Measured steps; 0 measures the peak instead.
+    """
 
     network: Network
-    configs: list[TrainConfig]
-    rounds: int
+    config: TrainConfig
     steps: int
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-            made = [self._trainer(config, collective, folder, opened) for config in self.configs]
-            peaks = []
-            for trainer, batch, held in made:
-                for _ in range(2):
-                    trainer._train_step(batch, self.network.rows, 1)
-                trainer._sync.optimizer.zero_grad()
-                kept = _num_bytes([*held(), *_tensors(_state(trainer))])
-                peaks.append(
-                    kept + peak_bytes(lambda t=trainer, b=batch: t._train_step(b, self.network.rows, 1))
-                )
-            seconds: list[list[float]] = [[] for _ in made]
-            for _ in range(self.rounds):
-                for taken, (trainer, batch, _) in zip(seconds, made, strict=True):
-                    own = []
-                    for _ in range(self.steps):
-                        collective.barrier()
-                        start = time.perf_counter()
-                        trainer._train_step(batch, self.network.rows, 1)
-                        collective.barrier()
-                        own.append(time.perf_counter() - start)
-                    taken.append(median(own))
-        return json.dumps([seconds, peaks])
+            trainer, batch, held = self._trainer(self.config, collective, folder, opened)
+
+            def step() -> None:
+                trainer._train_step(batch, self.network.rows, 1)
+
+            for _ in range(2):
+                step()
+            seconds = []
+            for _ in range(self.steps):
+                collective.barrier()
+                start = time.perf_counter()
+                step()
+                collective.barrier()
+                seconds.append(time.perf_counter() - start)
+            if seconds:
+                return json.dumps([median(seconds), 0])
+            trainer._sync.optimizer.zero_grad()
+            kept = _num_bytes([*held(), *_tensors(_state(trainer))])
+            return json.dumps([0.0, kept + peak_bytes(step)])
 
     def _trainer(self, config: TrainConfig, collective: Collective, folder: str, opened: ExitStack) -> Any:
         place = torch.device("cpu")
@@ -211,11 +212,17 @@ def compare(
     plan = plan_parallelism(network.spec, network.batch, RANKS, loss=network.loss, repeats=max(3, rounds))
     meshes = [mesh for mesh in plan.meshes if mesh.fits]
     plan = replace(plan, meshes=tuple(meshes))
-    work = Steps(network, [network.config(mesh) for mesh in meshes], rounds, steps)
-    texts = run_spawned(RANKS, "torch", work, timeout_seconds=300)
-    found = [json.loads(text) for text in texts]
-    peaks = [max(peaks[index] for _, peaks in found) for index in range(len(meshes))]
-    return plan, found[0][0], peaks
+
+    def found(mesh: MeshPlan, steps: int) -> list[tuple[float, int]]:
+        work = Steps(network, network.config(mesh), steps)
+        return [json.loads(text) for text in run_spawned(RANKS, "torch", work, timeout_seconds=300)]
+
+    def seconds(mesh: MeshPlan) -> float:
+        return found(mesh, steps)[0][0]
+
+    peaks = [max(peak for _, peak in found(mesh, 0)) for mesh in meshes]
+    cases = {mesh.name: partial(seconds, mesh) for mesh in meshes}
+    return plan, list(harness.measure_in_turns(cases, rounds, warm_ups=0).values()), peaks
 
 
 def report(network: Network, plan: ParallelismPlan, seconds: list[list[float]], peaks: list[int]) -> None:
@@ -285,7 +292,7 @@ def draw(path: str, results: Sequence[tuple[Network, ParallelismPlan, list[list[
 
 
 def main() -> None:
-    options = harness.parse(__doc__, rows=(32, 16), steps=(5, 2))
+    options = harness.parse(__doc__, rows=(32, 16), steps=(7, 2))
     results = []
     for network in networks(options.rows, tiny=options.tiny):
         results.append((network, *compare(network, options.repeats, options.steps)))
