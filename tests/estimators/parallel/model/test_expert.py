@@ -82,8 +82,7 @@ def _trained(mesh: Mesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.Tenso
             mesh,
             rounds=PARTS,
             around=partial(autocast, precision, CPU),
-            flat_bytes=case.get("flat_bytes", 1 << 20),
-            bucket_bytes=2000,
+            bucket_bytes=case.get("bucket_bytes"),
         )
     heads = [Head(label="y", loss="cross_entropy", width=3)]
     config = TrainConfig(
@@ -156,7 +155,7 @@ def test_two_ranks_with_other_experts_train_what_one_process_trains() -> None:
 @pytest.mark.parametrize(
     ("size", "case"),
     [
-        (2, {"mesh": TWO, "router": "gshard", "optimizer": "adamw", "flat_bytes": 0}),
+        (2, {"mesh": TWO, "router": "gshard", "optimizer": "adamw", "bucket_bytes": 2000}),
         (
             2,
             {
@@ -164,13 +163,13 @@ def test_two_ranks_with_other_experts_train_what_one_process_trains() -> None:
                 "router": "expert_choice",
                 "optimizer": "sgd",
                 "checkpoint": "all",
-                "flat_bytes": 0,
+                "bucket_bytes": 2000,
             },
         ),
         (2, {"mesh": TWO, "router": "gshard", "optimizer": "sgd", "capacity": None}),
         (4, {"mesh": FOUR, "router": "switch", "optimizer": "adamw"}),
         (4, {"mesh": FOUR, "router": "expert_choice", "optimizer": "sgd"}),
-        (4, {"mesh": BOTH, "router": "gshard", "optimizer": "sgd", "checkpoint": "sqrt", "flat_bytes": 0}),
+        (4, {"mesh": BOTH, "router": "gshard", "optimizer": "sgd", "checkpoint": "sqrt", "bucket_bytes": 2000}),
     ],
 )
 def test_any_number_of_expert_ranks_trains_what_one_process_trains(size: int, case: dict[str, Any]) -> None:
