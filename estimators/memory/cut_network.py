@@ -79,6 +79,9 @@ def cut_network(
     Raises:
         ValueError: The network cannot be cut that way.
     """
+    for axis in ("expert", "sequence"):
+        if sizes[axis] > 1:
+            raise ValueError(f"networks that are spread over {axis!r} are not planned")
     whole = skeleton(empty)
     stand_ins: dict[str, StandIn] = {}
     if sizes["tensor"] > 1:

@@ -11,6 +11,7 @@ Every rank checks on its own host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from ringspark.estimators.memory.available import Available, of_machine, of_proc
 from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.row_cache import settle_cache
-from ringspark.estimators.memory.sharing import SHARDED_PARTS, shares
+from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.kept_rows import reading_needs
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -152,6 +153,8 @@ def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest)
         config,
         use_gpu=False,
         sharding="none",
+        # Ranks with parts of the weights between their uses have whole ones in a step.
+        parallelism=config.parallelism if config.cuts_network else {},
         precision="fp32",
         gradient_checkpointing="none",
         gradient_accumulation=1,
@@ -177,9 +180,9 @@ def _needs(
     parameters = num_bytes(p for p in network.parameters() if not is_lazy(p))
     whole = parameters + num_bytes(b for b in network.buffers() if not is_lazy(b))
     on_gpu = dict.fromkeys(SHARDED_PARTS["parameters"], 0.0)
-    share = on_gpu if config.use_gpu else shares(config.sharding, config.num_workers)
+    share = on_gpu if config.use_gpu else shares(config.sharding, num_sharers(config))
     # At least one worker has its even part of what a mesh cuts; state and gradients were planned as parts.
-    parts = config.axes["tensor"] * config.axes["pipeline"]
+    parts = math.prod(config.axes[axis] for axis in ("tensor", "pipeline", "expert"))
     own = {
         "parameters": int(whole / parts * share.get("parameters", 1.0)),
         "optimizer state": int(state * share.get("optimizer_state", 1.0)),

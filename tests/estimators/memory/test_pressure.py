@@ -149,6 +149,25 @@ def test_what_is_cut_over_the_ranks_counts_in_part(
     assert found == pytest.approx(parts, rel=1e-6)
 
 
+def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> None:
+    model = ModelSpec("mlp", BIG)
+    names = ("parameters", "gradients", "optimizer state")
+    whole = worker_needs(_config(shards, model), NOTHING, shards)
+    cut = _config(shards, model, num_workers=4, collective="torch", parallelism={"tensor": 2, "data": 2})
+    found = worker_needs(cut, NOTHING, shards)
+    # Biases of rows and the head stay whole.
+    assert [found[name] / whole[name] for name in names] == pytest.approx([0.5] * 3, rel=1e-2)
+    shared = replace(cut, sharding="optimizer")
+    assert worker_needs(shared, NOTHING, shards)[names[2]] == found[names[2]] // 2
+    # Weights in parts over all that read other rows, by either name.
+    parts = {"num_workers": 4, "collective": "torch", "sharding": "parameters"}
+    by_name = [
+        worker_needs(_config(shards, model, **parts, parallelism=mesh), NOTHING, shards)
+        for mesh in ({"shard": 4}, {})
+    ]
+    assert by_name[0] == by_name[1]
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardManifest, optimizer: str) -> None:
     spec = ModelSpec("mlp", {"in_features": 64, "hidden": [256, 256], "out_features": 1})

@@ -169,7 +169,16 @@ def test_two_ranks_with_other_experts_train_what_one_process_trains() -> None:
         (2, {"mesh": TWO, "router": "gshard", "optimizer": "sgd", "capacity": None}),
         (4, {"mesh": FOUR, "router": "switch", "optimizer": "adamw"}),
         (4, {"mesh": FOUR, "router": "expert_choice", "optimizer": "sgd"}),
-        (4, {"mesh": BOTH, "router": "gshard", "optimizer": "sgd", "checkpoint": "sqrt", "bucket_bytes": 2000}),
+        (
+            4,
+            {
+                "mesh": BOTH,
+                "router": "gshard",
+                "optimizer": "sgd",
+                "checkpoint": "sqrt",
+                "bucket_bytes": 2000,
+            },
+        ),
     ],
 )
 def test_any_number_of_expert_ranks_trains_what_one_process_trains(size: int, case: dict[str, Any]) -> None:
