@@ -139,7 +139,8 @@ class MixtureOfExperts(CountingLayer):
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows of an expert is known only when it runs.
-            found: torch.Tensor = torch.compiler.disable(self._forward)(x, real)
+            plain = torch.compiler.disable(self._forward)  # type: ignore[no-untyped-call]
+            found: torch.Tensor = plain(x, real)
             return found
         return self._forward(x, real)
 

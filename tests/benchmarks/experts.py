@@ -3,9 +3,9 @@
 Causal language models over the bytes of Python's docstrings, cut into rows; every tenth text is held out.
 In every second block 8 experts take the place of the perceptron. With one expert per token each is as wide as
 the perceptron; with two, half as wide: so a byte costs the experts what it costs the perceptron, and the
-router comes on top. Operations are those of a forward pass without drops: the history counts them in the first
-batch alone, in which most is dropped. The loss is that of the held rows after the last epoch, in bits per byte,
-as a mean over `--repeats` seeds; all train by the same settings. `--networks 4` adds one that drops
+router comes on top. Operations are those of a forward pass without drops: the history counts them in the
+first batch alone, in which most is dropped. The loss is that of the held rows after the last epoch, in bits
+per byte, as a mean over `--repeats` seeds; all train by the same settings. `--networks 4` adds one that drops
 nothing.
 
     OMP_NUM_THREADS=1 make bench ARGS="experts --chart docs/experts.png"
