@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,8 +140,8 @@ class MixtureOfExperts(CountingLayer):
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows of an expert is known only when it runs.
-            plain = torch.compiler.disable(self._forward)  # type: ignore[no-untyped-call]
-            found: torch.Tensor = plain(x, real)
+            eager: Any = torch.compiler.disable(self._forward)  # type: ignore[no-untyped-call]
+            found: torch.Tensor = eager(x, real)
             return found
         return self._forward(x, real)
 
