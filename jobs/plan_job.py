@@ -69,7 +69,7 @@ def _plan(
     config = with_arguments(replace(config, shards_uri=manifest.uri), manifest)
     check_columns(config, manifest)
     config, _ = check_training(config, objects, manifest)
-    rows = math.ceil(config.batch_size / config.num_workers)
+    rows = math.ceil(config.batch_sizes.largest / config.num_workers)
     inputs, labels = (
         [column_of(manifest, name, rows) for name in names]
         for names in (config.input_columns, config.label_columns)

@@ -4,10 +4,13 @@ Nothing here knows of Spark or Arrow; a network trains, saves and loads without 
 """
 
 from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
+from ringspark.models.chain import Link
+from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
 from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.registry import MODELS
+from ringspark.models.reports import CountingLayer, add_counts, add_loss
 from ringspark.models.resnet import ResNet
 from ringspark.models.spec import ModelSpec
 from ringspark.models.tabular import TabularNet
@@ -17,7 +20,10 @@ from ringspark.models.transformer import TransformerClassifier, TransformerLM
 __all__ = [
     "MLP",
     "MODELS",
+    "CountingLayer",
     "Linear",
+    "Link",
+    "MixtureOfExperts",
     "ModelSpec",
     "RandomCrop",
     "RandomHorizontalFlip",
@@ -26,5 +32,7 @@ __all__ = [
     "TabularNet",
     "TransformerClassifier",
     "TransformerLM",
+    "add_counts",
+    "add_loss",
     "apply_activation_checkpoint",
 ]

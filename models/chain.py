@@ -2,7 +2,8 @@
 
 A network offers `links()`: the pieces that its forward pass calls one after the other. Each takes the values
 that travel, as positional arguments (the first link takes the network's own), and returns those for the next:
-a tensor, or a tuple of tensors and Nones, such as hidden states and a mask. An `nn.Sequential` needs no method.
+a tensor, or a tuple of tensors and Nones, such as hidden states and a mask. An `nn.Sequential` needs no
+method.
 
     class Net(nn.Module):
         def links(self):
@@ -12,8 +13,8 @@ a tensor, or a tuple of tensors and Nones, such as hidden states and a mask. An 
                 Link("head", self._normed_head, ("norm", "head")),
             ]
 
-Invariant: the links one after the other compute what `forward` computes, and every parameter and buffer belongs
-to one of them. Two links may use the same parameter: then it is tied.
+Invariant: the links one after the other compute what `forward` computes, and every parameter and buffer
+belongs to one of them. Two links may use the same parameter: then it is tied.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def links_of(network: nn.Module) -> list[Link]:
         links = _items(network, "")
     else:
         raise ValueError(
-            f"a pipeline needs a network that is a chain, and {type(network).__name__} is not known to be one; "
-            "give it a method links() that returns its pieces in order, as ringspark.models.chain describes, "
-            "or give an nn.Sequential"
+            f"a pipeline needs a network that is a chain, and {type(network).__name__} is not known to be "
+            "one; give it a method links() that returns its pieces in order, as ringspark.models.chain "
+            "describes, or give an nn.Sequential"
         )
     _check(network, links)
     return links
@@ -72,7 +73,7 @@ def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
 
 
 def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
-    """Returns what a link gives to the next one as a tuple.
+    """Returns what is given to a link as a tuple.
 
     Raises:
         ValueError: It gives something else than tensors.
@@ -81,8 +82,8 @@ def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
     for value in values:
         if value is not None and not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"the links up to {link.name!r} must give a tensor or a tuple of tensors and Nones to it, got "
-                f"a {type(value).__name__}; let links() return pieces that give no other values to each other"
+                f"the links up to {link.name!r} must give it a tensor or a tuple of tensors and Nones, got a "
+                f"{type(value).__name__}; let links() return pieces that give each other no other values"
             )
     return values
 

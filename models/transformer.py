@@ -2,12 +2,13 @@
 
 Vaswani et al. 2017, "Attention Is All You Need", with normalisation before each sublayer (Xiong et al.
 2020) and learned positions. The blocks are the items of one `nn.ModuleList`, `blocks`, so that
-activation checkpointing has a chain to cut into segments.
+activation checkpointing has a chain to cut into segments. In some of them a mixture of experts may take the
+place of the perceptron.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.models.chain import Link
+from ringspark.models.experts.layer import MixtureOfExperts
+from ringspark.models.experts.options import mixture_options
 from ringspark.models.mlp import check_dropout
 from ringspark.models.whole_rows import WholeRows, attend
 
@@ -69,6 +72,42 @@ class TransformerBlock(nn.Module):
         return out
 
 
+class MixtureBlock(nn.Module):
+    """A transformer block that has a mixture of experts for its perceptron; see `MixtureOfExperts`."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        dropout: float,
+        attention_dropout: float,
+        causal: bool,
+        experts: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads, attention_dropout, causal)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mixture = MixtureOfExperts(dim, **{"mlp_dim": mlp_dim, **experts}, causal=causal)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs the block on (batch, seq, dim).
+
+        Args:
+            mask: See `Attention`.
+            tokens: (batch, seq) booleans, False for padding; None takes what `mask` says.
+        """
+        if tokens is None and mask is not None:
+            tokens = mask[:, 0, 0]
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: torch.Tensor = x + self.dropout(self.mixture(self.mlp_norm(x), tokens))
+        return out
+
+
 class _Trunk(nn.Module):
     """The part that both networks share below their heads: embeddings, blocks, the last normalisation.
 
@@ -90,6 +129,7 @@ class _Trunk(nn.Module):
         attention_dropout: float,
         causal: bool,
         padding_id: int | None = None,
+        experts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "max_seq_len": max_seq_len, "dim": dim, "num_heads": num_heads}
@@ -104,9 +144,11 @@ class _Trunk(nn.Module):
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_seq_len, dim)
         self.dropout = nn.Dropout(dropout)
+        block = (dim, num_heads, mlp_dim or 4 * dim, dropout, attention_dropout, causal)
+        every, options = (depth + 1, {}) if experts is None else mixture_options(experts, depth)
         self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, mlp_dim or 4 * dim, dropout, attention_dropout, causal)
-            for _ in range(depth)
+            TransformerBlock(*block) if number % every else MixtureBlock(*block, options)
+            for number in range(1, depth + 1)
         )
         self.norm = nn.LayerNorm(dim)
 
@@ -116,7 +158,7 @@ class _Trunk(nn.Module):
         Raises:
             ValueError: So many ranks have no whole heads each.
         """
-        heads = self.blocks[0].attention.num_heads
+        heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
         return {
@@ -138,7 +180,7 @@ class _Trunk(nn.Module):
         x = self._embedded(ids)
         mask = self.rows.mask(_attention_mask(tokens), ids.shape[1])
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, mask, tokens) if isinstance(block, MixtureBlock) else block(x, mask)
         out: torch.Tensor = self.norm(x)
         return out
 
@@ -168,6 +210,8 @@ class TransformerClassifier(_Trunk):
         attention_dropout: Dropout probability on attention weights.
         padding_id: Token id that fills rows up; attention and the mean leave such tokens out. A mask given
             to `forward` says the same without it.
+        experts: Options of `MixtureOfExperts`, such as {"num_experts": 8}, which then takes the place of the
+            perceptron in every second block; "every" gives another distance. None: perceptrons alone.
 
     Raises:
         ValueError: If an argument is out of range, or in `forward` a row is too long.
@@ -185,6 +229,7 @@ class TransformerClassifier(_Trunk):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         padding_id: int | None = None,
+        experts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             vocab_size,
@@ -197,6 +242,7 @@ class TransformerClassifier(_Trunk):
             attention_dropout,
             causal=False,
             padding_id=padding_id,
+            experts=experts,
         )
         _check_sizes(out_features=out_features)
         self.head = nn.Linear(dim, out_features)
@@ -213,7 +259,7 @@ class TransformerClassifier(_Trunk):
         return self._pooled_head(self._features(ids, tokens), tokens, ids.shape[1])
 
     def links(self) -> list[Link]:
-        """Returns the embeddings, the blocks and the head; hidden states and real tokens travel."""
+        """Returns the embeddings, the blocks and the head; real tokens travel beside the hidden states."""
         blocks = [
             Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
             for key, block in self.blocks.named_children()
@@ -251,7 +297,7 @@ class TransformerLM(_Trunk):
     (batch, vocab_size, seq), as torch's cross entropy wants classes, not (batch, seq, vocab_size).
 
     Args:
-        vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout: See
+        vocab_size, max_seq_len, dim, depth, num_heads, mlp_dim, dropout, attention_dropout, experts: See
             `TransformerClassifier`.
 
     Raises:
@@ -271,6 +317,7 @@ class TransformerLM(_Trunk):
         mlp_dim: int | None = None,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        experts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             vocab_size,
@@ -282,6 +329,7 @@ class TransformerLM(_Trunk):
             dropout,
             attention_dropout,
             causal=True,
+            experts=experts,
         )
         self._init_weights()
 
@@ -305,7 +353,7 @@ class TransformerLM(_Trunk):
 
 
 class _MaskedBlock:
-    """A block that takes and gives the real tokens beside the hidden states. A class, so that it is copied."""
+    """A block that takes and gives the real tokens beside the hidden states."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

@@ -29,7 +29,7 @@ class WholeRows:
         return x
 
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Returns what `attend` gets as its mask: of all tokens. It may be a mask where there was none.
+        """Returns what `attend` gets as its mask: of all tokens, and something also where there was none.
 
         Args:
             mask: (batch, 1, 1, seq) booleans, False where no token attends to; None if there is no such.

@@ -253,13 +253,16 @@ IN_MORE_PLACES = {
     **dict.fromkeys(
         ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED
     ),
-    **dict.fromkeys(("batchSize", "gradientCheckpointing", "precision", "sharding"), _PLANNED),
+    **dict.fromkeys(
+        ("batchSize", "batchSizeSchedule", "gradientCheckpointing", "precision", "sharding"), _PLANNED
+    ),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
-    **dict.fromkeys(("noiseScale",), _READ),
+    **dict.fromkeys(("noiseScale", "scaleLearningRate"), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),
+    "gradientCompression": "the exchange reads it, the planner weighs it, fit warns of what ill suits it",
     "parallelism": "who cuts, plans or chooses a mesh names the setting where it refuses one",
     "columns": "the word also names the columns of a DataFrame, of shards and of a batch",
     "storageUri": "a search says that it is not to be varied",

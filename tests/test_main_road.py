@@ -69,4 +69,9 @@ def test_a_pipeline_is_fitted_saved_and_loaded_in_a_new_process(spark: Any, tmp_
     environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(output.read_text()) == [[row.prediction, list(row.probability)] for row in scored]
+    loaded = json.loads(output.read_text())
+    assert [prediction for prediction, _ in loaded] == [row.prediction for row in scored]
+    # That session deals the rows out to fewer tasks, and on some processors a batch of another size rounds
+    # otherwise.
+    for (_, probability), row in zip(loaded, scored, strict=True):
+        assert probability == pytest.approx(list(row.probability), abs=1e-6)

@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import torch
 
 from ringspark.estimators.collectives.network import interface_of
+from ringspark.estimators.collectives.operation_times import OperationTimes
 from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 from ringspark.estimators.collectives.traffic import Member, Traffic
 
@@ -68,12 +69,14 @@ class Collective(Protocol):
     Attributes:
         traffic: Counter of the bytes sent, also by a strategy whose library sends by itself.
         levels: This rank's host, and the hosts among each other; None on one host or with one rank on each.
+        operations: Notes of when the operations were under way, for who measures a step.
     """
 
     name: str
     member: Member
     traffic: Traffic
     levels: Levels | None
+    operations: OperationTimes
 
     @property
     def rank(self) -> int: ...
@@ -84,6 +87,9 @@ class Collective(Protocol):
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent so far, as `Traffic` counts them."""
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        """Whether a sum of tensors on `device` travels while the rank computes, not only while it waits."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Returns the reduction of `tensor` over all ranks, in its dtype and on its device."""
@@ -175,8 +181,9 @@ class ConnectedMember:
     def __init__(self, member: Member) -> None:
         self.member = member
         self.traffic = Traffic(member)
+        self.operations = OperationTimes()
         self.levels: Levels | None = None
-        self._on_leave: list[Callable[[], None]] = []
+        self._on_leave: list[Callable[[], None]] = [self.operations.drop]
 
     @property
     def rank(self) -> int:
@@ -189,6 +196,9 @@ class ConnectedMember:
     @property
     def bytes_sent(self) -> int:
         return self.traffic.bytes_sent
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        return False
 
     def on_leave(self, release: Callable[[], None]) -> None:
         self._on_leave.append(release)

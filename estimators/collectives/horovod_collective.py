@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ringspark.estimators.collectives.base import (
 )
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of, name_problem
+from ringspark.estimators.collectives.operation_times import Started
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import machines_of
 from ringspark.estimators.collectives.rendezvous.horovod_door import HorovodDoor
@@ -123,6 +125,7 @@ class HorovodCollective(SharingMember):
                 continue
             part = HorovodCollective(self.member.within(ranks), known)
             part.traffic = Traffic(part.member, self.traffic)
+            part.operations = self.operations
             self.on_leave(part._release)
             name = f"part{number}"
             # Other sets have other connections, which a proof of this one must not fit.
@@ -155,7 +158,7 @@ class HorovodCollective(SharingMember):
             )
         return result
 
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]:
         with peer_errors("allreduce"):
             # The same name in every step, because Horovod keeps what the ranks agreed on by name.
             handle = self._hvd.allreduce_async_(
@@ -169,7 +172,7 @@ class HorovodCollective(SharingMember):
                     time.sleep(_LOOK_SECONDS)
                 self._hvd.synchronize(handle)
 
-        return wait
+        return Started(wait=wait, is_done=partial(self._hvd.poll, handle))
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is None:
@@ -187,9 +190,7 @@ class HorovodCollective(SharingMember):
             )
         return [] if self.rank else list(torch.split(joined, lengths.tolist()))
 
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
         # Horovod makes only equal parts. For others every rank gets the whole sum and keeps its part.
         is_even = len(set(counts)) == 1
         start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
@@ -205,7 +206,7 @@ class HorovodCollective(SharingMember):
                 result: torch.Tensor = self._hvd.synchronize(handle)
             return result if is_even else torch.split(result, list(counts))[self.rank].clone()
 
-        return wait
+        return Started(wait=wait, is_done=partial(self._hvd.poll, handle))
 
     def _gathered_in_turns(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         width = max(1, _TURN_BYTES // tensor.element_size())

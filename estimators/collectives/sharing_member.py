@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp, contiguous, num_bytes
+from ringspark.estimators.collectives.operation_times import Started, noted
 from ringspark.estimators.collectives.shared_memory import REMEDY, SharedMemory
 from ringspark.estimators.collectives.traffic import Member
 
@@ -35,6 +36,10 @@ class SharingMember(ConnectedMember, ABC):
     def _memory_for(self, *tensors: torch.Tensor) -> SharedMemory | None:
         return self._memory if all(tensor.device.type == "cpu" for tensor in tensors) else None
 
+    def sends_at_once(self, device: torch.device) -> bool:
+        return self._memory is None or device.type != "cpu"
+
+    @noted
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         if memory := self._memory_for(tensor):
             result = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -48,18 +53,21 @@ class SharingMember(ConnectedMember, ABC):
         self.traffic.all_reduce(num_bytes([tensor]))
         if memory := self._memory_for(tensor):
             # Not before it is waited for: beside a backward pass that keeps the cores busy nothing is won.
-            return partial(memory.all_reduce_, tensor.view(-1), "sum")
-        return self._start_sum(tensor, name)
+            return self.operations.when_waited(name, partial(memory.all_reduce_, tensor.view(-1), "sum"))
+        return self.operations.beside(name, partial(self._start_sum, tensor, name))
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         memory = self._memory_for(tensor)
         if memory is None:
-            return self._start_reduce_scatter(tensor, counts)
+            start = partial(self._start_reduce_scatter, tensor, counts)
+            return self.operations.beside("reduce_scatter", start)
         self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
 
         begin = sum(counts[: self.rank])
-        return partial(memory.reduce_scatter, tensor.detach(), begin, begin + counts[self.rank])
+        run = partial(memory.reduce_scatter, tensor.detach(), begin, begin + counts[self.rank])
+        return self.operations.when_waited("reduce_scatter", run)
 
+    @noted
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         memory = self._memory_for(tensor)
         if memory is None:
@@ -70,12 +78,14 @@ class SharingMember(ConnectedMember, ABC):
         self.traffic.all_gather([num_bytes([piece]) for piece in pieces])
         return pieces
 
+    @noted
     def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         self.traffic.gather(num_bytes([tensor]))
         if memory := self._memory_for(tensor):
             return memory.all_gather(tensor.detach().contiguous(), is_read=self.rank == 0)
         return self._gather(tensor.detach(), counts)
 
+    @noted
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         self.traffic.all_to_all([num_bytes([piece]) for piece in pieces])
         pieces = [piece.detach().contiguous() for piece in pieces]
@@ -89,6 +99,7 @@ class SharingMember(ConnectedMember, ABC):
         received = self._all_to_all(joined, sent, arriving)
         return [part.clone().view(pieces[0].dtype) for part in torch.split(received, arriving)]
 
+    @noted
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         with contiguous(tensors) as dense, torch.no_grad():
             if memory := self._memory_for(*dense):
@@ -105,6 +116,7 @@ class SharingMember(ConnectedMember, ABC):
                 self._broadcast(dense, root)
         self.traffic.broadcast(num_bytes(tensors), root)
 
+    @noted
     def barrier(self) -> None:
         if self._memory is None:
             self._barrier()
@@ -115,12 +127,10 @@ class SharingMember(ConnectedMember, ABC):
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor: ...
 
     @abstractmethod
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]: ...
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]: ...
 
     @abstractmethod
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
         """Scatters and counts the bytes, which depend on what the library can do."""
 
     @abstractmethod

@@ -20,6 +20,7 @@ from ringspark.estimators.collectives.base import (
 )
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of
+from ringspark.estimators.collectives.operation_times import Started
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard, machines_of
 from ringspark.estimators.collectives.rendezvous.peer_proof import (
@@ -116,6 +117,7 @@ class TorchCollective(SharingMember):
                     made = TorchCollective(member, self._use_gpu, self._client.within(name, member))
                     made.group, made._ranks = group, list(ranks)
                     made.traffic = Traffic(member, self.traffic)
+                    made.operations = self.operations
                 del group
         self._client.meet(f"{name}/connected", seconds)
         guard.shut()
@@ -158,7 +160,7 @@ class TorchCollective(SharingMember):
             dist.all_reduce(result, op=ops[op], group=self.group)
         return result
 
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+    def _start_sum(self, tensor: torch.Tensor, name: str) -> Started[None]:
         with peer_errors("allreduce"):
             work = dist.all_reduce(tensor, async_op=True, group=self.group)
 
@@ -166,7 +168,7 @@ class TorchCollective(SharingMember):
             with peer_errors("allreduce"):
                 work.wait()
 
-        return wait
+        return Started(wait=wait, is_done=work.is_completed)
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         if counts is not None:
@@ -215,9 +217,7 @@ class TorchCollective(SharingMember):
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
         return gather_on_root(tensor, counts, self.group, self._ranks)
 
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def _start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Started[torch.Tensor]:
         parts = list(torch.split(tensor, list(counts)))
         with peer_errors("reduce-scatter"):
             if len(set(counts)) == 1:
@@ -242,7 +242,7 @@ class TorchCollective(SharingMember):
             # The part gets its own memory, because it must not keep the other ranks' parts alive.
             return mine if mine._base is None else mine.clone()
 
-        return wait
+        return Started(wait=wait, is_done=lambda: all(work.is_completed() for work in works))
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyspark.sql import SparkSession
@@ -192,7 +192,7 @@ class Supervisor:
                 f"after {cause.sentence}; add executors or lower minWorkers"
             ) from None
         _logger.warning("the training goes on with %d workers instead of %d", room, wanted)
-        self.config = replace(self.config, num_workers=room)
+        self.config = self.config.with_workers(room)
 
 
 def _told(beats: list[Beat]) -> list[Failure]:

@@ -27,7 +27,7 @@ def check_budget(
     """
     if budget is None:
         return
-    rows = math.ceil(config.batch_size / config.num_copies)
+    rows = math.ceil(config.batch_sizes.largest / config.num_copies)
     try:
         inputs, labels = (
             [column_of(manifest, name, rows) for name in names]

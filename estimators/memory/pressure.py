@@ -26,6 +26,7 @@ from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.row_cache import settle_cache
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.kept_rows import reading_needs
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -202,7 +203,7 @@ def _needs(
 
 def _checkpoints(config: TrainConfig, num_rows: int) -> tuple[bool, bool]:
     """Returns whether a checkpoint is certain within some epoch, and at the end of one before the last."""
-    num_steps = config.epochs * -(-num_rows // config.batch_size)
+    num_steps = Steps(config.batch_sizes, num_rows).total
     steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
     return steps is not None and steps < num_steps, epochs is not None and epochs < config.epochs
 
@@ -217,7 +218,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
     elif largest == "kept rows":
         first = "set cache='disk' or cache='auto'"
     elif largest == "batches":
-        first = "lower batchSize"
+        first = "lower batchSize" + (" and the sizes of batchSizeSchedule" * bool(config.batch_size_schedule))
     elif config.num_workers > 1 and config.sharding != "parameters" and len(needs) > 1:
         first = "set sharding='parameters'" if config.collective == "torch" else "set sharding='gradients'"
     elif needs.get("optimizer state"):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.parallel.data.compressed_sum import compressed_parameters
 from ringspark.estimators.parallel.data.gradient_buckets import deal
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
@@ -69,7 +70,14 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     if config.sharding != "none":
         # One bucket is filled while the previous one is being sent.
         return min(2 * BUCKET_BYTES, 2 * gradients)
+    compressed = 0
+    if config.gradient_compression["name"] != "none":
+        large = compressed_parameters(trained, config.gradient_compression)
+        # What is sent next, and what is left of what was sent before.
+        compressed = 2 * num_bytes(large.values())
+        trained = {name: p for name, p in trained.items() if name not in large}
+        gradients = 0  # the others travel in one message a dtype
     buckets = deal(trained, None if gradients <= FLAT_BYTES else BUCKET_BYTES)
     # Every gradient has a place in a bucket, with a number that says how many ranks had it.
     sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
-    return sum(sizes)
+    return compressed + sum(sizes)

@@ -37,6 +37,14 @@ def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
         )
 
 
+def held_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns dense gradients as they are, and of sparse ones the values of their rows, each row once.
+
+    They are in the gradients' own memory, except for a sparse one that was not coalesced.
+    """
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+
+
 class GradientSync(Protocol):
     """Keeps one module and its optimizer equal on all ranks.
 
@@ -174,12 +182,22 @@ class PlainSync:
         # Only trained parameters count: others may keep gradients, which differ by rank.
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         layout = layout_of(self.network)
-        if layout is None:
+        if layout is not None:
+            mine = {n: p for n, p in self.network.named_parameters() if p.grad is not None}
+            kept = set(trained)
+            named = {n: p.grad for n, p in mine.items() if p in kept and p.grad is not None}
+            nn.utils.clip_grads_with_norm_(trained, max_norm, layout.norm(named).float())
+            return
+        if not any(p.grad is not None and p.grad.is_sparse for p in trained):
             nn.utils.clip_grad_norm_(trained, max_norm)
             return
-        held = set(trained)
-        named = {n: p.grad for n, p in self.network.named_parameters() if p in held and p.grad is not None}
-        nn.utils.clip_grads_with_norm_(trained, max_norm, layout.norm(named).float())
+        # torch has no norm of a sparse tensor. What it holds has one, once no row comes twice.
+        for parameter in trained:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        held = held_values([p.grad for p in trained if p.grad is not None])
+        norm = nn.utils.get_total_norm(held)
+        torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)

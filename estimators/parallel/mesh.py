@@ -142,6 +142,16 @@ class Mesh:
         return self.sizes.get("pipeline", 1) - 1 - self.places.get("pipeline", 0)
 
     @property
+    def drawing_rank(self) -> int:
+        """Number by which a rank draws: other rows, other tokens and other blocks draw other numbers.
+
+        Ranks along 'tensor' draw alike, for what they drop must be the same where all have it.
+        """
+        num_stages = self.sizes.get("pipeline", 1)
+        part = num_stages - 1 - self.stage + num_stages * self.places.get("sequence", 0)
+        return self.data_rank + self.data_size * part
+
+    @property
     def has_losses(self) -> bool:
         """Whether this rank sees what the network returns."""
         return self.places.get("pipeline", 0) == 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -95,16 +96,13 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
         form: Key of `FORMS`.
 
     Raises:
-        ValueError: The form is unknown, or fewer than two times are usable.
+        ValueError: The form is unknown, fewer than two times are usable, or the times grow faster with the
+            workers than the form does.
     """
     check_name("form", form, FORMS)
     for workers, time in measured.items():
-        if (
-            isinstance(workers, bool)
-            or not isinstance(workers, int)
-            or workers < 1
-            or not 0 < time < math.inf
-        ):
+        is_number = isinstance(workers, Integral) and not isinstance(workers, bool)
+        if not is_number or workers < 1 or not 0 < time < math.inf:
             raise ValueError(
                 f"measured must map numbers of workers to times above 0, got {workers!r}: {time!r}"
             )
@@ -119,4 +117,11 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
         # Faster than n times one worker: caches, not an exchange.
         weights = left[:, 0]
         compute, exchange = float(weights.sum() / np.square(weights).sum()), 0.0
-    return ScalingFit(form=form, compute=float(compute), exchange=float(exchange), measured=dict(measured))
+    if compute <= 0:
+        raise ValueError(
+            f"form {form!r} leaves no time for the computation: from {min(counts)} to {max(counts)} workers "
+            f"the times go from {measured[min(measured)]:g} to {measured[max(measured)]:g}, more than an "
+            "exchange of this form grows; measure one worker too, or choose another form"
+        )
+    known = {int(workers): float(time) for workers, time in measured.items()}
+    return ScalingFit(form=form, compute=float(compute), exchange=float(exchange), measured=known)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ringspark.estimators import user_code
+from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import Column, columns_of
 from ringspark.estimators.scaling.described import described
 from ringspark.estimators.scaling.exchange_time import Link, hierarchical_seconds, ring_seconds
@@ -75,7 +76,7 @@ def plan_scaling(
         hierarchical: Whether the ranks of a host sum among themselves first; else one ring goes around.
         compression: How many times fewer bytes a compressor sends; between hosts only if `hierarchical`.
         overlap: Share of the exchange that is hidden behind the backward pass, 0 to 1; at most the backward
-            pass's time is.
+            pass's time is. A training measures it: `communication_hidden` in `summary.history`.
         pricePerWorkerHour: In any currency; None counts worker-seconds.
         gangSize: Processes that are measured.
         repeats: Measured rounds, of which the median counts.
@@ -95,15 +96,20 @@ def plan_scaling(
         workersPerHost=(workersPerHost, workersPerHost is None or workersPerHost >= 1, "at least 1"),
         coresPerHost=(coresPerHost, coresPerHost is None or coresPerHost >= 1, "at least 1"),
     )
-    if stepSeconds is not None and len(stepSeconds) < 2:
-        raise ValueError(f"stepSeconds must hold the seconds of two numbers of rows, got {stepSeconds!r}")
+    if stepSeconds is not None and (
+        len(stepSeconds) < 2 or not all(n > 0 and 0 < s < math.inf for n, s in stepSeconds.items())
+    ):
+        raise ValueError(
+            "stepSeconds must hold the seconds, above 0, of two numbers of rows or more, "
+            f"got {dict(stepSeconds)!r}"
+        )
     if hierarchical and (hostLink is None or workersPerHost is None):
         raise ValueError("hierarchical=True needs hostLink and workersPerHost, as one host has one level")
     config, objects = described(
         model, inputs, labels, optimizer, loss, precision=precision, collective=collective
     )
     module = build_module(config, objects)
-    gradient_bytes = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
     if stepSeconds is None or link is None:
         largest = max(own_rows, math.ceil((batchSize or 0) / workers[0]))
         rehearsal = Rehearsal(
@@ -162,9 +168,13 @@ def plan_scaling(
 
 
 def _line(step_seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the fixed seconds and those per row: the line through the least and the most rows."""
+    """Returns the fixed seconds and those per row: the line through the least and the most rows.
+
+    Where neither may be below 0, the line goes through the most rows, whose time is measured best.
+    """
     few, many = min(step_seconds), max(step_seconds)
     slope = max(0.0, (step_seconds[many] - step_seconds[few]) / (many - few))
+    slope = min(slope, step_seconds[many] / many)
     return max(0.0, step_seconds[many] - many * slope), slope
 
 

@@ -26,6 +26,12 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
             f"which the squared gradients of optimizer {optimizer!r} do not expect; take "
             "optimizer='momentum', or 'adam1bit' with an 'after' of about a tenth of the steps"
         )
+    schedule, epochs = given["batchSizeSchedule"], given["epochs"]
+    if schedule and schedule[0][0] <= epochs < schedule[-1][0]:
+        yield (
+            f"batchSizeSchedule has {schedule[-1][1]} rows from epoch {schedule[-1][0]} on, and there are "
+            f"{epochs} epochs"
+        )
     for setting in was_set if on_shards else []:
         if setting.is_for_writing:
             yield (f"{setting.name} has no effect on fitOnShards: the shards are written already")

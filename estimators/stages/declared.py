@@ -103,9 +103,14 @@ def value_of(stage: Params, setting: Setting[T]) -> T:
     return cast(T, list(value) if isinstance(value, list) else value)
 
 
+def _has(stage: Params, setting: Setting[Any]) -> bool:
+    """Whether a Param of the stage is this setting; a search has a `parallelism` of its own, as in Spark."""
+    return bool(stage.hasParam(setting.name) and stage.getParam(setting.name).doc == setting.words)
+
+
 def values_of(stage: Params) -> dict[str, Any]:
     """Returns all settings of a stage by name."""
-    return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if stage.hasParam(name)}
+    return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if _has(stage, setting)}
 
 
 def plain_values(stage: Params) -> dict[str, Any]:
@@ -153,7 +158,7 @@ class DeclaredParams(Params):
             **{
                 name: list(setting.default) if isinstance(setting.default, list) else setting.default
                 for name, setting in SETTINGS.items()
-                if setting.default is not None and self.hasParam(name)
+                if setting.default is not None and _has(self, setting)
             }
         )
 

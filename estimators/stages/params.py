@@ -49,6 +49,12 @@ class _TrainingParams(_ModelParams, HasLabelCol, HasWeightCol, HasValidationIndi
     maxGradNorm, getMaxGradNorm, setMaxGradNorm = declared(optimization.MAX_GRAD_NORM)
     epochs, getEpochs, setEpochs = declared(optimization.EPOCHS)
     batchSize, getBatchSize, setBatchSize = declared(optimization.BATCH_SIZE)
+    batchSizeSchedule, getBatchSizeSchedule, setBatchSizeSchedule = declared(
+        large_batches.BATCH_SIZE_SCHEDULE
+    )
+    scaleLearningRate, getScaleLearningRate, setScaleLearningRate = declared(
+        large_batches.SCALE_LEARNING_RATE
+    )
     gradientAccumulation, getGradientAccumulation, setGradientAccumulation = declared(
         optimization.GRADIENT_ACCUMULATION
     )

@@ -62,7 +62,8 @@ class TrainingSummary:
         """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds, cost.
 
         The cost is `training_seconds`, `rows_per_second`, `bytes_sent`, `flops`, `flops_per_second`,
-        `flops_utilization` and `energy_joules`, of all ranks together; None where nobody knows.
+        `flops_utilization` and `energy_joules`, of all ranks together, `communication_seconds` of a rank, and
+        `communication_hidden`, the share of that in which it computed too; None where nobody knows.
         """
         return pd.DataFrame([record.row() for record in self.epochs])
 

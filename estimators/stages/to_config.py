@@ -79,7 +79,7 @@ def config_of(
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _for_each_label(loss: Any, num_labels: int) -> list[Any]:

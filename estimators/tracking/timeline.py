@@ -1,7 +1,9 @@
 """Reads the spans of all ranks of a run, puts them on one axis of time, and tells where the time went.
 
 `chrome_trace` gives them in the JSON trace format that Perfetto (ui.perfetto.dev) and chrome://tracing open:
-a process per host, a thread per rank, one enclosing slice per recorded step. `start` in the arguments of a
+a process per host, a thread per rank, one enclosing slice per recorded step. A rank's operations over the
+collective, which go on beside its own work, have threads of their own: as many as were under way at a time.
+`start` in the arguments of a
 slice is 1 until the ranks are started again.
 
 Here `exchange` falls into two: a rank that comes early waits for the last one, and `wait` is the part of its
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringspark.estimators.training.observation.span_file import RankSpans, Span, read_spans
+from ringspark.estimators.training.observation.span_file import RankSpans, Span, StepSpans, read_spans
 from ringspark.pipelines import storage
 
 OTHER = "other"
@@ -36,6 +38,8 @@ class Slice:
         begin_ns: Nanoseconds since 1970 by the clock of rank 0.
         is_whole: Whether it is a whole recorded step, which encloses its parts.
         is_on_device: Whether the times are those of the GPU.
+        lane: Number of the thread of a collective operation, from 1; 0 for the rank's own work.
+        ready_ns: Of an operation, when its data was ready.
     """
 
     kind: str
@@ -49,6 +53,8 @@ class Slice:
     rows: int | None = None
     is_whole: bool = False
     is_on_device: bool = False
+    lane: int = 0
+    ready_ns: int | None = None
 
 
 def slices_of(ranks: Sequence[RankSpans]) -> list[Slice]:
@@ -73,20 +79,27 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     for number, host in enumerate(hosts):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": host}})
     threads: dict[tuple[int, int], str] = {}
+    width = 2 + max((piece.lane for piece in pieces), default=0)
     for piece in pieces:
-        pid, tid = hosts.index(piece.host), 2 * piece.rank + piece.is_on_device
-        threads[pid, tid] = f"rank {piece.rank}{', device' if piece.is_on_device else ''}"
+        pid, tid = hosts.index(piece.host), width * piece.rank + (piece.is_on_device or 2 * bool(piece.lane))
+        tid += max(0, piece.lane - 1)
+        threads[pid, tid] = f"rank {piece.rank}{_thread_of(piece)}"
         events.append(
             {
                 "ph": "X",
                 "name": piece.kind,
-                "cat": "whole step" if piece.is_whole else piece.kind,
+                "cat": "whole step" if piece.is_whole else "communication" if piece.lane else piece.kind,
                 "pid": pid,
                 "tid": tid,
                 "ts": (piece.begin_ns - zero) / 1000,
                 "dur": (piece.end_ns - piece.begin_ns) / 1000,
                 "args": {"epoch": piece.epoch, "step": piece.step, "start": starts.index(piece.start) + 1}
-                | ({} if piece.rows is None else {"rows": piece.rows}),
+                | ({} if piece.rows is None else {"rows": piece.rows})
+                | (
+                    {}
+                    if piece.ready_ns is None
+                    else {"ready_ms_before": _ms(piece.begin_ns - piece.ready_ns)}
+                ),
             }
         )
     for (pid, tid), name in sorted(threads.items()):
@@ -103,6 +116,16 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
         for spans in ranks
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run_uri, "clocks": clocks}}
+
+
+def _thread_of(piece: Slice) -> str:
+    if piece.lane:
+        return f", communication{f' {piece.lane}' if piece.lane > 1 else ''}"
+    return ", device" if piece.is_on_device else ""
+
+
+def _ms(nanoseconds: int) -> float:
+    return nanoseconds / 1e6
 
 
 def write_trace(run_uri: str, path: str) -> str:
@@ -142,6 +165,8 @@ def _seconds_of(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
     between: defaultdict[str, float] = defaultdict(float)
     timed = {step.step for step in spans.steps if step.device_spans}
     for piece in _slices(spans, arrivals):
+        if piece.lane:
+            continue  # beside what the rank itself did
         length = (piece.end_ns - piece.begin_ns) / 1e9
         if piece.is_whole:
             in_steps[OTHER] += length
@@ -206,6 +231,7 @@ def _slices(spans: RankSpans, arrivals: _Arrivals) -> Iterator[Slice]:
                     if until - piece.begin_ns > error + _clock_error(spans):
                         yield replace(piece, kind="wait", end_ns=until)
                 number += 1
+        yield from _operations(spans, step, of_step)
     for rare in spans.rare:
         yield Slice(
             kind=rare.kind,
@@ -217,7 +243,23 @@ def _slices(spans: RankSpans, arrivals: _Arrivals) -> Iterator[Slice]:
         )
 
 
-def _numbered(spans: RankSpans) -> Iterator[tuple[_Key, Any]]:
+def _operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> Iterator[Slice]:
+    """Yields the collective operations of a step, each in the first lane that is free."""
+    busy_until: list[int] = []
+    for name, ready_ns, begin_ns, end_ns in step.operations:
+        lane = next((n for n, until in enumerate(busy_until) if until <= begin_ns), len(busy_until))
+        busy_until[lane : lane + 1] = [end_ns]
+        yield Slice(
+            kind=name,
+            begin_ns=spans.unix_ns(begin_ns),
+            end_ns=spans.unix_ns(end_ns),
+            lane=lane + 1,
+            ready_ns=spans.unix_ns(ready_ns),
+            **of_step,
+        )
+
+
+def _numbered(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
     """Yields the steps, and what is equal on all ranks for one step; a rollback takes a step again."""
     times: defaultdict[int, int] = defaultdict(int)
     for step in spans.steps:

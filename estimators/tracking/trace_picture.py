@@ -102,6 +102,7 @@ def _chosen(pieces: Sequence[Slice], first_step: int | None, num_steps: int) -> 
         piece
         for piece in own
         if piece.step in shown
+        and not piece.lane
         and (piece.rows is not None or piece.kind == "checkpoint")
         and (piece.is_whole or piece.is_on_device or piece.step not in timed)
     ]

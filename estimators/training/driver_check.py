@@ -6,7 +6,7 @@ rows of zeros; they read no data.
 
 from __future__ import annotations
 
-import math
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,9 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
+from ringspark.estimators.parallel.server.parameter_server import check_optimizer
 from ringspark.estimators.training.arguments import layout_in, with_arguments
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.data_check import (
@@ -37,11 +39,13 @@ from ringspark.estimators.training.objective.own_metrics import (
 )
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.late_compiler import do_without_compiler
+from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, samples
 from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.settings.rules import makes_dense
 from ringspark.estimators.training.tuning.adapter_check import check_adapters
 from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.estimators.training.tuning.pretrained import check_pretrained
@@ -50,6 +54,8 @@ from ringspark.models.outputs import as_outputs
 from ringspark.models.skeleton import copied
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
+
+_log = logging.getLogger(__name__)
 
 # Share of the first weights in the final average above which a training warns.
 MOST_OF_FIRST_WEIGHTS = 0.5
@@ -126,17 +132,17 @@ def check_training(
     do_without_compiler()
     # Made once, as the ranks will, so that errors of optimizer and schedule are raised here.
     optimizer = own_optimizer(config, objects, module)
-    if config.num_workers > 1 and config.sharding != "none" and isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            f"optimizer SparseAdam takes sparse gradients alone, and sharding {config.sharding!r} makes them "
-            "dense; set sharding='none', or take 'adam'"
-        )
-    num_steps = config.epochs * math.ceil(manifest.select("train").num_rows / config.batch_size)
-    make_rates(objects.lr_schedule or config.lr_schedule, optimizer, num_steps, config.warmup_steps)
+    _check_exchange(config, optimizer)
+    steps = Steps(config.batch_sizes, manifest.select("train").num_rows)
+    scaling = RateScaling.of(config.scale_learning_rate, steps)
+    schedule = objects.lr_schedule or config.lr_schedule
+    make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
+    if scaling is not None:
+        _log.info("%s", scaling)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
     if config.pretrained is not None:
         check_pretrained(config.pretrained, module)
-    _check_average(config, num_steps)
+    _check_average(config, steps.total)
     shapes = [tuple(output.shape) for output in outputs]
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
@@ -159,6 +165,21 @@ def check_training(
         own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
         config = replace(config, own_metrics=own)
     return config, [shape[1:] for shape in shapes]
+
+
+def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that the way in which the ranks exchange does not go with."""
+    if config.num_workers == 1:
+        return
+    if config.consistency["name"] not in ("bsp", "hogwild"):
+        check_optimizer(optimizer, config.consistency)
+    ways = makes_dense(config)
+    if ways and isinstance(optimizer, torch.optim.SparseAdam):
+        setting, remedy = ways[0]
+        raise ValueError(
+            f"optimizer SparseAdam takes sparse gradients alone, and {setting} makes them dense; set "
+            f"{remedy}, or take 'adam'"
+        )
 
 
 def _check_batch_transform(

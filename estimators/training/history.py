@@ -38,6 +38,9 @@ class EpochCost:
         flops: Operations of the model for all rows, see `observation.flops`.
         flops_utilization: Share of the operations that the devices could have done in the time.
         energy_joules: Energy of the ranks' GPUs, or on processors of their hosts, see `observation.energy`.
+        communication_seconds: Time in which a rank had an operation over the collective under way, mean over
+            the ranks, from the steps that `observation.overlap` measures.
+        communication_hidden: Share of it in which the rank computed too, from 0 to 1.
     """
 
     training_seconds: float
@@ -45,6 +48,8 @@ class EpochCost:
     flops: int | None
     flops_utilization: float | None
     energy_joules: float | None
+    communication_seconds: float | None = added(None)
+    communication_hidden: float | None = added(None)
 
     def row(self, rows: int) -> dict[str, Any]:
         """Returns the columns of a table for an epoch of so many rows."""

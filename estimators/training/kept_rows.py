@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +35,18 @@ def kept_rows(config: TrainConfig, manifest: ShardManifest, split: Split, rank: 
     part = manifest.select(split)
     row_groups = np.asarray(part.row_groups, dtype=np.int64)
     is_training = split == "train"
-    # Held-out rows come in the same order after every epoch, as rows that are not shuffled do.
-    differ = is_training and config.shuffle
-    epochs = range(config.epochs) if differ else [0] * min(config.epochs, 2)
+    batches = config.batch_sizes
+    # Held-out rows come in the same batches after every epoch; those of rows that are not shuffled differ
+    # where the size does.
+    epochs: Iterable[int] = range(config.epochs) if config.shuffle else batches.twice_each()
+    if not is_training:
+        epochs = [0] * min(config.epochs, 2)
     again = read_again(
         row_groups,
         epochs,
         num_shards=size,
         shard=rank,
-        batch_size=config.batch_size,
+        batch_size=batches.size if is_training else config.batch_size,
         seed=config.seed,
         shuffle=config.shuffle or not is_training,
     )
@@ -65,13 +69,13 @@ def reading_needs(config: TrainConfig, manifest: ShardManifest) -> dict[str, int
     held = rows_in_flight(
         list(columns.values()),
         np.asarray(manifest.select("train").row_groups, dtype=np.int64),
-        num_shards=config.num_workers,
-        batch_size=config.batch_size,
+        num_shards=config.num_copies,
+        batch_size=config.batch_sizes.largest,
         shuffle=config.shuffle,
     )
     kept = 0
     if config.cache == "memory":
-        kept = sum(kept_rows(config, manifest, split, 0, config.num_workers).least_bytes for split in SPLITS)
+        kept = sum(kept_rows(config, manifest, split, 0, config.num_copies).least_bytes for split in SPLITS)
     # Kept rows are on their way into batches as well; they count once.
     in_flight = max(0, held.row_groups - kept)
     return {"row groups in flight": in_flight, "kept rows": kept, "batches": held.blocks}

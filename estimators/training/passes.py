@@ -51,6 +51,9 @@ class Passes(Protocol):
     def drain(self) -> None:
         """Adds the gradients of one step that are still to come; a step of the optimizer follows each."""
 
+    def settle(self) -> None:
+        """Makes what several ranks have of one parameter equal, to the bit. Runs on every rank."""
+
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
         """Computes the losses of rows without gradients; returns like `train`."""
 
@@ -88,6 +91,9 @@ class WholePasses:
         return seen
 
     def drain(self) -> None:
+        return
+
+    def settle(self) -> None:
         return
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
@@ -131,6 +137,11 @@ class PipelinedPasses:
     def drain(self) -> None:
         with backward_errors():
             self._pipeline.drain()
+
+    def settle(self) -> None:
+        # Sums over many rows' ranks may round otherwise in the stages that share a parameter.
+        with backward_errors():
+            self._pipeline.share_ties()
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
         with backward_errors():

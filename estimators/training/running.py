@@ -11,6 +11,7 @@ import torch
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepared, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.history import RunLog
@@ -45,6 +46,7 @@ class Running:
         passes: Forward and backward passes.
         noise: Measures the noise of the gradients; None where nobody asks.
         average: Moving average of the weights, empty where none is asked for.
+        steps: Batch size and optimizer steps of every epoch.
         state: State that callbacks see: epoch, step, history.
         finished_epochs: Epochs with a record in the history.
         step_in_epoch: Steps done in the current epoch.
@@ -62,7 +64,7 @@ class Running:
         callbacks: Callbacks,
         log: RunLog,
         observation: Observation,
-        steps_per_epoch: int,
+        steps: Steps,
         device: torch.device,
         objects: UserObjects,
         pipeline: PipelinePasses | None = None,
@@ -71,8 +73,8 @@ class Running:
 
         Args:
             sync: The network, already on `device`, and its optimizer.
+            steps: Batch size and optimizer steps of every epoch.
             pipeline: Runs the stages of a network that is cut into some; None for one that is not.
-            steps_per_epoch: Optimizer steps per epoch with this data and batch size.
         """
         # Ranks that hold parts of the gradients must agree on overflows; else all see the same numbers.
         combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ else None
@@ -93,8 +95,8 @@ class Running:
         predicts = not any(head.is_per_member for head in heads)
         # Labels that a transform has mixed are those of no row.
         predicts = predicts and not takes_labels(objects.transform_batch)
-        self.sums = Sums("train", heads, device, with_metrics=predicts)
-        self.validation = Sums("validation", heads, device)
+        self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts)
+        self.validation = Sums("validation", heads, device, sync.network)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
         self.passes: Passes
         if pipeline is not None:
@@ -108,7 +110,7 @@ class Running:
             size=mesh.world.size,
             module=sync.network,
             optimizer=sync.optimizer,
-            num_steps=config.epochs * steps_per_epoch,
+            num_steps=steps.total,
             history=log.history,
             averaged=self.average.in_place,
         )
@@ -118,7 +120,7 @@ class Running:
         self.log = log
         self.device = device
         self.first_bad = FirstBadLoss(device)
-        self.steps_per_epoch = steps_per_epoch
+        self.steps = steps
         self.finished_epochs = 0
         self.step_in_epoch = 0
         self.skipped_before = 0

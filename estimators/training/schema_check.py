@@ -83,6 +83,18 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
             f"layer {waiting[0]!r} of model {type(module).__name__} is a SyncBatchNorm, which hangs where a "
             "worker has no rows in a step; take BatchNorm, GroupNorm or LayerNorm"
         )
+    # Its forward pass changes the weights of the rows that this worker's batch uses, which no exchange sees.
+    bounded = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
+    ]
+    if config.num_workers > 1 and bounded:
+        raise ValueError(
+            f"layer {bounded[0]!r} of model {type(module).__name__} is an embedding with max_norm, which "
+            "shortens the rows that a worker's own batch uses, so that the workers' weights would part; "
+            "leave max_norm out and set weightDecay, or set numWorkers=1"
+        )
     if config.cuts_network:
         check_spread(skeleton(module), config.axes, config.parallelism)
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]

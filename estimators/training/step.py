@@ -25,6 +25,7 @@ from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.saved_tensors import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
+from ringspark.models.reports import Reports, collected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +73,17 @@ def scaled(
 def forward(
     recipe: Recipe, module: nn.Module, network: nn.Module, batch: Batch, *, keeps_outputs: bool
 ) -> tuple[torch.Tensor, Seen]:
-    """Returns each head's weighted loss summed over the rows, (num_heads,), and what metrics need.
+    """Returns each head's weighted loss summed over the rows, (num_heads,), and what the history needs.
+
+    In training the first has in it what layers have added to the loss (`models.reports`), and the second has
+    not: losses of the history are those of the outputs.
 
     Args:
         module: The module to call: the network, or its wrapper that exchanges gradients.
 
     Raises:
-        ValueError: The network returns more or fewer outputs than there are labels.
+        ValueError: The network returns more or fewer outputs than there are labels, or one of its layers
+            adds a loss that is not one value per row.
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -89,16 +94,28 @@ def forward(
     )
     # Sharded parameters are gathered in here, which fails if a peer is lost.
     eager = single_rows_eager(config.compile, batch.num_rows)
-    with autocast(config.precision, recipe.device), hooks, eager, backward_errors():
+    computing = autocast(config.precision, recipe.device)
+    with computing, hooks, eager, backward_errors(), collected() as reports:
         outputs = module(*batch.inputs)
-    return judged(recipe, network, outputs, batch, keeps_outputs=keeps_outputs)
+    return judged(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
 
 
 def judged(
-    recipe: Recipe, network: nn.Module, returned: Any, batch: Batch, *, keeps_outputs: bool
+    recipe: Recipe,
+    network: nn.Module,
+    returned: Any,
+    batch: Batch,
+    reports: Reports | None = None,
+    *,
+    keeps_outputs: bool,
 ) -> tuple[torch.Tensor, Seen]:
-    """Returns what `forward` does, from what the network returned for a micro-batch."""
+    """Returns what `forward` does, from what the network returned for a micro-batch.
+
+    Args:
+        reports: What its layers have added; None where they add nothing.
+    """
     config, criterion = recipe.config, recipe.criterion
+    reports = reports or Reports()
     outputs = as_outputs(returned)
     if len(outputs) != criterion.num_losses:
         mode = "train" if network.training else "validation"
@@ -117,11 +134,25 @@ def judged(
         # A CUDA graph writes its outputs anew in every pass, and metrics may hold them for longer.
         own = torch.clone if config.compile and recipe.device.type == "cuda" else torch.Tensor.detach
         pairs = [(own(output.detach()), label) for output, label in zip(outputs, batch.labels, strict=True)]
-    return losses, Seen(losses.detach(), _own_weights(recipe, batch), pairs)
+    seen = Seen(losses.detach(), _own_weights(recipe, batch), pairs, reports.counts)
+    if reports.losses:
+        losses = losses + criterion.of_layers(_of_rows(reports, batch), batch.labels, batch.weight)
+    return losses, seen
+
+
+def _of_rows(reports: Reports, batch: Batch) -> torch.Tensor:
+    """Returns the sum of the losses that layers have added, (rows,)."""
+    for values in reports.losses:
+        if values.shape != (batch.num_rows,):
+            raise ValueError(
+                f"a layer may add a loss of shape ({batch.num_rows},), one value per row, got "
+                f"{tuple(values.shape)}; give add_loss the mean of each row"
+            )
+    return torch.stack([values.float() for values in reports.losses]).sum(0)
 
 
 def global_weights(
-    recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None, num_ranks: int = 1
+    recipe: Recipe, batch: Batch, global_rows: int, together: Collective | None
 ) -> torch.Tensor | float:
     """Returns the weight of all ranks' rows, which divides the losses. Runs on every rank.
 
@@ -129,8 +160,7 @@ def global_weights(
         batch: All of this rank's rows of the step.
         global_rows: Rows of all ranks; without row weights they are the divisor.
         together: Collective of the ranks that share the global batch, if they take the step together. If not,
-            each of the others is taken to have as much weight as this rank.
-        num_ranks: Number of ranks that share it; only looked at without `together`.
+            a row of another rank is taken to weigh as much as this rank's rows do on average.
 
     Returns:
         One number for all losses if rows have no weights, else one for each, (num_heads,).
@@ -138,8 +168,10 @@ def global_weights(
     weights = _own_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):
         return float(global_rows)
-    total = weights.clone() if together is not None else weights * num_ranks
-    if together is not None:
+    if together is None:
+        total = weights * (global_rows / max(1, batch.num_rows))
+    else:
+        total = weights.clone()
         with recipe.timeline.span("exchange"):
             together.start_sum(total, "weights")()
     # If all rows of the batch have weight 0, every loss is zero and must not become NaN.

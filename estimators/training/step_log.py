@@ -76,11 +76,17 @@ class StepLog:
         """Returns whether the training records after this step, the same on every rank."""
         return self._every > 0 and step % self._every == 0
 
-    def mean_loss(self, sums: Sums, data: Collective | None) -> float:
-        """Returns the mean loss since the record before. Runs on every rank; see `Sums.mean_loss`."""
+    def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
+        """Returns the mean loss since the record before. Runs on every rank; see `Sums.mean_loss`.
+
+        Without `data` it is None if this rank has had no rows since; the next one counts from there.
+        """
         totals = sums.totals()
-        before, self._before = self._before, totals
-        return sums.mean_loss(totals if before is None else totals - before, data)
+        since = totals if self._before is None else totals - self._before
+        if data is None and not since.any():
+            return None
+        self._before = totals
+        return sums.mean_loss(since, data)
 
     def add(self, record: StepRecord) -> None:
         """Keeps a record, and begins to write if that is due."""

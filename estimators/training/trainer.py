@@ -101,7 +101,7 @@ class Trainer:
         running.log.epoch(
             EpochRecord(
                 epoch=epoch + 1,
-                steps=train.num_steps,
+                steps=running.steps.in_epoch(epoch),
                 rows=rows,
                 seconds=time.monotonic() - running.epoch_start,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
@@ -110,7 +110,7 @@ class Trainer:
                 skipped_steps=self._scaler.skipped_steps - running.skipped_before,
                 metrics=values,
                 cost=cost,
-                batch_size=self._config.batch_size,
+                batch_size=running.steps.batches.size(epoch),
                 noise=None if running.noise is None else running.noise.take(),
             )
         )
@@ -142,7 +142,8 @@ class Trainer:
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 running.rates.set(state.step)
                 global_rows = plan.global_rows(step)
-                self._train_step(batch, global_rows, step + 1)
+                with self._observed.overlap.step(step, reader.num_steps):
+                    self._train_step(batch, global_rows, step + 1)
                 rows += global_rows
                 state.step += 1
                 running.step_in_epoch = step + 1
@@ -163,7 +164,7 @@ class Trainer:
                     )
                 if self._recovery.due.after_step(state.step):
                     # After the last step, the epoch's record and its callbacks come before the checkpoint.
-                    is_due = step + 1 == reader.num_steps
+                    is_due = step + 1 == plan.num_steps
                     if not is_due:
                         self._save()
         self._status.phase = f"training, end of epoch {epoch + 1}"
@@ -173,16 +174,19 @@ class Trainer:
         """Records the loss since the last record. Runs on every rank.
 
         It is that of all ranks' rows; where ranks take steps at their own pace, of rank 0's alone, because a
-        common mean would have the others wait.
+        common mean would have the others wait. Where it had none, there is no record.
         """
         running, state = self._running, self._state
+        loss = self._observed.losses.mean_loss(running.sums, self._together)
+        if loss is None:
+            return
         self._observed.losses.add(
             StepRecord(
                 step=state.step,
                 epoch=state.epoch,
                 rows=rows,
                 seconds=self._recovery.seconds,
-                train_loss=self._observed.losses.mean_loss(running.sums, self._together),
+                train_loss=loss,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
             )
         )
@@ -198,10 +202,13 @@ class Trainer:
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
         seen = self._backward(batch, global_rows)
+        if self._together is None:
+            # Before its gradients spoil the weights of others, who might be blamed while this rank waits.
+            self._note_losses(step, seen)
         self._take_step(own_rows, global_rows)
         if self._guards and self._scaler.skipped:
             self._on_skipped(step, seen, buffers)
-        elif not self._scaler.skipped:
+        elif not self._scaler.skipped and self._together is not None:
             self._note_losses(step, seen)
         self._running.sums.add(seen, finite_only=self._scaler.skipped)
 
@@ -211,6 +218,7 @@ class Trainer:
             self._sync.optimizer.zero_grad()
             self._running.passes.drain()
             self._take_step(0, 0)
+        self._running.passes.settle()
 
     def _take_step(self, own_rows: int, global_rows: int) -> None:
         """Sums the gradients over the ranks and takes the optimizer's step. Runs on every rank."""
@@ -238,7 +246,7 @@ class Trainer:
         if running.transform is not None:
             with self._timeline.span("transform"):
                 batch = running.transform(batch, self._state.step)
-        divisor = global_weights(running.recipe, batch, global_rows, self._together, self._mesh.data_size)
+        divisor = global_weights(running.recipe, batch, global_rows, self._together)
         if not batch.num_rows:
             with self._timeline.span("backward"):
                 self._sync.backward_without_rows(batch.inputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.nn.parameter import UninitializedParameter
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel import STRATEGIES, Exchange
-from ringspark.estimators.parallel.base import refuse_sparse
+from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert_sum import ExpertSum
 from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.solo import Solo
@@ -32,19 +34,22 @@ from ringspark.estimators.training.kept_rows import caching
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.observation.observed import Observation
+from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.precision import keep_norms_fp32
+from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.probe import probe, samples
 from ringspark.estimators.training.run_notes import note_memory, note_start
 from ringspark.estimators.training.running import Running
 from ringspark.estimators.training.selection import BestCheckpoint, EarlyStopping
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
+from ringspark.estimators.training.stage_recompute import policy_of_stage
 from ringspark.estimators.training.trainer import Trainer
 from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import seed_rank, shared_generators_kept
+from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
@@ -129,7 +134,7 @@ def _train(
     train, validation = _open_readers(config, mesh, manifest, opened)
     status.phase = "building the model"
     module = _build(config, objects, manifest, device, mesh, status)
-    pipeline = None
+    pipeline, blocks = None, block_names(module)
     if mesh.cuts_network:
         status.phase = "cutting the network"
         with torch.no_grad():
@@ -138,27 +143,28 @@ def _train(
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
-    if config.gradient_checkpointing != "none":
-        apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
+    policy = segment_policy(config.gradient_checkpointing)
+    if pipeline is not None:
+        policy = policy_of_stage(policy, blocks, module)
+    apply_activation_checkpoint(module, policy)
     status.phase = "sharing the first weights"
     exchange = _exchange(config)
-    sync = STRATEGIES[exchange.strategy]().prepare(
-        module, partial(own_optimizer, config, objects), mesh.gradients, exchange
-    )
+    sync = _tied(config, objects, module, mesh, exchange, device)
     sync.progress = status.tick
     # Ranks with other parts of the gradients must agree on overflows.
     sync.ranks_differ |= mesh.cuts_network
     # Dropout differs between the ranks, like between the rows of one batch.
-    seed_rank(config.seed, 0, mesh.data_rank)
+    seed_rank(config.seed, 0, mesh.drawing_rank)
     best = None
     if config.keep == "best":
         best = BestCheckpoint(config, mesh, status, keeps_worse=recovery.due.is_asked)
     heads = make_heads(config, objects, manifest)
     callbacks = _callbacks(config, objects, best)
-    num_steps = config.epochs * train.num_steps
+    steps = Steps(config.batch_sizes, train.manifest.num_rows)
     # Made before a checkpoint is loaded, because the user's rates are the bases.
     schedule = objects.lr_schedule or config.lr_schedule
-    rates = make_rates(schedule, sync.optimizer, num_steps, config.warmup_steps)
+    scaling = RateScaling.of(config.scale_learning_rate, steps)
+    rates = make_rates(schedule, sync.optimizer, steps.total, config.warmup_steps, scaling)
     start = note_start(config, mesh, manifest, device)
     status.phase = "comparing the clocks"
     with (
@@ -175,7 +181,7 @@ def _train(
             callbacks,
             log,
             observation,
-            train.num_steps,
+            steps,
             device,
             objects,
             pipeline,
@@ -202,6 +208,30 @@ def _train(
         checkpoint_errors=recovery.errors,
         non_finite=tuple(recovery.non_finite),
     )
+
+
+def _tied(
+    config: TrainConfig,
+    objects: UserObjects,
+    module: nn.Module,
+    mesh: Mesh,
+    exchange: Exchange,
+    device: torch.device,
+) -> GradientSync:
+    """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
+    if mesh.sizes["expert"] > 1:
+        around = partial(autocast, config.precision, device)
+        optimizer = own_optimizer(config, objects, module)
+        return ExpertSum(module, optimizer, mesh, rounds=config.gradient_accumulation, around=around)
+    if not any(p.requires_grad for p in module.parameters()):
+        # A stage that is frozen whole, on all ranks that have it.
+        return PlainSync(module, own_optimizer(config, objects, module))
+    if mesh.sizes["pipeline"] > 1 and exchange.sharding == "gradients":
+        # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
+        # tied weights at the end, and a schedule may release them after the next step's passes.
+        exchange = replace(exchange, sharding="optimizer")
+    strategy = STRATEGIES[exchange.strategy]()
+    return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)
 
 
 def _exchange(config: TrainConfig) -> Exchange:
@@ -295,10 +325,9 @@ def _open_readers(
         "columns": list(dict.fromkeys(columns)),
         "shard": mesh.data_rank,
         "num_shards": mesh.data_size,
-        "batch_size": config.batch_size,
         "seed": config.seed,
         "engine": config.reader,
     }
-    train = opening("train", shuffle=config.shuffle, **shared)
+    train = opening("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
     held_out = manifest.select("validation").num_rows
-    return train, opening("validation", **shared) if held_out else None
+    return train, opening("validation", batch_size=config.batch_size, **shared) if held_out else None

@@ -21,6 +21,7 @@ from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.fit_data import SharedShards, discard
 from ringspark.estimators.training.arguments import with_arguments
+from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.estimators.tuning.short_training import check_estimator, plain_copy, training_rows
@@ -51,14 +52,16 @@ class BatchFit:
     tries: pd.DataFrame
 
     def __str__(self) -> str:
+        sizes = _sizes(self.estimator)
+        later = "" if sizes.largest == sizes.size(0) else f", and up to {sizes.largest} by batchSizeSchedule,"
         return (
-            f"micro-batches of {self.rows} rows per worker fit: batchSize={self.estimator.getBatchSize()} "
+            f"micro-batches of {self.rows} rows per worker fit: batchSize={sizes.size(0)}{later} "
             f"with gradientAccumulation={self.gradient_accumulation}"
         )
 
 
 def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = None) -> BatchFit:
-    """Finds the fewest micro-batches with which a worker's memory holds the estimator's batch.
+    """Finds the fewest micro-batches with which a worker's memory holds the estimator's largest batch.
 
     First plans: micro-batches whose step needs more than the budget are not tried. Then trains two steps on
     a sample of the rows, on the estimator's own workers, and doubles the number of micro-batches each time
@@ -82,7 +85,7 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
     check_estimator(estimator, "batch_that_fits")
     check_frame(df, "batch_that_fits")
     limit = estimator.getMemoryBudget() if budget is None else parse_bytes(budget)
-    batch, seed = estimator.getBatchSize(), estimator.getOrDefault("seed")
+    batch, seed = _sizes(estimator).largest, estimator.getOrDefault("seed")
     is_validated = estimator.isSet("validationFraction") or estimator.isSet("validationIndicatorCol")
     rows = training_rows(estimator, df)
     count, wanted = rows.count(), (_STEPS + is_validated) * batch
@@ -90,7 +93,7 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
         raise ValueError("batch_that_fits needs training rows, got none")
     # A tenth more, as the sample's size is itself drawn.
     sample = rows.sample(1.1 * wanted / count, seed) if count > 1.2 * wanted else rows
-    trial = plain_copy(estimator).setParams(epochs=1, maxRestarts=0, lrSchedule="constant")
+    trial = plain_copy(estimator).setParams(epochs=1, batchSize=batch, maxRestarts=0, lrSchedule="constant")
     trial.clear(trial.memoryBudget)
     if is_validated:
         trial.setParams(validationFraction=1 / (_STEPS + 1))
@@ -109,8 +112,8 @@ def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> 
         per_worker = math.ceil(
             min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_workers
         )
-        # Every worker has a row in each micro-batch of a whole batch.
-        most = min(per_worker, fit.config.batch_size // fit.config.num_workers)
+        # Every worker has a row in each micro-batch of a whole batch, also of the smallest.
+        most = min(per_worker, _sizes(estimator).smallest // fit.config.num_workers)
         parts = min(fit.config.gradient_accumulation, most)
         while True:
             needed = None if limit is None else _planned(fit, manifest, parts)
@@ -138,6 +141,10 @@ def _found(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) -> 
                 math.ceil(per_worker / parts),
                 parts,
             )
+
+
+def _sizes(estimator: Any) -> BatchSizes:
+    return BatchSizes.of(estimator.getBatchSize(), estimator.getBatchSizeSchedule(), estimator.getEpochs())
 
 
 def _planned(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:

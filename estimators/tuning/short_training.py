@@ -11,6 +11,7 @@ from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.settings import (
     columns,
+    large_batches,
     observation,
     optimization,
     python_objects,
@@ -32,6 +33,8 @@ _CLEARED: tuple[Setting[Any], ...] = (
     optimization.MIN_DELTA,
     optimization.KEEP,
     optimization.WARMUP_STEPS,
+    large_batches.BATCH_SIZE_SCHEDULE,
+    large_batches.SCALE_LEARNING_RATE,
     columns.VALIDATION_INDICATOR_COL,
     python_objects.METRICS,
     observation.TRACKING,
@@ -54,7 +57,10 @@ def check_estimator(estimator: Any, function: str) -> None:
 
 
 def plain_copy(estimator: Any) -> Any:
-    """Returns a copy without folder, checkpoints, validation, warm-up, trackers and progress."""
+    """Returns a copy of one batch size, without whatever a short training has no use for.
+
+    It has no folder, checkpoints, validation, warm-up, scaled rate, trackers and progress.
+    """
     made = estimator.copy()
     for setting in _CLEARED:
         if made.hasParam(setting.name):

@@ -69,6 +69,19 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
     return net
 
 
+def block_names(net: nn.Module) -> list[str]:
+    """Returns the names of the modules that `"all"` recomputes; none if there is no chain of blocks."""
+    names = {module: name for name, module in net.named_modules()}
+    found: list[str] = []
+    for branch in getattr(net, "checkpoint_branches", lambda: [net])():
+        try:
+            _, chain = _longest_chain(branch, "")
+        except ValueError:
+            continue
+        found += [names[module] for block in chain for module in _callables(block)]
+    return list(dict.fromkeys(found))
+
+
 def compile_segments(net: nn.Module, mode: str | None) -> bool:
     """Has every recomputed module compiled by itself, by torch.compile; returns whether there is one.
 

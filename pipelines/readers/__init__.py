@@ -8,7 +8,7 @@ the class as an entry point in `ENTRY_POINTS`, and is found by that name.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ def open_reader(
     columns: Sequence[str] | None = None,
     shard: int = 0,
     num_shards: int = 1,
-    batch_size: int = 1024,
+    batch_size: int | Callable[[int], int] = 1024,
     seed: int = 0,
     engine: str | None = None,
     shuffle: bool = True,
@@ -53,7 +53,7 @@ def open_reader(
         columns: Names of the columns to read; all by default.
         shard: Index of this shard among `num_shards`.
         num_shards: How many readers share every batch.
-        batch_size: Rows per step over all shards.
+        batch_size: Rows per step over all shards, or a function that gives them for an epoch.
         seed: Any whole number; the same on all shards.
         engine: A key of `READERS`; by default "petastorm" where it is installed, otherwise "arrow". All
             engines give the same bytes.

@@ -15,7 +15,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import pairwise
@@ -58,7 +58,7 @@ class ShardReader(ABC):
         columns: The columns of a batch, in order.
         shard: Index of this shard.
         num_shards: Number of shards.
-        batch_size: Rows per step over all shards.
+        batch_size: Rows per step over all shards; a function of the epoch where epochs differ.
         seed: Seed of the order of the rows.
         shuffle: False keeps the order of the files.
         cache: Row groups that were read before; None if every epoch reads them again.
@@ -74,7 +74,7 @@ class ShardReader(ABC):
         columns: Sequence[str] | None = None,
         shard: int = 0,
         num_shards: int = 1,
-        batch_size: int = 1024,
+        batch_size: int | Callable[[int], int] = 1024,
         seed: int = 0,
         shuffle: bool = True,
         cache: RowGroupCache | None = None,
@@ -104,15 +104,15 @@ class ShardReader(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in every epoch, the same on every shard."""
-        return -(-sum(self._row_groups) // self.batch_size)
+        """Number of steps in every epoch, the same on every shard; in the first if batch sizes differ."""
+        return self.plan(0).num_steps
 
     def plan(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch, for all shards."""
         return plan_epoch(
             self._row_groups,
             num_shards=self.num_shards,
-            batch_size=self.batch_size,
+            batch_size=self.batch_size(epoch) if callable(self.batch_size) else self.batch_size,
             epoch=epoch,
             seed=self.seed,
             shuffle=self.shuffle,
@@ -138,9 +138,10 @@ class ShardReader(ABC):
         Raises:
             RuntimeError: A row group cannot be read; the message names the file and the row group.
         """
-        if not 0 <= start_step <= self.num_steps:
-            raise ValueError(f"start_step must be from 0 to {self.num_steps}, got {start_step}")
-        return self._batches(self.plan(epoch).shard(self.shard), start_step)
+        plan = self.plan(epoch)
+        if not 0 <= start_step <= plan.num_steps:
+            raise ValueError(f"start_step must be from 0 to {plan.num_steps}, got {start_step}")
+        return self._batches(plan.shard(self.shard), start_step)
 
     @abstractmethod
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
@@ -286,7 +287,8 @@ class ShardReader(ABC):
         reads = plan.reads(start_step)
         lanes, cycle = [LaneBuffer() for _ in plan.deal.lanes], plan.deal.lane_cycle
         waiting = deque(reads.first_steps.tolist())
-        num_steps, block_steps = plan.plan.num_steps, self._block_steps()
+        num_steps = plan.plan.num_steps
+        steps = self._block_steps(plan.plan.batch_size)
         empty = self._empty()
         pieces = prefetch_bundles(
             self._pieces(plan, reads),
@@ -295,8 +297,8 @@ class ShardReader(ABC):
             self._bundle_rows(),
         )
         with closing(pieces) as row_groups:
-            for first in range(start_step, num_steps, block_steps):
-                last = min(first + block_steps, num_steps)
+            for first in range(start_step, num_steps, steps):
+                last = min(first + steps, num_steps)
                 while waiting and waiting[0] < last:
                     waiting.popleft()
                     for place, piece in next(row_groups):
@@ -333,8 +335,8 @@ class ShardReader(ABC):
             for name, kind in self._kinds.items()
         }
 
-    def _block_steps(self) -> int:
-        return block_steps(self._widths(), self.num_shards, self.batch_size)
+    def _block_steps(self, batch_size: int) -> int:
+        return block_steps(self._widths(), self.num_shards, batch_size)
 
     def _bundle_rows(self) -> int:
         return _BUNDLE_BYTES // sum(self._widths())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -101,7 +101,7 @@ def read_again(
     *,
     num_shards: int,
     shard: int,
-    batch_size: int,
+    batch_size: int | Callable[[int], int],
     seed: int,
     shuffle: bool,
 ) -> npt.NDArray[np.int64]:
@@ -110,11 +110,20 @@ def read_again(
     In a shuffled epoch a shard reads about 1 / num_shards of the row groups, other ones each time. It looks
     at 256 epochs at most, so the answer names no row group that is read once, and may lack some
     that come again less often than that.
+
+    Args:
+        epochs: The epochs, by number.
+        batch_size: Rows per step over all shards, or a function that gives them for an epoch.
     """
     times = np.zeros(len(row_groups), dtype=np.int64)
     for epoch in islice(epochs, _MOST_EPOCHS):
         plan = plan_epoch(
-            row_groups, num_shards=num_shards, batch_size=batch_size, epoch=epoch, seed=seed, shuffle=shuffle
+            row_groups,
+            num_shards=num_shards,
+            batch_size=batch_size(epoch) if callable(batch_size) else batch_size,
+            epoch=epoch,
+            seed=seed,
+            shuffle=shuffle,
         )
         times[plan.shard(shard).reads().row_groups] += 1
         if times[row_groups > 0].min(initial=2) >= 2:

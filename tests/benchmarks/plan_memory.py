@@ -24,6 +24,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch
@@ -114,11 +115,12 @@ def measured(config: TrainConfig, model: ModelSpec, inputs: torch.Tensor, labels
     batch = Batch(inputs=(inputs,), labels=(labels,), weight=None)
     with tempfile.TemporaryDirectory() as folder:
         mesh, status, log = Mesh.of(collective), Status(), RunLog(folder, writes=False)
-        rates = make_rates("constant", sync.optimizer, 3, 0)
+        steps = Steps(config.batch_sizes, 3 * config.batch_size)
+        rates = make_rates("constant", sync.optimizer, steps.total, 0)
         heads = make_heads(config, UserObjects())
         observation = Observation.of(config, mesh, device)
         running = Running(
-            config, mesh, heads, sync, rates, Callbacks([]), log, observation, 3, device, UserObjects()
+            config, mesh, heads, sync, rates, Callbacks([]), log, observation, steps, device, UserObjects()
         )
         trainer = Trainer(config, mesh, running, Recovery(config, mesh, status), status)
         module.train()

@@ -36,6 +36,7 @@ from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training import worker
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.phase import Status
@@ -147,9 +148,9 @@ class SweepLoop:
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)
         module = wide(self.width)
-        options = {} if self.is_flat else {"flat_bytes": 0}
+        bucket_bytes = None if self.is_flat else BUCKET_BYTES
         optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-        sync = SummedGradients(module, optimizer, collective, **({"flat_bytes": 1 << 40} | options))
+        sync = SummedGradients(module, optimizer, collective, bucket_bytes=bucket_bytes)
         scaler = LossScaler("fp32", torch.device("cpu"))
         rows = torch.rand(SWEEP_ROWS, harness.DIM)
 

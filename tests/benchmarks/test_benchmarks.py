@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from namespaces import refusal
+from links import link_refusal
 
 RUN = Path(__file__).with_name("run.py")
 PEERS = RUN.parent / "peers" / "run.py"
@@ -41,7 +41,7 @@ def test_a_tiny_run_prints_its_table(name: str, root: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     if not torch.cuda.is_available() and NO_CUDA.search(done.stdout):
         return
-    if refusal() and NO_HOSTS.search(done.stdout):
+    if link_refusal() and NO_HOSTS.search(done.stdout):
         return
     assert TABLE.search(done.stdout), done.stdout[-4000:]
 

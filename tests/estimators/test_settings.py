@@ -10,6 +10,7 @@ import pytest
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
 from ringspark.estimators.collectives import COLLECTIVES
+from ringspark.estimators.stages.advice import settings_without_effect
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
@@ -107,3 +108,20 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         "own_metrics",
         "pause_after",
     }
+
+
+@pytest.mark.parametrize(
+    ("others", "is_measured"),
+    [
+        ({"numWorkers": 2}, True),
+        ({"numWorkers": 1, "gradientAccumulation": 2}, True),
+        ({"numWorkers": 1}, False),
+        ({"numWorkers": 2, "sharding": "gradients"}, False),
+        ({"numWorkers": 2, "gradientCompression": "fp16"}, False),
+        ({"numWorkers": 2, "consistency": "asp"}, False),
+        ({"numWorkers": 2, "localSteps": 4}, False),
+    ],
+)
+def test_a_noise_scale_that_nothing_measures_is_said(others: dict[str, Any], is_measured: bool) -> None:
+    told = list(settings_without_effect(TorchRegressor(noiseScale=True, **others), on_shards=False))
+    assert any(text.startswith("noiseScale has no effect") for text in told) is not is_measured

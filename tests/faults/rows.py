@@ -81,21 +81,29 @@ def repeated(lines: Iterable[Line], fault: float, end: float = math.inf) -> int:
 def check(lines: list[Line], num_rows: int) -> Trained:
     """Whether each epoch that was trained saw rows 0..num_rows-1, each exactly once."""
     trained: dict[tuple[int, int], list[dict[int, Line]]] = {}
-    began: dict[int, float] = {}
+    began: dict[int, float] = {}  # of a rank, its last start
+    before: dict[int, float] = {}  # of a rank, its last line before that start
+    last: dict[int, float] = {}
+    begun: dict[int, float] = {}  # of a line by its identity, the start before it
     for line in lines:
+        rank = line["rank"]
         if line["what"] == "start":
-            began[line["rank"]] = line["time"]
+            began[rank], before[rank] = line["time"], last.get(rank, -math.inf)
+        last[rank] = line["time"]
         if line["what"] != "step":
             continue
+        begun[id(line)] = began.get(rank, -math.inf)
         tries = trained.setdefault((line["epoch"], line["step"]), [{}])
-        # Of an earlier gang: one that was ended in this step may have only some ranks' lines of it.
+        # Of an earlier gang: one that was ended in this step may have only some ranks' lines of it. A rank of
+        # the same gang may be steps ahead where they run apart, but it started after this one's last line.
         of_others = any(
-            other["size"] != line["size"] or other["time"] < began.get(line["rank"], 0.0)
+            other["size"] != line["size"]
+            or (other["time"] < began.get(rank, 0.0) and begun[id(other)] < before.get(rank, -math.inf))
             for other in tries[-1].values()
         )
-        if line["rank"] in tries[-1] or of_others:
+        if rank in tries[-1] or of_others:
             tries.append({})
-        tries[-1][line["rank"]] = line
+        tries[-1][rank] = line
     problems = []
     epochs: dict[int, list[int]] = {}
     for (epoch, step), tries in sorted(trained.items()):

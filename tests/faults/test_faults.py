@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import damage
 import moments
@@ -103,6 +104,51 @@ def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
         assert driver.left_over() == []
 
 
+@pytest.mark.spark
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_fewer_workers_that_run_apart_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "ssp": {"consistency": {"name": "ssp", "staleness": 2}},
+        "streaming": {
+            "localSteps": {"name": "diloco", "steps": 4, "fragments": 2, "delay": 1, "outerMomentum": 0.5}
+        },
+    }
+    with ExitStack() as stack:
+        cluster = Cluster(2)
+        stack.callback(cluster.close)
+        driver = Driver(cluster.url, keepers=cluster.pids, mark=cluster.mark)
+        stack.callback(driver.close)
+        driver.write_shards(str(tmp_path / "shards"))
+        for name, way in ways.items():
+            driver.wait_for_executors(2)
+            plan = Plan(
+                run=str(tmp_path / name / "run"),
+                shards=str(tmp_path / "shards"),
+                diary=tmp_path / name,
+                num_workers=4,
+                collective="torch",
+                epochs=2,
+                dropout=0.0,
+                timeout_seconds=20.0,
+                more=way | {"minWorkers": 2, "optimizer": "momentum"},
+            )
+            driver.begin(plan)
+            wait_for("step 30", lambda plan=plan: len(rows.steps_of(plan.lines())) >= 30, END_SECONDS)
+            worker = processes.executor_jvm(plan.lines()[-1]["pid"]).parent()
+            assert worker is not None
+            processes.send(worker, signal.SIGKILL)
+            plan.nothing_comes()
+            answer = driver.answer(END_SECONDS)
+            assert answer["ok"], (name, answer)
+            assert not answer["checkpoint_errors"]
+            lines = plan.lines()
+            assert rows.check(lines, NUM_ROWS).problems == []
+            assert {line["size"] for line in lines} == {2, 4}
+            assert driver.left_over() == []
+            cluster.heal()
+
+
 def test_every_cell_is_one_fault() -> None:
     cells = [(fault.target, fault.kind) for fault in FAULTS]
     assert len(set(cells)) == len(cells)
@@ -142,6 +188,12 @@ def test_the_diaries_tell_lost_and_repeated_rows() -> None:
     next_gang = [*_lines([[0], [2]], 1, 2, 10.0), *_lines([[1], [3]], 0, 2, 10.1)]
     both = [*_lines([[1], [3]], 0, 2), *_lines([[0]], 1, 2), *starts, *next_gang]
     assert rows.check(sorted(both, key=lambda line: line["time"]), 4).problems == []
+    # Of a gang that runs apart, one rank has ended two steps when the other starts.
+    early = [{"what": "start", "rank": 1, "time": 9.0}, *_lines([[1], [3]], 1, 2, 9.1)]
+    apart = [*early, {"what": "start", "rank": 0, "time": 11.0}, *_lines([[0], [2]], 0, 2, 11.1)]
+    assert rows.check(apart, 4).problems == []
+    after = [*_lines([[0]], 0, 2), *_lines([[1]], 1, 2, 0.5), *apart]
+    assert rows.check(after, 4) == rows.Trained(problems=[], steps=2, repeated=1)
     lonely = rows.check(_lines([[0, 2], [1, 3]], size=2), 4)
     assert lonely.problems == [f"step {step} was trained last by the ranks [0] only" for step in (1, 2)]
 

@@ -85,5 +85,5 @@ def test_links_that_are_wrong_are_refused(links: list[object], message: str) -> 
 
 def test_values_between_links_are_tensors() -> None:
     links = [Link("a", lambda x: (x, 3), ()), Link("b", lambda x, n: x * n, ())]
-    with pytest.raises(ValueError, match="the links up to 'b' must give .* got a int"):
+    with pytest.raises(ValueError, match=r"the links up to .b. must give it a tensor .* got a int"):
         run_links(links, (torch.ones(1),))

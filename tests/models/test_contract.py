@@ -1,9 +1,13 @@
-"""What every network in `MODELS` must do; a new entry needs its example arguments here, no more."""
+"""What every network in `MODELS` must do; a new entry needs its example arguments here, no more.
+
+A name may have several examples: what comes behind a blank tells them apart.
+"""
 
 import pytest
 import torch
 
 from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
+from ringspark.models.experts.routing import ROUTERS
 
 _TRANSFORMER = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2, "dropout": 0.1}
 EXAMPLES: dict[str, dict[str, object]] = {
@@ -22,9 +26,27 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "transformer_classifier": {**_TRANSFORMER, "out_features": 2, "padding_id": 0},
     # As many tokens as outputs elsewhere, so that an output is (batch, 2, ...).
     "transformer_lm": {**_TRANSFORMER, "vocab_size": 2},
+    "transformer_lm gshard": {
+        **_TRANSFORMER,
+        "vocab_size": 2,
+        "experts": {"num_experts": 2, "router": "gshard"},
+    },
+    **{
+        f"transformer_classifier {router}": {
+            **_TRANSFORMER,
+            "out_features": 2,
+            "padding_id": 0,
+            "experts": {"num_experts": 2, "router": router, "every": 1},
+        }
+        for router in ROUTERS
+    },
 }
 # Behind (batch, 2).
-MORE_DIMS = {"transformer_lm": (4,)}
+MORE_DIMS = {"transformer_lm": (4,), "transformer_lm gshard": (4,)}
+
+
+def spec(name: str) -> ModelSpec:
+    return ModelSpec(name.partition(" ")[0], EXAMPLES[name])
 
 
 def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
@@ -41,49 +63,47 @@ def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(rows, 5, generator=generator),)
 
 
-@pytest.fixture(params=sorted(MODELS))
+@pytest.fixture(params=sorted(EXAMPLES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def test_every_entry_has_an_example() -> None:
-    assert set(EXAMPLES) == set(MODELS)
+    assert {name.partition(" ")[0] for name in EXAMPLES} == set(MODELS)
 
 
 def test_spec_round_trips_and_builds_the_class_listed(name: str) -> None:
-    spec = ModelSpec(name, EXAMPLES[name])
-    again = ModelSpec.from_json(spec.to_json())
-    assert again == spec
-    assert type(again.build()).__name__ == MODELS[name].partition(":")[2]
+    again = ModelSpec.from_json(spec(name).to_json())
+    assert again == spec(name)
+    assert type(again.build()).__name__ == MODELS[again.target].partition(":")[2]
 
 
 def test_output_is_batch_by_out_features(name: str) -> None:
-    net = ModelSpec(name, EXAMPLES[name]).build().eval()
+    net = spec(name).build().eval()
     assert net(*example_inputs(name, 6)).shape == (6, 2, *MORE_DIMS.get(name, ()))
 
 
 def test_state_dict_loads_into_a_second_build(name: str) -> None:
-    spec = ModelSpec(name, EXAMPLES[name])
-    first, second = spec.build().eval(), spec.build().eval()
+    first, second = spec(name).build().eval(), spec(name).build().eval()
     second.load_state_dict(first.state_dict())
     inputs = example_inputs(name, 6)
     assert torch.equal(first(*inputs), second(*inputs))
 
 
 def test_gradients_reach_every_parameter(name: str) -> None:
-    net = ModelSpec(name, EXAMPLES[name]).build()
+    net = spec(name).build()
     net(*example_inputs(name, 64)).square().sum().backward()
     without = [key for key, p in net.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
 
 
 def test_a_batch_without_rows_goes_through_in_evaluation(name: str) -> None:
-    net = ModelSpec(name, EXAMPLES[name]).build().eval()
+    net = spec(name).build().eval()
     assert net(*example_inputs(name, 0)).shape == (0, 2, *MORE_DIMS.get(name, ()))
 
 
 def test_checkpointing_applies_or_says_why_not(name: str) -> None:
-    net = ModelSpec(name, EXAMPLES[name]).build()
+    net = spec(name).build()
     if name in ("embedding_mean", "linear"):
         with pytest.raises(ValueError, match=f"found no chain of blocks in {type(net).__name__}"):
             apply_activation_checkpoint(net, "sqrt")

@@ -72,7 +72,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     # Readers get no further ahead than the few blocks they hold: what fails later leaves the first batch.
-    monkeypatch.setattr(ShardReader, "_block_steps", lambda reader: 1)
+    monkeypatch.setattr(ShardReader, "_block_steps", lambda reader, batch_size: 1)
     server.tell("clear")
     yield server
     server.tell("clear")

@@ -21,7 +21,7 @@ from ringspark.pipelines import (
     storage,
 )
 from ringspark.pipelines.kinds.base import list_type
-from ringspark.pipelines.readers import Batch, base
+from ringspark.pipelines.readers import Batch, ShardReader, base
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -112,6 +112,30 @@ def test_every_row_is_read_once(shards: ShardManifest, engine: str, num_shards: 
                 assert values.tobytes() == COLUMNS[name][index].tobytes()
         rows.append(_joined(batches))
     assert np.array_equal(np.sort(np.concatenate(rows)), COLUMNS["id"])
+
+
+def test_epochs_may_have_batches_of_their_own_size(shards: ShardManifest, engine: str) -> None:
+    """One reader, and one cache, for all of them."""
+    sizes = [20, 20, 64, 33]
+
+    def reader(shard: int, batch_size: Any) -> ShardReader:
+        return open_reader(shards, ["id"], shard, 2, batch_size, engine=engine, cache="memory")
+
+    for shard in range(2):
+        changing = reader(shard, sizes.__getitem__)
+        assert changing.num_steps == 12
+        for epoch, size in enumerate(sizes):
+            constant = reader(shard, size)
+            assert changing.plan(epoch).num_steps == constant.num_steps
+            for start in (0, 2):
+                found = [batch["id"].tolist() for batch in changing.batches(epoch, start)]
+                assert found == [batch["id"].tolist() for batch in constant.batches(epoch, start)]
+        with pytest.raises(ValueError, match="start_step must be from 0 to 4, got 5"):
+            changing.batches(2, 5)
+        assert changing.cache is not None
+        changing.close()
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        reader(0, lambda epoch: 0)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

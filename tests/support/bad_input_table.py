@@ -58,6 +58,7 @@ from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+SCALING = {"name": "linear", "baseBatchSize": 4}
 DEEP = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
 JOBS = {"etl": etl, "train": train, "score": score, "shards": shards}
 
@@ -243,6 +244,11 @@ def huge() -> ModelSpec:
 def three_heads() -> ModelSpec:
     sizes = {"vocab_size": 9, "max_seq_len": 2, "dim": 6, "depth": 1, "num_heads": 3, "out_features": 2}
     return ModelSpec("transformer_classifier", sizes)
+
+
+def with_experts(**experts: Any) -> nn.Module:
+    sizes = {"vocab_size": 4, "max_seq_len": 4, "dim": 4, "depth": 2, "num_heads": 2}
+    return ModelSpec("transformer_lm", {**sizes, "experts": experts}).build()
 
 
 def frozen() -> nn.Module:
@@ -573,6 +579,38 @@ SETTINGS = [
     R("fit: no patience", lambda p: p.fit(patience=0), "patience must be at least 1", "leave it unset"),
     R("fit: warm-up longer than all", lambda p: p.train(warmupSteps=500),
       "warmupSteps must be below", "got 500"),
+    R("fit: rate scaled from no batch", lambda p: p.fit(scaleLearningRate="linear"),
+      "scaleLearningRate needs its baseBatchSize", "such as {'name': 'linear', 'baseBatchSize': 256}"),
+    R("fit: rate scaled by no rule", lambda p: p.fit(scaleLearningRate={"name": "linera"}),
+      "scaleLearningRate must be 'none' or a dict", "did you mean 'linear'"),
+    R("fit: rate scaled by another key",
+      lambda p: p.fit(scaleLearningRate={"name": "sqrt", "baseBatchSize": 4, "warmupEpoch": 1}),
+      "scaleLearningRate of name 'sqrt' takes the keys .*'warmupEpoch'", "did you mean 'warmupEpochs'"),
+    R("fit: two warm-ups",
+      lambda p: p.fit(warmupSteps=2, scaleLearningRate={**SCALING, "warmupEpochs": 0.5}),
+      r"warmupEpochs \(0.5\) and warmupSteps \(2\) each raise the rate", "set warmupSteps=0"),
+    R("fit: warm-up of all epochs", lambda p: p.fit(scaleLearningRate={**SCALING, "warmupEpochs": 2}),
+      r"warmupEpochs must be below epochs \(2\), got 2.0", "train for more epochs"),
+    R("fit: warm-up of nearly all epochs",
+      lambda p: p.train(scaleLearningRate={**SCALING, "warmupEpochs": 1.999}),
+      "warmupEpochs must end before the last of the training's steps", "train for more epochs"),
+    R("fit: endless warm-up",
+      lambda p: p.fit(scaleLearningRate={**SCALING, "warmupEpochs": float("inf")}),
+      "scaleLearningRate's warmupEpochs must be", "0 or above and finite, got inf"),
+    R("fit: batch sizes without epochs", lambda p: p.fit(batchSizeSchedule=[256, 512]),
+      "batchSizeSchedule must map epochs to batch sizes", r"such as {4: 512, 7: 1024} .* got \[256, 512\]"),
+    R("fit: a later size of the first epoch", lambda p: p.fit(batchSizeSchedule={1: 16}),
+      "batchSizeSchedule's epochs must be whole numbers from 2", "batchSize is the first epoch's, got 1"),
+    R("fit: batches of no row", lambda p: p.fit(batchSizeSchedule={2: 0}),
+      "batchSizeSchedule's sizes must be", "of at least 1, got 0 from epoch 2 on"),
+    R("fit: two batch sizes for an epoch", lambda p: p.fit(batchSizeSchedule=[[2, 16], [2, 32]]),
+      "batchSizeSchedule must have one size for an epoch, got two for epoch 2", "drop one"),
+    R("fit: later batches of less rows than workers",
+      lambda p: p.fit(numWorkers=4, batchSizeSchedule={2: 3}),
+      r"batchSizeSchedule counts rows over all workers, .* numWorkers \(4\)", "raise the size or lower"),
+    R("fit: empty micro-batches later on",
+      lambda p: p.fit(gradientAccumulation=8, batchSizeSchedule={2: 4}),
+      r"gradientAccumulation \(8\) .* size of batchSizeSchedule", "lower gradientAccumulation or"),
     R("fit: schedule without step", lambda p: p.train(lrSchedule=lambda: 1.0),
       "lrSchedule", "got one with 0 arg"),
     R("fit: optimizer makes none", lambda p: p.train(optimizer=lambda parameters: None),
@@ -623,8 +661,8 @@ SETTINGS = [
       r"got data 2 x tensor 2 = 4", "set numWorkers"),
     R("mesh: a plan that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": "columns"}),
       "'plan' must be a dict of patterns", "such as"),
-    R("mesh: a style that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"head": "colum"}}),
-      "style must be one of column, .* got 'colum'", "did you mean 'column'"),
+    R("mesh: a style that is none", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"head": "kolumn"}}),
+      "style must be one of column, .* got 'kolumn'", "did you mean 'column'"),
     R("mesh: a plan for other layers", lambda p: p.mesh(parallelism={"tensor": 2, "plan": {"tail": "row"}}),
       "plan names 'tail', which fits no layer", "leave it out"),
     R("mesh: a plan that cuts no matrix",
@@ -637,6 +675,10 @@ SETTINGS = [
     R("mesh: heads that do not divide",
       lambda p: p.mesh(model=three_heads(), parallelism={"tensor": 2}),
       r"'tensor' \(2\) must divide num_heads \(3\)", ""),
+    R("mesh: rolled back with rows on their way",
+      lambda p: p.mesh(onNonFinite="rollback", checkpointEverySteps=5,
+                       parallelism={"pipeline": 2, "schedule": "2bw"}),
+      "onNonFinite 'rollback' .* schedule '2bw'", "set onNonFinite='skip'"),
     R("mesh: with horovod", lambda p: p.mesh(collective="horovod", parallelism={"tensor": 2}),
       "collective 'horovod' does not have", "set collective='torch'"),
     R("mesh: 'shard' without sharding", lambda p: p.mesh(parallelism={"shard": 2}),
@@ -713,6 +755,10 @@ NETWORKS = [
       "argument 'hidden'", "must be JSON"),
     R("spec: wrong argument", lambda p: ModelSpec("linear", {"width": 2}).build(),
       "'linear' does not take", "it takes in_features"),
+    R("spec: experts that choose, causal", lambda p: with_experts(num_experts=2, router="expert_choice"),
+      "router 'expert_choice' has later tokens", "take 'switch' or 'gshard'"),
+    R("spec: experts without a number", lambda p: with_experts(router="switch"),
+      "experts must give num_experts", "such as"),
     R("spec: no network", lambda p: ModelSpec("json:loads").build(),
       "'json:loads' must be", "torch.nn.Module"),
     R("memory: no batch", lambda p: plan_memory(SPEC, None), "batch must be", r"\(inputs, labels\)"),
@@ -759,6 +805,9 @@ RECOVERY = [
       "cannot be written", "choose a folder"),
     R("resume: other settings", lambda p: go_on(p, "run", learningRate=0.5),
       "cannot be resumed, .* learningRate: 0.001 -> 0.5", "set them back, or give another folder",
+      RunRefusedError),
+    R("resume: other batches later on", lambda p: go_on(p, "run", epochs=2, batchSizeSchedule={2: 9}),
+      r"cannot be resumed, .* batchSizeSchedule: \[\] -> \[\[2, 9\]\]", "set them back",
       RunRefusedError),
     R("resume: other network", lambda p: go_on(p, "run", model=nn.Linear(2, 1)),
       "cannot be resumed, .* model: ", "set them back", RunRefusedError),

@@ -72,7 +72,7 @@ class Compressor(ABC):
         return {}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores the result of `state`."""
+        """Restores the result of `state`; an empty one is that of the beginning."""
         return
 
     def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:

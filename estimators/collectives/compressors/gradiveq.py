@@ -104,4 +104,5 @@ class GradiVeQ(Compressor):
             count = sum(key.startswith(f"{kind}.") for key in state)
             return [state[f"{kind}.{number}"].clone() for number in range(count)]
 
-        self._done, self._bases, self._spread = int(state["done"]), of("basis"), of("spread")
+        self._done = int(state["done"]) if state else 0
+        self._bases, self._spread = of("basis"), of("spread")

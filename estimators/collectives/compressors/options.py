@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from ringspark.estimators.names import nearest
 
 
@@ -74,9 +76,13 @@ def resolved(subject: str, given: Mapping[str, Any], options: Mapping[str, Optio
     values = {name: option.default for name, option in options.items()}
     for name, value in given.items():
         if name not in options:
-            raise ValueError(f"{subject} takes {', '.join(options)}, got {name!r}{nearest(name, options)}")
+            raise ValueError(
+                f"{subject} takes {', '.join(options)}, got {name!r}{nearest(str(name), options)}"
+            )
         option = options[name]
-        converted = float(value) if isinstance(option.default, float) and type(value) is int else value
+        # Grids of values are often made by NumPy.
+        plain = value.item() if isinstance(value, np.generic) else value
+        converted = float(plain) if isinstance(option.default, float) and type(plain) is int else plain
         is_typed = type(converted) is type(option.default)
         if isinstance(converted, float):
             is_typed = is_typed and isfinite(converted)

@@ -48,8 +48,10 @@ class PowerSgd(Compressor):
         if not self._bases:
             self._bases = fresh
         for basis, drawn in zip(self._bases, fresh, strict=True):
-            # A gradient of zeros leaves directions of zeros, from which no step would find others.
-            is_lost = basis.abs().amax(0) == 0
+            # A gradient of zeros leaves directions of zeros, from which no step would find others, and one
+            # whose products overflowed leaves such that would spoil every step to come.
+            largest = basis.abs().amax(0)
+            is_lost = (largest == 0) | ~largest.isfinite()
             basis[:, is_lost] = drawn[:, is_lost]
         left = _summed([m @ basis for m, basis in zip(matrices, self._bases, strict=True)], collective)
         # Householder's method makes columns of the identity of a matrix of zeros, where others divide by 0.

@@ -15,8 +15,9 @@ from ringspark.estimators.collectives.compressors.two_rounds import Codec, as_by
 _HEAD = 4
 # The largest number of a code lies below 2 to this power, so that nothing overflows: fp16 ends at 65504.
 _TOP = 15
-# The factor itself must be finite in fp32, and so must be its product with the largest number.
-_MOST = 100
+# The factor, 2 to a power from the first to the second, must be a normal number of fp32, and its product with
+# the largest number finite.
+_POWERS = (-126, 100)
 
 
 class _Fp16:
@@ -28,7 +29,7 @@ class _Fp16:
     def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         largest = values.abs().max() if len(values) else values.new_zeros(())
         _, exponent = torch.frexp(largest)
-        factor = torch.ldexp(torch.ones_like(largest), (_TOP - exponent).clamp(-_MOST, _MOST))
+        factor = torch.ldexp(torch.ones_like(largest), (_TOP - exponent).clamp(*_POWERS))
         return torch.cat([as_bytes(factor.float()), as_bytes((values * factor).half())])
 
     def decode(self, code: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:

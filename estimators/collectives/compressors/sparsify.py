@@ -15,7 +15,11 @@ _ROUNDS = 4
 
 class Sparsify(Compressor):
     """Number g is sent as g / p with the chance p = min(1, lambda |g|): unbiased, with the least variance for
-    the expected share of numbers that are sent."""
+    the expected share of numbers that are sent.
+
+    With feedback g is sent as it is. What is left of g / p may be larger than g, and would be scaled up again
+    in the next step, so that the residuals grow without end.
+    """
 
     OPTIONS = {
         **COMMON,
@@ -29,7 +33,8 @@ class Sparsify(Compressor):
         chances = chances_for(vector, self.options["ratio"])
         drawn = torch.rand(vector.shape, generator=random, dtype=vector.dtype, device=vector.device)
         places = torch.nonzero(drawn < chances).view(-1)
-        return sum_of_picked(vector, places, vector[places] / chances[places], collective, is_equal=False)
+        values = vector[places] if self.has_feedback else vector[places] / chances[places]
+        return sum_of_picked(vector, places, values, collective, is_equal=False)
 
 
 def chances_for(vector: torch.Tensor, share: float) -> torch.Tensor:

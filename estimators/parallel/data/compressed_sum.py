@@ -4,9 +4,10 @@ Matrices of some size are compressed; biases and other small tensors travel whol
 dtype. What a compressor does not send is a rank's residual: it is added to the next step's gradient. The
 residuals are in units of the gradient without fp16's loss scale, which changes from step to step.
 
-Invariants: the sum of the ranks' residuals changes only by what was not sent. A residual is written once all
-ranks know that the step's gradients are finite, so it never holds inf or NaN, and a skipped step leaves it
-alone. A parameter that got a gradient on no rank takes no part in the step, and its residual waits.
+Invariants: the sum of the ranks' residuals changes only by what was not sent. Residuals are written once all
+ranks know that all sums of the step are finite, whether they travel compressed or whole, so they never hold
+inf or NaN, and a skipped step leaves them alone. A parameter that got a gradient on no rank takes no part in
+the step, and its residual waits.
 """
 
 from __future__ import annotations
@@ -21,11 +22,35 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.compressors import COMPRESSORS, NONE, Compressor, Sent
 from ringspark.estimators.collectives.compressors.two_levels import levels_of, sum_of_hosts
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, refuse_sparse
-from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal, shaped_like
+from ringspark.estimators.parallel.data.gradient_buckets import (
+    GradientBucket,
+    deal,
+    shape_in_memory,
+    shaped_like,
+)
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
 from ringspark.estimators.parallel.exchange import Exchange
 
 _DTYPES = (torch.float32, torch.float64)
+
+
+def compressed_parameters(
+    trained: Mapping[str, nn.Parameter], compression: Mapping[str, Any]
+) -> dict[str, nn.Parameter]:
+    """Returns those whose gradients are compressed; those of the others travel whole.
+
+    Args:
+        compression: Name and all options of a compressor.
+    """
+    kind = COMPRESSORS[compression["name"]]
+    return {
+        name: p
+        for name, p in trained.items()
+        if p.dtype in _DTYPES
+        and p.dim() > 1
+        and p.numel() >= compression["least"]
+        and kind.helps(shape_in_memory(p), compression)
+    }
 
 
 class CompressedGradients:
@@ -61,21 +86,16 @@ class CompressedSum(PlainSync):
         self._step = 0
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         trained = {name: p for name, p in module.named_parameters() if p in held}
-        tables = sparse_parameters(module) if collective.size > 1 else {}
+        # Also on one rank: it may go on with what several had not sent, in the same order.
+        tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
-        large = {
-            name: p
-            for name, p in trained.items()
-            if name not in tables
-            and p.dtype in _DTYPES
-            and p.dim() > 1
-            and p.numel() >= options["least"]
-            and kind.helps(p.shape, options)
-        }
+        large = compressed_parameters(
+            {name: p for name, p in trained.items() if name not in tables}, exchange.compression
+        )
         rest = {name: p for name, p in trained.items() if name not in large and name not in tables}
         self._small = [GradientBucket(own) for own in deal(rest, None)]
         self._groups = [
-            _Group(own, kind([p.shape for p in own.values()], exchange.seed, options))
+            _Group(own, kind([shape_in_memory(p) for p in own.values()], exchange.seed, options))
             for own in deal(large, None)
         ]
         self._waits: list[Callable[[], None]] = []
@@ -83,22 +103,41 @@ class CompressedSum(PlainSync):
 
     @torch.no_grad()
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
+        factor = scale() if self._groups else 1.0
         for group in self._groups:
-            group.take()
+            group.take(factor)
         counts = self._first_messages()
         self._rows.sum()
         is_compressed = self._step >= self._after
         if self._step == self._after and self._freezes:
             self.optimizer.freeze_variance()  # type: ignore[attr-defined]
         self._step += 1
-        factor = scale() if self._groups else 1.0
+        hads = []
+        is_finite = self._are_others_finite()
         for group in self._groups:
             *had, not_finite = counts[: len(group.parameters) + 1]
             counts = counts[len(had) + 1 :]
-            if not_finite:
+            hads.append(had)
+            is_finite = is_finite and not not_finite
+        if not is_finite:
+            for group, had in zip(self._groups, hads, strict=True):
                 group.spoil(had)
-            else:
-                group.exchange(had, factor, self._send if is_compressed else self._send_whole)
+            return
+        send = self._send if is_compressed else self._send_whole
+        sums = [group.exchange(had, send) for group, had in zip(self._groups, hads, strict=True)]
+        # The sums are equal on all ranks, so they all see whether one overflowed.
+        is_kept = all(bool(torch.isfinite(sent.total).all()) for sent in sums)
+        for group, had, sent in zip(self._groups, hads, sums, strict=True):
+            if is_kept:
+                group.keep(had, factor, sent)
+            group.give(had, sent.total)
+
+    def _are_others_finite(self) -> bool:
+        """Whether the sums of what is not compressed are finite; they are equal on all ranks."""
+        if not self._groups:
+            return True
+        sums = [bucket.buffer for bucket in self._small]
+        return all(bool(torch.isfinite(t).all()) for t in sums) and self._rows.are_finite()
 
     def _first_messages(self) -> list[int]:
         """Exchanges what is small; returns how many ranks had each large gradient, and then, for each group,
@@ -162,7 +201,7 @@ class _Group:
         parameters: The parameters in that order.
         residual: What this rank has not sent yet, (elements,); zeros without feedback.
         had: Whether this rank has a gradient of each parameter, as 1 and 0.
-        is_bad: Whether one of them is not finite.
+        is_bad: Whether one of them, or its sum with the residual, is not finite.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], compressor: Compressor) -> None:
@@ -181,8 +220,12 @@ class _Group:
         pieces = torch.split(vector, self._sizes)
         return [shaped_like(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
 
-    def take(self) -> None:
-        """Moves this rank's gradients into the vector; one that it has not counts as zeros."""
+    def take(self, scale: float) -> None:
+        """Moves this rank's gradients into the vector, beside what it has not sent.
+
+        Args:
+            scale: Factor of the gradients; the residual has none.
+        """
         self._vector.zero_()
         for number, (name, parameter) in enumerate(zip(self._names, self.parameters, strict=True)):
             gradient, parameter.grad = parameter.grad, None
@@ -190,36 +233,38 @@ class _Group:
             if gradient is not None:
                 refuse_sparse(name, gradient)
                 self._views[number].copy_(gradient)
+        self._vector.add_(self.residual, alpha=scale)
         self.is_bad = not bool(torch.isfinite(self._vector).all())
 
     def spoil(self, had: Sequence[int]) -> None:
         """Makes the gradients NaN, so that the step ends as one whose sum is not finite."""
-        self._give(torch.full_like(self._vector, torch.nan), had)
+        self.give(had, torch.full_like(self._vector, torch.nan))
 
-    def exchange(self, had: Sequence[int], scale: float, send: Send) -> None:
-        """Sums the gradients; keeps what was not sent.
+    def exchange(self, had: Sequence[int], send: Send) -> Sent:
+        """Sums the vectors over the ranks.
 
         Args:
             had: Number of ranks that had a gradient, for each parameter.
-            scale: Factor of the gradients; the residual has none.
             send: Sums a vector over the ranks.
         """
-        self._vector.add_(self.residual, alpha=scale)
-        absent = [number for number, count in enumerate(had) if not count]
-        for number in absent:
-            self._views[number].zero_()
-        sent = send(self._vector, self._compressor)
-        # The sum is equal on all ranks, so they all see whether it overflowed.
-        if self._compressor.has_feedback and bool(torch.isfinite(sent.total).all()):
-            assert sent.error is not None
-            kept = self._views_of(self.residual)
-            waiting = [(kept[number], kept[number].clone()) for number in absent]
-            self.residual.copy_(sent.error).div_(scale)
-            for view, values in waiting:
-                view.copy_(values)
-        self._give(sent.total, had)
+        for number, count in enumerate(had):
+            if not count:
+                self._views[number].zero_()
+        return send(self._vector, self._compressor)
 
-    def _give(self, total: torch.Tensor, had: Sequence[int]) -> None:
+    def keep(self, had: Sequence[int], scale: float, sent: Sent) -> None:
+        """Makes what was not sent the residual, except where no rank had a gradient: there it waits."""
+        if not self._compressor.has_feedback:
+            return
+        assert sent.error is not None
+        kept = self._views_of(self.residual)
+        waiting = [(view, view.clone()) for view, count in zip(kept, had, strict=True) if not count]
+        self.residual.copy_(sent.error).div_(scale)
+        for view, values in waiting:
+            view.copy_(values)
+
+    def give(self, had: Sequence[int], total: torch.Tensor) -> None:
+        """Makes the sums the parameters' gradients; None where no rank had one."""
         for parameter, view, count in zip(self.parameters, self._views_of(total), had, strict=True):
             parameter.grad = view if count else None
 
@@ -227,8 +272,7 @@ class _Group:
         return {"residual": self.residual, **self._compressor.state()}
 
     def load(self, compressor: Mapping[str, torch.Tensor]) -> None:
-        if compressor:
-            self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})
+        self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})
 
 
 def _below(state: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:

@@ -97,6 +97,13 @@ def shaped_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     return piece.as_strided(parameter.shape, strides)
 
 
+def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
+    """Returns the shape with the dimensions in the order in which `shaped_like` lays the elements out."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    return torch.Size(parameter.shape[dim] for dim in order)
+
+
 def deal(named: Mapping[str, nn.Parameter], num_bytes: int | None) -> list[dict[str, nn.Parameter]]:
     """Deals parameters out to buckets, in reverse order: about that in which a backward pass ends.
 

@@ -3,7 +3,8 @@
 A small network pays for the number of exchanges, not for their bytes, so all its gradients travel in one
 buffer after the step's last backward pass. The gradients of a large one travel in buckets, each as soon as
 it is complete, while the layers before it still compute (Li et al. 2020, "PyTorch Distributed"); between
-ranks that share memory, after the pass, because there it is the same cores that would send.
+ranks that share memory, after the pass, because there it is the same cores that would send. So over a
+network it takes far fewer bytes to be a large network.
 
 Invariant: every rank sends every bucket once a step, in the same order, whatever rows it has and whichever
 parameters they use. A bucket that is not complete in the backward pass leaves after it.
@@ -11,9 +12,10 @@ parameters they use. A bucket that is not complete in the backward pass leaves a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,9 +28,29 @@ from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_pa
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 
 # Gradients of at most so many bytes travel in one exchange. From 2 to 250 MiB, `slope --sweep` finds both
-# ways within a tenth of each other where the ranks keep the cores of one host busy; over a slower link,
-# what takes long to send should overlap with the backward pass.
+# ways within a tenth of each other where the ranks keep the cores of one host busy.
 FLAT_BYTES = 32 << 20
+# The same between processors of several hosts, and the least bytes of a bucket there. Over links of 100
+# Mbit/s and 1 Gbit/s, the benchmark `overlap` finds buckets of 1 MiB faster at 5 MB (1.02 to 1.39 times), and
+# nothing beyond its noise at 1 MB.
+NETWORK_FLAT_BYTES = 2 << 20
+_LEAST_BUCKET_BYTES = 1 << 20
+# The last bucket is complete when the backward pass ends, so of k equal ones a k-th is not hidden at best.
+_NUM_BUCKETS = 8
+
+
+def bucket_bytes_of(num_bytes: int, *, by_network: bool) -> int | None:
+    """Returns at how many bytes a bucket is full; None if all gradients travel in one exchange.
+
+    Args:
+        num_bytes: Bytes of all gradients.
+        by_network: Whether they are on processors that send while they compute.
+    """
+    if num_bytes <= (NETWORK_FLAT_BYTES if by_network else FLAT_BYTES):
+        return None
+    if not by_network:
+        return BUCKET_BYTES
+    return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, num_bytes // _NUM_BUCKETS))
 
 
 class SummedGradients(PlainSync):
@@ -40,10 +62,19 @@ class SummedGradients(PlainSync):
         optimizer: torch.optim.Optimizer,
         collective: Collective,
         *,
-        flat_bytes: int = FLAT_BYTES,
-        bucket_bytes: int = BUCKET_BYTES,
+        over: Callable[[str], Collective] | None = None,
+        bucket_bytes: int | Literal["chosen"] | None = "chosen",
         measures_local: bool = False,
     ) -> None:
+        """Ties the gradients of the parameters that the optimizer holds.
+
+        Args:
+            over: Returns the collective over which the gradient of the parameter called so is summed; None:
+                `collective` for all.
+            bucket_bytes: Bytes at which a bucket is full; None for one exchange after the backward pass;
+                "chosen" for what `bucket_bytes_of` says.
+            measures_local: Whether `local_square` is wanted.
+        """
         super().__init__(module, optimizer)
         self._collective = collective
         self._measures_local = measures_local
@@ -53,16 +84,29 @@ class SummedGradients(PlainSync):
         tables = sparse_parameters(module)
         self._rows = SparseRows({n: p for n, p in tables.items() if n in trained}, optimizer, collective)
         trained = {name: p for name, p in trained.items() if name not in tables}
-        # Rows that travel by themselves have no place in the sums of squares.
-        self._measures_local = self._measures_local and not tables
-        is_flat = num_bytes(trained.values()) <= flat_bytes
-        self._buckets = [GradientBucket(own) for own in deal(trained, None if is_flat else bucket_bytes)]
+        if bucket_bytes == "chosen":
+            by_network = all(
+                p.device.type == "cpu" and collective.sends_at_once(p.device) for p in trained.values()
+            )
+            bucket_bytes = bucket_bytes_of(num_bytes(trained.values()), by_network=by_network)
+        dealt = [
+            (ranks, own)
+            for ranks, named in _by_collective(trained, collective, over)
+            for own in deal(named, bucket_bytes)
+        ]
+        if over is not None:
+            # A bucket is complete when its layer nearest to the input is.
+            place = {name: number for number, name in enumerate(trained)}
+            dealt.sort(key=lambda bucket: -min(place[name] for name in bucket[1]))
+        self._over = [ranks for ranks, _ in dealt]
+        self._buckets = [GradientBucket(own) for _, own in dealt]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
         # An error keeps this object alive, and an exchange under way would keep the connections open.
-        collective.on_leave(self._sums.clear)
+        for ranks in {id(ranks): ranks for ranks in (collective, *self._over)}.values():
+            ranks.on_leave(self._sums.clear)
         self._reacts = False  # to gradients: only in a step's last backward pass, not in a callback's own
         self._always = nullcontext()
-        if not is_flat:
+        if bucket_bytes is not None:
             for number, bucket in enumerate(self._buckets):
                 for index, parameter in enumerate(bucket.parameters):
                     hook = partial(self._on_gradient, number, index)
@@ -81,7 +125,10 @@ class SummedGradients(PlainSync):
                 "a gradient came again after it was exchanged; checkpoint the model's layers with "
                 "use_reentrant=False, which gives each parameter one gradient per backward pass"
             )
-        self._buckets[number].awaited.discard(index)
+        awaited = self._buckets[number].awaited
+        awaited.discard(index)
+        if not awaited:
+            self._collective.operations.ready(_name(number))
         while len(self._sums) < len(self._buckets) and not self._buckets[len(self._sums)].awaited:
             self._send()
 
@@ -92,7 +139,7 @@ class SummedGradients(PlainSync):
         bucket.take()
         if self._measures_local:
             self._squares.append(bucket.square())
-        self._sums.append(self._collective.start_sum(bucket.buffer, f"gradients.{number}"))
+        self._sums.append(self._over[number].start_sum(bucket.buffer, _name(number)))
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._reacts = False
@@ -103,7 +150,25 @@ class SummedGradients(PlainSync):
             bucket.give()
             bucket.await_all()
         self._sums.clear()
+        if self._measures_local:
+            self._squares += self._rows.squares()
         self._rows.sum()
         if self._measures_local:
             self.local_square = torch.stack(self._squares).sum()
             self._squares.clear()
+
+
+def _name(number: int) -> str:
+    """Returns the name of a bucket's sum."""
+    return f"gradients.{number}"
+
+
+def _by_collective(
+    named: Mapping[str, nn.Parameter], collective: Collective, over: Callable[[str], Collective] | None
+) -> list[tuple[Collective, dict[str, nn.Parameter]]]:
+    """Returns the parameters of each collective, in their order."""
+    found: dict[int, tuple[Collective, dict[str, nn.Parameter]]] = {}
+    for name, parameter in named.items():
+        ranks = collective if over is None else over(name)
+        found.setdefault(id(ranks), (ranks, {}))[1][name] = parameter
+    return list(found.values())

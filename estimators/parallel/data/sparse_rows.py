@@ -12,6 +12,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.base import held_values
+from ringspark.estimators.parallel.data.gradient_buckets import norm_dtype
+
+# The most rows whose indices fit in 32 bits.
+_MOST_INT = 1 << 31
 
 
 def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -50,20 +55,35 @@ class SparseRows:
             if max(lengths) >= 0:
                 parameter.grad = self._summed(parameter, rows, [max(0, length) for length in lengths])
 
+    @torch.no_grad()
+    def are_finite(self) -> bool:
+        """Whether the sums are; they are equal on all ranks."""
+        values = held_values([p.grad for p in self._parameters if p.grad is not None])
+        return all(bool(torch.isfinite(v).all()) for v in values)
+
+    @torch.no_grad()
+    def squares(self) -> list[torch.Tensor]:
+        """Returns the squared 2-norm of each of this rank's gradients, before `sum`."""
+        values = held_values([p.grad for p in self._parameters if p.grad is not None])
+        return [torch.linalg.vector_norm(v, dtype=norm_dtype(v)).square() for v in values]
+
     def _summed(
         self, parameter: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None, lengths: list[int]
     ) -> torch.Tensor:
         width = parameter.shape[1]
         if rows is None:
             rows = torch.zeros(0, dtype=torch.int64, device=parameter.device), parameter.new_zeros(0, width)
-        indices = self._collective.all_gather(rows[0].int(), lengths)
+        # Half the bytes, for all tables but the very longest.
+        found = rows[0] if len(parameter) > _MOST_INT else rows[0].int()
+        indices = self._collective.all_gather(found, lengths)
         values = self._collective.all_gather(
             rows[1].contiguous().view(-1), [length * width for length in lengths]
         )
         if self._stays_sparse:
             joined = torch.cat([value.view(-1, width) for value in values])
-            found = torch.cat(indices).long()[None]
-            return torch.sparse_coo_tensor(found, joined, parameter.shape).coalesce()
+            places = torch.cat(indices).long()[None]
+            shape = parameter.shape
+            return torch.sparse_coo_tensor(places, joined, shape, check_invariants=False).coalesce()
         total = torch.zeros_like(parameter)
         for index, value in zip(indices, values, strict=True):
             total.index_add_(0, index.long(), value.view(-1, width))

@@ -47,6 +47,8 @@ class AveragedWeights(LocalSync):
         super().__init__(module, optimizer, collective, settings)
         self._is_one_shot = settings["steps"] == "training"
         self._optimizer_state: str = settings["optimizerState"]
+        # Most optimizers make their state in the first step, some in their constructor.
+        self._first_state = {p: _copied(own) for p, own in optimizer.state.items()}
 
     def _after_step(self) -> None:
         if self._position == self._period:
@@ -68,6 +70,11 @@ class AveragedWeights(LocalSync):
         self._statistics.average()
         if self._optimizer_state == "reset":
             self.optimizer.state.clear()
+            self.optimizer.state.update({p: _copied(own) for p, own in self._first_state.items()})
         elif self._optimizer_state == "average":
             average_state(self.optimizer, self._trained, self._collective)
         self._position = 0
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}

@@ -9,6 +9,9 @@ off by at most
   levels on either side. Half of a level is what a rank's rounding can cost.
 
 A value that is not finite makes its whole piece NaN on all ranks, so the next loss tells of it.
+
+Not every library sums bytes, so four of them travel as one int32. Each is counted from 0, and the sum of the
+ranks' bytes is at most 254, so none carries over into its neighbour.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from ringspark.estimators.collectives import Collective
 
 INT8_MOST = 127
+_PER_INT32 = 4
 
 
 @torch.no_grad()
@@ -48,20 +52,34 @@ def start_average(
         return whole
     pieces = torch.split(values, list(sizes))
     largest = torch.stack([p.abs().amax() if len(p) else p.new_zeros(()) for p in pieces])
+    # Infinity, because the maximum that a library takes of NaN and a number depends on their order.
+    largest = torch.where(largest.isfinite(), largest, torch.inf)
     largest = collective.all_reduce(largest, op="max")
-    # NaN is not above 0, and comes back by the multiplication at the end.
     divisor = torch.where(largest > 0, largest, torch.ones_like(largest))
-    levels = INT8_MOST // count if form == "int8" else 1
+    scale = torch.where(largest.isfinite(), largest, torch.nan)
+    levels = INT8_MOST // count
     for piece, by in zip(pieces, divisor, strict=True):
         piece.div_(by).mul_(levels if form == "int8" else 1 / count)
-    sent = values.round_().to(torch.int8) if form == "int8" else values.half()
+    sent = _as_bytes(values, levels) if form == "int8" else values.half()
     wait = collective.start_sum(sent, name)
 
     def compact() -> torch.Tensor:
         wait()
-        average = sent.to(values.dtype)
-        for piece, scale in zip(torch.split(average, list(sizes)), largest, strict=True):
-            piece.mul_(scale / (levels * count) if form == "int8" else scale)
+        if form == "int8":
+            average = sent.view(torch.uint8)[: len(values)].to(values.dtype)
+            average.sub_(levels * count).div_(levels * count)
+        else:
+            average = sent.to(values.dtype)
+        for piece, by in zip(torch.split(average, list(sizes)), scale, strict=True):
+            piece.mul_(by)
         return average
 
     return compact
+
+
+def _as_bytes(values: torch.Tensor, levels: int) -> torch.Tensor:
+    """Returns whole numbers from 0 to 2 `levels`, for values from -`levels` to `levels`, four an int32."""
+    padded = torch.zeros(-(-len(values) // _PER_INT32) * _PER_INT32, dtype=torch.uint8, device=values.device)
+    # What is not finite becomes some number here, and its piece NaN by the scale.
+    padded[: len(values)] = values.nan_to_num_(0.0, 0.0, 0.0).round_().add_(levels).to(torch.uint8)
+    return padded.view(torch.int32)

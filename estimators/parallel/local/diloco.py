@@ -81,6 +81,8 @@ class OuterSync(LocalSync):
         self._fragments: list[Fragment] = []
         self._turn = 0
         super().__init__(module, optimizer, collective, settings)
+        if settings["delay"]:
+            collective.operations.sees_all = False  # an exchange takes several steps
         # An error keeps this object alive, and an exchange under way would keep the connections open.
         collective.on_leave(self._drop)
 

@@ -1,7 +1,8 @@
 """Copies the trained parameters of a network to one vector and back, whole or in fragments.
 
 Invariant: all ranks lay equal parameters out alike, as they sum the vectors element by element. The vector
-has 32 bits an element, or 64 where a parameter has, so a parameter in 16 bits is averaged in 32.
+has 32 bits an element, or 64 where a parameter has, so a parameter in 16 bits is averaged in 32. A complex
+number is two elements.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ class FlatWeights:
     """Some parameters of one device, seen as a vector.
 
     Attributes:
-        sizes: Elements of each parameter.
+        sizes: Elements of each parameter in the vector.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
-        self.sizes = [p.numel() for p in parameters]
-        self._is_double = any(p.dtype == torch.float64 for p in parameters)
+        self.sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+        self._is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         """Returns a copy of the weights, 1-D."""
         dtype = torch.float64 if self._is_double else torch.float32
-        return torch.cat([p.detach().reshape(-1).to(dtype) for p in self._parameters])
+        return torch.cat([_real(p.detach()).reshape(-1).to(dtype) for p in self._parameters])
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
@@ -42,7 +43,13 @@ class FlatWeights:
                 "give the model that was trained"
             )
         for parameter, piece in zip(self._parameters, torch.split(values, self.sizes), strict=True):
-            parameter.copy_(piece.view(parameter.shape))
+            real = _real(parameter.detach())
+            real.copy_(piece.view(real.shape))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor itself, or a view of complex numbers as pairs, in a last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def fragments_of(parameters: Sequence[torch.Tensor], count: int) -> list[FlatWeights]:

@@ -48,6 +48,7 @@ class LocalSync(PlainSync):
         super().__init__(module, optimizer)
         self.ranks_differ = True
         self._collective = collective
+        collective.operations.in_every_step = False
         # A text stands for periods that no number of steps ends.
         self._period: int | None = settings["steps"] if isinstance(settings["steps"], int) else None
         self._after: int = settings["after"]

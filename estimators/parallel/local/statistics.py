@@ -34,16 +34,18 @@ class Statistics:
         buffers = dict(self._network.named_buffers())
         own = [buffers.get(name) for name in self._seen]
         first = next(iter(self._seen.values()))
+        is_double = any(seen.dtype == torch.float64 for seen in self._seen.values())
+        dtype = torch.float64 if is_double else torch.float32
         values, fits, changed = [], [], []
         for seen, buffer in zip(self._seen.values(), own, strict=True):
             # Every rank sends as much, whatever shapes its buffers have by now.
             has_shape = buffer is not None and buffer.shape == seen.shape
             is_other = has_shape and buffer is not None and not torch.equal(buffer, seen)
             source = buffer if has_shape and buffer is not None else torch.zeros_like(seen)
-            values.append(source.detach().reshape(-1).float())
+            values.append(source.detach().reshape(-1).to(dtype))
             fits.append(float(has_shape))
             changed.append(float(is_other))
-        flags = torch.tensor([*fits, *changed], device=first.device)
+        flags = torch.tensor([*fits, *changed], dtype=dtype, device=first.device)
         flat = torch.cat([*values, flags])
         self._collective.start_sum(flat, "local.buffers")()
         sizes = [seen.numel() for seen in self._seen.values()]

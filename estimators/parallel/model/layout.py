@@ -10,7 +10,7 @@ Invariant: what is not cut is equal on all ranks that have it, to the bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -52,6 +52,7 @@ class ModelLayout:
         mesh: This rank's place.
         cuts: How each parameter that is cut is a part; the others are whole where they are.
         shapes: Shape of each whole tensor of the state dict, of all ranks.
+        trained: Names of the parameters that any rank trains, in the whole network's order.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class ModelLayout:
         cuts: Mapping[str, Cut],
         shapes: Mapping[str, torch.Size],
         copies: frozenset[str] = frozenset(),
+        trained: Sequence[str] = (),
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         """Ties the layout to the rank's part of the network.
 
@@ -68,10 +71,16 @@ class ModelLayout:
             module: What this rank has.
             shapes: Shape of each tensor of the whole network's state dict.
             copies: Parameters of which another stage has the one that counts, as it is tied.
+            trained: Names of the parameters of the whole network that are trained.
+            tied: The further names of tied parameters -> the first one, by which the whole network knows an
+                optimizer's state.
         """
         self.mesh = mesh
         self.cuts = dict(cuts)
         self.shapes = dict(shapes)
+        self.trained = tuple(trained)
+        self._tied = dict(tied or {})
+        self._parameters = [name for name, _ in module.named_parameters()]
         self._copies = copies
         self._names = set(module.state_dict())
         _LAYOUTS[module] = self
@@ -83,14 +92,27 @@ class ModelLayout:
             return whole
         return part_of(whole, cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis])
 
+    def whole_name(self, name: str) -> str:
+        """Returns the whole network's name of a parameter; a stage may know but another one of a tied one."""
+        return self._tied.get(name, name)
+
+    def own_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns this rank's part of tensors of parameters, such as their averages, by its own names."""
+        known = {name: whole.get(self.whole_name(name)) for name in self._parameters}
+        return {name: self.own(name, tensor) for name, tensor in known.items() if tensor is not None}
+
     def own_state(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns this rank's part of a state dict of the whole network."""
         return {name: self.own(name, tensor) for name, tensor in whole.items() if name in self._names}
 
-    def counts(self, name: str) -> bool:
-        """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once."""
+    def counts(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
+        """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once.
+
+        Args:
+            among: Axes along which ranks have the same elements, unless the parameter is cut along one.
+        """
         places, cut = self.mesh.places, self.cuts.get(name)
-        alike = [a for a in ("expert", "sequence", "tensor") if cut is None or cut.axis != a]
+        alike = [axis for axis in among if cut is None or cut.axis != axis]
         return name not in self._copies and all(places[axis] == 0 for axis in alike)
 
     def norm(self, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -106,12 +128,19 @@ class ModelLayout:
         return self.mesh.whole.all_reduce(square.reshape(1))[0].sqrt()
 
     def own_optimizer(self, whole: OptimizerState) -> OptimizerState:
-        """Returns this rank's part of a whole optimizer state."""
+        """Returns this rank's part of a whole optimizer state, by its own names."""
+        known = {name: whole.get(self.whole_name(name)) for name in self._parameters}
+        # Those of another network stay, so that whoever loads the state refuses it.
+        known |= {name: values for name, values in whole.items() if name not in self.shapes}
         return {
             name: {key: self.own(name, v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
-            for name, values in whole.items()
-            if name in self._names
+            for name, values in known.items()
+            if values is not None
         }
+
+    def shared_parameters(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Like `shared`, for tensors of parameters by this rank's names. Runs on every rank."""
+        return self.shared({self.whole_name(name): tensor for name, tensor in own.items()})
 
     def shared(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns stand-ins for all tensors of the whole network, which `whole` fetches. Runs on every rank.
@@ -128,6 +157,7 @@ class ModelLayout:
         Args:
             own: The whole state of this rank's parameters; looked at where `Mesh.holds_first`.
         """
+        own = {self.whole_name(name): values for name, values in own.items()}
         tensors = {
             f"{name}/{key}": value
             for name, values in own.items()
@@ -175,11 +205,14 @@ class ModelLayout:
         return {n: _Place(tuple(s), d, tuple(h)) for n, (s, d, h) in json.loads(known_text).items()}
 
     def _cut_of(self, name: str, tensor: torch.Tensor) -> Cut | None:
-        parameter = _parameter_of(name)
+        """Returns the cut of a rank's tensor: not of one that only belongs to a parameter, as a count."""
+        parameter = self._parameter_of(name)
         cut = self.cuts.get(parameter)
-        if cut is None or tensor.dim() != len(self.shapes[parameter]):
+        if cut is None:
             return None
-        return cut
+        shape = list(self.shapes[parameter])
+        shape[cut.dim] = length_of(shape[cut.dim], cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis])
+        return cut if list(tensor.shape) == shape else None
 
     def _place_on_axis(self, name: str, tensor: torch.Tensor) -> int:
         cut = self._cut_of(name, tensor)
@@ -187,7 +220,11 @@ class ModelLayout:
 
     def _whole(self, name: str, tensor: torch.Tensor) -> list[int]:
         cut = self._cut_of(name, tensor)
-        return list(tensor.shape if cut is None else self.shapes[_parameter_of(name)])
+        return list(tensor.shape if cut is None else self.shapes[self._parameter_of(name)])
+
+    def _parameter_of(self, name: str) -> str:
+        """Returns the parameter of "<parameter>" or "<parameter>/<key>"; its own name may have slashes."""
+        return name if name in self.shapes else name.rpartition("/")[0]
 
     def _stand_in(self, name: str, place: _Place, own: torch.Tensor | None) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, place.dtype)
@@ -208,7 +245,7 @@ class ModelLayout:
         parts, nothing = self.mesh.whole, torch.empty(0, dtype=dtype)
         if not self.mesh.holds_first:
             return nothing
-        cut = self.cuts.get(_parameter_of(name)) if len(place.holders) > 1 else None
+        cut = self.cuts.get(self._parameter_of(name)) if len(place.holders) > 1 else None
         shapes = [list(place.shape) for _ in place.holders]
         if cut is not None:
             for index, shape in enumerate(shapes):
@@ -226,8 +263,3 @@ class ModelLayout:
         found = [pieces[holder].view(shape) for holder, shape in zip(place.holders, shapes, strict=True)]
         # A copy, because an optimizer goes on to change what this rank has.
         return found[0].clone() if cut is None else join(found, cut)
-
-
-def _parameter_of(name: str) -> str:
-    """Returns the parameter of "<parameter>" or "<parameter>/<key>"."""
-    return name.partition("/")[0]

@@ -11,9 +11,18 @@ from torch import nn
 
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.cut import Cut
+from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.layout import ModelLayout
+from ringspark.estimators.parallel.model.pipeline.cutting import cut_by_names, cut_stages
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
+from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
 from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
+from ringspark.models.chain import links_of
+from ringspark.models.reports import CountingLayer
+
+# How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
+CONTEXT = "ring"
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,31 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
         plan = options.get("plan") or plan_of(module, sizes["tensor"])
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
         spread_tensor(module, seat, plan)
+    counting = [name for name, layer in module.named_modules() if isinstance(layer, CountingLayer)]
+    if sizes["pipeline"] > 1:
+        virtual = options.get("virtual", 1)
+        owners = schedule_of(options.get("schedule", "1f1b"), virtual).owners(sizes["pipeline"], virtual)
+        links = links_of(module)
+        if options.get("cuts"):
+            cut_by_names(links, len(owners), options["cuts"])
+        else:
+            cut_stages(links, len(owners), [1.0] * len(links))
+    if sizes["expert"] > 1:
+        last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
+        spread_experts(module, last)
+    for axis in ("pipeline", "sequence"):
+        if counting and sizes[axis] > 1:
+            raise ValueError(
+                f"parallelism over {axis!r} leaves each worker a part of what layer {counting[0]!r} adds to "
+                f"the loss of whole rows; set {axis!r} to 1, or take a network without experts"
+            )
+    if sizes["sequence"] > 1:
+        check_sequence(module, options.get("context", CONTEXT))
+        if sizes["pipeline"] > 1:
+            raise ValueError(
+                "parallelism has both 'pipeline' and 'sequence', and a stage does not know how long the rows "
+                "are of which it gets a part; set one of the two to 1"
+            )
 
 
 def spread(
@@ -64,10 +98,16 @@ def spread(
         ValueError: The network cannot be cut that way.
     """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    tied = _tied_names(module)
     cuts: dict[str, Cut] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
         cuts |= spread_tensor(module, mesh.axes["tensor"], plan)
+    if mesh.sizes["expert"] > 1:
+        cuts |= spread_experts(module, mesh.axes["expert"])
+    if mesh.sizes["sequence"] > 1:
+        spread_sequence(module, mesh.axes["sequence"], options.get("context", CONTEXT))
     pipeline = None
     if mesh.sizes["pipeline"] > 1:
         chosen = PipelineOptions(
@@ -79,5 +119,12 @@ def spread(
         # Layers that are cut already would exchange in the measure, which one rank runs alone.
         pipeline = pipelined(module, mesh, chosen, None if cuts else sample, device)
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
-    ModelLayout(module, mesh, cuts, shapes, copies)
+    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
     return pipeline
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Returns the further names of tied parameters, each with the first one."""
+    firsts = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}

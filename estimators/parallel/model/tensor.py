@@ -84,7 +84,9 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         local = ids - self._first
         is_here = (local >= 0) & (local < len(self.weight))
-        found = F.embedding(torch.where(is_here, local, 0), self.weight)
+        # An id that no rank has must fail on all of them, as in a whole table, and not count as zeros.
+        is_known = (ids >= 0) & (ids < self.num_ids)
+        found = F.embedding(torch.where(is_here, local, torch.where(is_known, 0, -1)), self.weight)
         keeps = is_here if self._padding is None else is_here & (ids != self._padding)
         if self._padding is not None:
             # A padding row is looked up but never trained.
@@ -105,18 +107,30 @@ def _parameter(whole: torch.Tensor, cut: Cut, collective: Collective) -> nn.Para
 
 
 def _column(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+    outputs = _linear(layer).out_features
+    if blocks < 1 or outputs % blocks:
+        raise ValueError(f"its {outputs} outputs are not {blocks} equal blocks")
     return ColumnLinear(_linear(layer), collective, blocks)
 
 
 def _column_joined(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
-    return ColumnLinear(_linear(layer), collective, blocks, joins=True)
+    # Parts of several blocks, one rank's after the other's, would be outputs in another order.
+    _without_blocks("column_joined", blocks)
+    return ColumnLinear(_linear(layer), collective, joins=True)
 
 
 def _row(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+    _without_blocks("row", blocks)
     return RowLinear(_linear(layer), collective)
 
 
+def _without_blocks(style: str, blocks: int) -> None:
+    if blocks != 1:
+        raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
+
+
 def _vocabulary(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+    _without_blocks("vocabulary", blocks)
     if not isinstance(layer, nn.Embedding):
         raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
     return VocabularyEmbedding(layer, collective)
@@ -193,6 +207,9 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
         ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be cut that way.
     """
     layers = dict(module.named_modules())
+    names: dict[int, list[str]] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(layer), []).append(name)
     uses: dict[int, int] = {}
     for owner in layers.values():
         for parameter in owner.parameters(recurse=False):
@@ -201,23 +218,33 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
     done: set[str] = set()
     unused = []
     for pattern, given in plan.items():
-        style, blocks = given if isinstance(given, list | tuple) else (given, 1)
+        style, blocks = _style(pattern, given)
         if style not in STYLES:
             raise ValueError(
                 f"a plan's style must be one of {', '.join(STYLES)}, got {style!r}"
                 f"{nearest(str(style), STYLES)}"
             )
-        found = [name for name in layers if fnmatchcase(name, pattern) and name not in done]
+        found = [
+            own[0]
+            for own in names.values()
+            if any(fnmatchcase(name, pattern) for name in own) and own[0] not in done
+        ]
         if not found:
             unused.append(pattern)
         for name in found:
             layer = layers[name]
+            if len(names[id(layer)]) > 1:
+                # The other name would keep the whole layer, with weights of its own from now on.
+                first, other, *_ = sorted(names[id(layer)], key=lambda own: not fnmatchcase(own, pattern))
+                raise ValueError(
+                    f"parallelism's plan cuts {first!r}, which the network has as {other!r} too; leave it out"
+                )
             if any(uses[id(p)] > 1 for p in layer.parameters(recurse=False)):
                 raise ValueError(
                     f"parallelism's plan cuts {name!r}, whose weights another layer uses too; leave it out"
                 )
             try:
-                part = STYLES[style](layer, collective, int(blocks))
+                part = STYLES[style](layer, collective, blocks)
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot cut {name!r}: {error}") from None
             smallest = min(p.shape[cut.dim] for p, cut in _cut_parameters(part))
@@ -227,7 +254,7 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
                 )
             part.train(layer.training)
             if isinstance(part, VocabularyEmbedding) and hasattr(module, "scores"):
-                module.scores = scores
+                vars(module)["scores"] = scores
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}
@@ -237,6 +264,17 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
     if not cuts:
         raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
     return cuts
+
+
+def _style(pattern: str, given: Any) -> tuple[Any, int]:
+    """Returns the style and the number of blocks that a plan gives for a pattern."""
+    if not isinstance(given, list | tuple):
+        return given, 1
+    if len(given) != 2 or not isinstance(given[1], int):
+        raise ValueError(
+            f"parallelism's plan for {pattern!r} must be a style or [style, blocks], got {list(given)!r}"
+        )
+    return given[0], given[1]
 
 
 def _cut_parameters(part: Any) -> list[tuple[torch.Tensor, Cut]]:

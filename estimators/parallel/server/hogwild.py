@@ -28,13 +28,13 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
+from ringspark.estimators.parallel.local.rank_optimizer import load_tensors, state_tensors
 from ringspark.estimators.parallel.server.client import ParameterClient
 from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.server.parameter_server import open_service
 from ringspark.estimators.parallel.server.server import ShardServer
 from ringspark.estimators.parallel.server.table import Table
-from ringspark.estimators.parallel.sharded.pieces import place
+from ringspark.estimators.parallel.sharded.pieces import is_dense, place
 
 # Every parameter begins at a cache line of its own.
 _ALIGNMENT = 64
@@ -87,6 +87,9 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective) -> 
     """
     starts, end = [], _ALIGNMENT
     for parameter in parameters:
+        if not is_dense(parameter):
+            # Its elements would reach into those of the next one.
+            parameter.data = parameter.data.contiguous()
         starts.append(end)
         end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
     descriptor, path, token = -1, "", b""
@@ -179,20 +182,12 @@ class HogwildSync(PlainSync):
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         self.settle()
-        return {
-            f"{name}/{key}": value.detach().to("cpu", copy=True).contiguous()
-            for name, own in state_by_name(self.network, self.optimizer).items()
-            for key, value in own.items()
-            if isinstance(value, torch.Tensor)
-        }
+        # What rank 0 has is in the checkpoint's own file.
+        return state_tensors(self.network, self.optimizer) if self._collective.rank else {}
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
         # Where the ranks are others, each goes on with the state of rank 0, which all have loaded.
-        if is_same and states[self._collective.rank]:
-            own: dict[str, dict[str, torch.Tensor]] = {}
-            for name, value in states[self._collective.rank].items():
-                parameter, key = name.rsplit("/", 1)
-                own.setdefault(parameter, {})[key] = value
-            load_by_name(self.network, self.optimizer, own)  # type: ignore[arg-type]
+        if is_same:
+            load_tensors(self.network, self.optimizer, states[self._collective.rank])
         # All have written the same weights; nobody trains before.
         self._collective.barrier()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from ringspark.estimators.parallel.server.links import Link, OwnLink, RemoteLink
 from ringspark.estimators.parallel.server.server import ShardServer
 from ringspark.estimators.parallel.server.table import Table
 from ringspark.estimators.parallel.sharded.piece_state import gather_state, load_state
-from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, Shard, flat
+from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, Shard, flat, is_elementwise
 from ringspark.estimators.parallel.sharded.shard_layout import Piece
 
 _TOKEN_BYTES = 32
@@ -47,12 +48,7 @@ class ParameterServer:
             collective.broadcast(list(module.state_dict().values()))
         # The worker's own holds the settings of each step, and takes none; the server's is cut to its shard.
         settings, optimizer = make_optimizer(module), make_optimizer(module)
-        if type(optimizer) not in ELEMENTWISE:
-            raise ValueError(
-                f"consistency {exchange.consistency['name']!r} cuts parameters anywhere, and optimizer "
-                f"{type(optimizer).__name__} looks at whole ones; take one of "
-                f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set consistency='bsp'"
-            )
+        check_optimizer(optimizer, exchange.consistency)
         settings.state.clear()
         shard = Shard(module, optimizer, collective)
         for tensor in shard.held.values():
@@ -73,6 +69,20 @@ class ParameterServer:
         return ServedSync(module, settings, shard, optimizer, table, server, client, collective)
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer, consistency: Mapping[str, Any]) -> None:
+    """Refuses an optimizer that cannot step a part of a parameter by itself.
+
+    Raises:
+        ValueError: It looks at whole parameters.
+    """
+    if not is_elementwise(optimizer):
+        raise ValueError(
+            f"consistency {consistency['name']!r} cuts parameters anywhere, and optimizer "
+            f"{type(optimizer).__name__} looks at whole ones; take one of "
+            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or set consistency='bsp'"
+        )
+
+
 def open_service(
     table: Table,
     pieces: Sequence[Mapping[int, Piece]],
@@ -87,6 +97,8 @@ def open_service(
     The addresses travel over the collective, whose ranks know each other; so does each server's token, which
     a peer must prove to know.
     """
+    # The pushes and reads of a step are no calls of the collective.
+    collective.operations.sees_all = False
     rank, size = collective.rank, collective.size
     token = secrets.token_bytes(_TOKEN_BYTES)
     server = ShardServer(table, collective.member.host, token, rank, size)
@@ -155,11 +167,11 @@ class ServedSync(PlainSync):
         self._count()
 
     def settle(self) -> None:
-        if self.in_step:
-            return  # what was read after the last step is the same on all ranks
-        self.client.progress = self.progress
-        self.client.pull_all(bound=0)
-        # Nobody pushes the next step before all have read.
+        # In step, what was read after the last step is the same on all ranks.
+        if not self.in_step:
+            self.client.progress = self.progress
+            self.client.pull_all(bound=0)
+        # Nobody pushes the next step before all have read; what they were sent is counted.
         self._collective.barrier()
         self._count()
 

@@ -20,6 +20,9 @@ from ringspark.estimators.parallel.server.table import Table, WorkerLeftError
 # The most peers at a time that have not yet proved themselves.
 _MAX_UNPROVED = 64
 _ACCEPT_SECONDS = 0.5
+# Least seconds between two messages that somebody has taken a step: a worker that waits for thousands of
+# steps on one server does not read what the others say meanwhile.
+_NOTICE_SECONDS = 0.1
 
 
 class ShardServer:
@@ -151,8 +154,13 @@ class ShardServer:
         like = {index: (tensor.numel(), tensor.dtype) for index, tensor in held.items()}
         most = wire.payload_bytes(list(like.values()))
 
+        noticed = 0.0
+
         def notice() -> None:
-            wire.send(connection, wire.PROGRESS, {})
+            nonlocal noticed
+            if time.monotonic() - noticed >= _NOTICE_SECONDS:
+                noticed = time.monotonic()
+                wire.send(connection, wire.PROGRESS, {})
 
         while True:
             kind, header, payload = wire.receive(connection, most)
@@ -171,9 +179,10 @@ class ShardServer:
             except WorkerLeftError as error:
                 wire.send(connection, wire.FAILED, {"error": str(error)})
                 return
-            sent = wire.send(connection, wire.VALUES, {}, values)
             with self._lock:
-                self._sent += sent
+                # Before they are sent, so that whoever has heard of their arrival counts them.
+                self._sent += wire.payload_bytes([(value.numel(), value.dtype) for value in values])
+            wire.send(connection, wire.VALUES, {}, values)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

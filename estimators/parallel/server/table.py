@@ -115,11 +115,15 @@ class Table:
             WorkerLeftError: A worker has left, or one that is waited for takes no step for
                 `timeout_seconds`.
         """
-        with self._changed:
-            self._await(clock, bound, progress)
-            self._seen[worker] = self.clocks.of_others(worker)
-            wanted = self.held if indices is None else indices
-            return [self.held[index].detach().clone() for index in wanted]
+        while True:
+            with self._changed:
+                if self._may_read(clock, bound):
+                    self._seen[worker] = self.clocks.of_others(worker)
+                    wanted = self.held if indices is None else indices
+                    return [self.held[index].detach().clone() for index in wanted]
+                self._await_step(clock - (bound or 0))
+            # Without the lock: it may send a message, and a peer that reads none must not stop the others.
+            progress()
 
     def leave(self, worker: int) -> None:
         """Notes that a worker takes no more steps; who waits for it, or comes after it, gets an error."""
@@ -134,23 +138,22 @@ class Table:
             for index, value in values.items():
                 self.held[index].copy_(value)
 
-    def _await(self, clock: int, bound: int | None, progress: Callable[[], None]) -> None:
-        needed = clock - (bound or 0)
-        while True:
-            if self._left:
-                rank, at = min(self._left.items())
-                raise WorkerLeftError(f"rank {rank} left the training after its step {at}")
-            if self.clocks.may_read(clock, bound):
-                return
-            if not self._changed.wait_for(
-                partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
-            ):
-                rank = self.clocks.behind(needed)[0]
-                raise WorkerLeftError(
-                    f"rank {rank} has taken no step for {self._timeout:g} s after its step "
-                    f"{self.clocks.pushed[rank]}, and step {needed} is waited for"
-                )
-            progress()
+    def _may_read(self, clock: int, bound: int | None) -> bool:
+        if self._left:
+            rank, at = min(self._left.items())
+            raise WorkerLeftError(f"rank {rank} left the training after its step {at}")
+        return self.clocks.may_read(clock, bound)
+
+    def _await_step(self, needed: int) -> None:
+        """Waits until somebody takes a step towards `needed`, or leaves."""
+        if not self._changed.wait_for(
+            partial(self._has_news, needed, self.clocks.towards(needed)), self._timeout
+        ):
+            rank = self.clocks.behind(needed)[0]
+            raise WorkerLeftError(
+                f"rank {rank} has taken no step for {self._timeout:g} s after its step "
+                f"{self.clocks.pushed[rank]}, and step {needed} is waited for"
+            )
 
     def _has_news(self, needed: int, before: int) -> bool:
         return bool(self._left) or self.clocks.towards(needed) > before

@@ -19,7 +19,7 @@ PUSH, PULL, VALUES, PROGRESS, FAILED = range(1, 6)
 _HEAD = struct.Struct("!BIQ")
 _MAX_HEADER_BYTES = 16 << 20
 # Every tensor begins at such a multiple, so that its bytes can be read in place as any dtype.
-_ALIGNMENT = 8
+_ALIGNMENT = 16
 
 
 def send(

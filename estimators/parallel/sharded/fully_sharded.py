@@ -139,6 +139,7 @@ class FullySync(PlainSync):
         rounds: int,
     ) -> None:
         super().__init__(network, optimizer)
+        collective.operations.sees_all = False
         # FSDP2 divides the sum by the number of ranks.
         self.loss_factor = float(collective.size)
         self.ranks_differ = True

@@ -69,7 +69,7 @@ class Shard:
         self._collective = collective
         self.is_even = is_elementwise(optimizer)
         for parameter in self.parameters:
-            if not _is_dense(parameter):
+            if not is_dense(parameter):
                 parameter.data = parameter.data.contiguous()
         sizes = [p.numel() for p in self.parameters]
         members = fill_buckets(
@@ -162,7 +162,7 @@ def place(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one range of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

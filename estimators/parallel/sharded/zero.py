@@ -184,7 +184,7 @@ class ShardedSync(PlainSync):
         counted = [
             tensor.grad
             for piece, tensor in self._shard.held.items()
-            if tensor.grad is not None and (layout is None or layout.counts(names[piece.index]))
+            if tensor.grad is not None and (layout is None or layout.counts(names[piece.index], ["tensor"]))
         ]
         norms = [torch.linalg.vector_norm(g).double() for g in counted]
         device = self._shard.parameters[0].device
@@ -192,7 +192,12 @@ class ShardedSync(PlainSync):
             (n.square().to(device) for n in norms), torch.zeros((), dtype=torch.double, device=device)
         )
         square = self._collective.all_reduce(square.reshape(1))
-        norm = (square if layout is None else layout.mesh.whole.all_reduce(square))[0].sqrt()
+        if layout is not None:
+            # Of those that share the pieces, and know one sum by now, one tells it to the other parts.
+            places = layout.mesh.places
+            tells = places["expert"] == places["sequence"] == 0
+            square = layout.mesh.whole.all_reduce(square if tells else torch.zeros_like(square))
+        norm = square[0].sqrt()
         # The same formula as in nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in self._held_gradients():

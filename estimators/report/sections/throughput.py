@@ -43,6 +43,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         ["fastest epoch", f"{fastest[0]:,}", f"{fastest[1]:,.0f}", f"{fastest[1] / ranks:,.0f}"],
     ]
     took = sum(record.seconds for record in run.history)
+    told = _communication(run)
     return [
         Chart(
             drawn(lambda figure: _draw(figure, by_epoch, by_step), 2.8),
@@ -52,9 +53,22 @@ def _make(facts: Facts) -> Sequence[Block]:
             ["", "epoch", "rows/s", "rows/s and rank"],
             rows,
             note=f"The epochs took {seconds(took)}, their validation included. All ranks take equally many "
-            "of steps and share each batch, so a rank's rate is its share of the whole.",
+            f"of steps and share each batch, so a rank's rate is its share of the whole.{told}",
         ),
     ]
+
+
+def _communication(run: RunFacts) -> str:
+    """Returns a sentence about the epochs in which communication was measured; empty if there are none."""
+    costs = [r.cost for r in run.history if r.cost is not None and r.cost.communication_seconds is not None]
+    total = sum(cost.communication_seconds or 0.0 for cost in costs)
+    if not total:
+        return ""
+    parts = ((c.communication_seconds or 0.0) * (c.communication_hidden or 0.0) for c in costs)
+    return (
+        f" In {len(costs):,} epochs a rank communicated for {seconds(total)}, of which "
+        f"{sum(parts) / total:.0%} were hidden: it computed meanwhile."
+    )
 
 
 def _draw(

@@ -8,7 +8,7 @@ callbacks, and random numbers get new seeds.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,9 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
     """
     if not states:
         raise ValueError("a checkpoint of no rank is damaged; take another checkpoint")
-    is_same = len(states) == mesh.world.size
-    if is_same and "mesh" in states[0].values:
-        is_same = states[0].values["mesh"] == dict(mesh.sizes)
+    # Before there were meshes, all ranks read different rows.
+    before = states[0].values.get("mesh", {"data": len(states)})
+    is_same = _several(before) == _several(mesh.sizes)
     try:
         own = [section(state.tensors, "exchange") for state in states]
         running.sync.load_rank_states(own, is_same=is_same)
@@ -86,12 +86,17 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
             _restore_same(running, states[mesh.world.rank])
         else:
             _restore_other(running, states, mesh.data_rank)
-            seed_rank(seed, running.state.step, mesh.data_rank)
+            seed_rank(seed, running.state.step, mesh.drawing_rank)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"what the checkpoint has of the ranks is of another training ({type(error).__name__}: {error}); "
             "take another checkpoint, or give runUri a folder of its own"
         ) from error
+
+
+def _several(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the axes that have several places."""
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _restore_same(running: Running, own: RankState) -> None:

@@ -34,7 +34,7 @@ class Position:
         step: Optimizer steps taken.
         finished_epochs: Epochs with a record in the history.
         step_in_epoch: Steps done in the current epoch.
-        steps_per_epoch: Optimizer steps per epoch with this data and batch size; 0 if unknown.
+        steps_per_epoch: Optimizer steps of the current epoch with this data and batch size; 0 if unknown.
         seconds: Training time so far, in seconds, over all continuations.
         epoch_seconds: Training time in the current epoch so far, in seconds.
         skipped_before: Steps skipped before the current epoch.

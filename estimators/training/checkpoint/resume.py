@@ -140,16 +140,20 @@ class Recovery:
             return
         ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world)
         position = self._position(running)
+        average = None if self._config.ema_decay is None else running.average.values
+        snapshot = None
         try:
             snapshot = take_snapshot(
-                running.sync, position, ranks, self._mesh.writes, self._status.tick, running.average.values
+                running.sync, position, ranks, self._mesh.writes, self._status.tick, average
             )
         except ValueError as error:
-            # Under sharding, other ranks may be waiting for this one, so the training must end.
-            if self._config.sharding != "none":
+            # Where ranks hold parts, others may be waiting for this one, so the training must end.
+            if self._config.sharding != "none" or self._mesh.cuts_network:
                 raise
             self._note(state.step, str(error))
-            return
+        if not running.sync.in_step:
+            # The weights and the optimizer that rank 0 copies are those which the others step on next.
+            self._mesh.world.barrier()
         if snapshot is not None and self._writer is not None:
             self._writer.start(snapshot)
 
@@ -222,10 +226,17 @@ class Recovery:
 
     def _check_fits(self, step: int, position: Position, running: Running) -> None:
         uri = step_uri(self._root, step)
-        if position.steps_per_epoch != running.steps_per_epoch:
+        epoch, steps = position.finished_epochs, running.steps
+        if position.steps_per_epoch != steps.in_epoch(epoch):
             raise ValueError(
                 f"{uri} is of a training with {position.steps_per_epoch} steps an epoch, this one has "
-                f"{running.steps_per_epoch}; give the same data and batchSize, or runUri a folder of its own"
+                f"{steps.in_epoch(epoch)}; give the same data and batchSize, or runUri a folder of its own"
+            )
+        if position.step - position.step_in_epoch != steps.before(epoch):
+            raise ValueError(
+                f"{uri} is of a training with {position.step - position.step_in_epoch} steps before epoch "
+                f"{epoch + 1}, this one has {steps.before(epoch)}; give the same batchSizeSchedule, or "
+                "runUri a folder of its own"
             )
         if position.finished_epochs > self._config.epochs:
             raise ValueError(
@@ -249,7 +260,7 @@ class Recovery:
             step=state.step,
             finished_epochs=running.finished_epochs,
             step_in_epoch=running.step_in_epoch,
-            steps_per_epoch=running.steps_per_epoch,
+            steps_per_epoch=running.steps.in_epoch(running.finished_epochs),
             seconds=self.seconds,
             epoch_seconds=time.monotonic() - running.epoch_start,
             skipped_before=running.skipped_before,

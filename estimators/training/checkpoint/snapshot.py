@@ -77,7 +77,7 @@ def take_snapshot(
         ranks: Each rank's own state, in rank order.
         writes: Whether this rank makes the copy: rank 0, which gets the whole optimizer state.
         progress: Called after each copied tensor.
-        average: The moving average of the weights, if there is one.
+        average: The moving average of the weights; None if the training keeps none.
 
     Raises:
         ValueError: The optimizer keeps something that cannot be saved.
@@ -88,7 +88,8 @@ def take_snapshot(
     if (layout := layout_of(sync.network)) is not None:
         weights = layout.shared(weights)
         state = layout.shared_optimizer(state)
-        average = layout.shared(average) if average else average
+        # Also where this rank's average is empty, as in a stage whose parameters are all frozen.
+        average = None if average is None else layout.shared_parameters(average)
     if not writes:
         # All ranks exchange the parts of tensors in the same order, that of `ordered`.
         tensor_file.assist(weights)
@@ -101,6 +102,8 @@ def take_snapshot(
     copies = _copies(weights, progress)
     averaged = _copies(average or {}, progress)
     trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
+    if layout is not None:
+        trained = set(layout.trained)  # by any rank
     for name in sorted(trained & copies.keys()):
         # A float64 sum of fp32 weights cannot overflow, and is not finite if one of them is not.
         if copies[name].is_floating_point() and not bool(copies[name].sum(dtype=torch.float64).isfinite()):
@@ -286,7 +289,7 @@ def load_training_state(
         _check_size(uri, AVERAGE, record)
         with local_file(uri, AVERAGE, tick) as path:
             values = tensor_file.read(path)
-            average.load(values if layout is None else layout.own_state(values))
+            average.load(values if layout is None else layout.own_parameters(values))
     for name in FILES:
         _check_size(uri, name, record)
     with local_file(uri, OPTIMIZER, tick) as path:

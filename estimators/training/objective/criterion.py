@@ -79,6 +79,25 @@ class Criterion:
         ]
         return torch.stack([column.float() for column in columns], dim=1)
 
+    def of_layers(
+        self, values: torch.Tensor, labels: Sequence[torch.Tensor], weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns what is added to the sums of the losses for losses that layers have added, (num_losses,).
+
+        Divided and added up like them it is the mean over the rows, in which a row weighs what it weighs in
+        the losses of the outputs; where these differ, it is the mean of their means by the losses' factors.
+
+        Args:
+            values: One value per row, (batch,).
+            weight: Weights of the rows, (batch,); None: ones.
+        """
+        weights = self.row_weights(labels)
+        columns = values[:, None].float()
+        columns = columns.expand(-1, self.num_losses) if weights is None else columns * weights
+        if weight is not None:
+            columns = columns * weight[:, None]
+        return columns.sum(0) / (sum(self._factors) or 1.0)
+
     def total(self, means: torch.Tensor) -> torch.Tensor:
         """Returns the loss to minimise, from the mean of each loss, (num_losses,)."""
         return (means if self._is_plain_sum else means * means.new_tensor(self._factors)).sum()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.objective.layer_counts import LayerCounts
 from ringspark.estimators.training.objective.metric_set import MetricSet, numbered, section
 from ringspark.models.generators import Tensors
+from ringspark.models.reports import CountingLayer
 
 
 class Seen(NamedTuple):
@@ -20,11 +23,13 @@ class Seen(NamedTuple):
         losses: Each head's weighted loss summed over the rows, (num_heads,).
         weights: The rows' weight in each of them, (num_heads,); one number if rows have no weights.
         pairs: Output and label of each head, (rows, ...), if metrics need them; else empty.
+        counts: What layers of the network counted.
     """
 
     losses: torch.Tensor
     weights: torch.Tensor | float
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    counts: Mapping[CountingLayer, torch.Tensor]
 
     @property
     def is_finite(self) -> bool:
@@ -40,8 +45,20 @@ class Sums:
     """
 
     def __init__(
-        self, split: str, heads: Sequence[Head], device: torch.device, *, with_metrics: bool = True
+        self,
+        split: str,
+        heads: Sequence[Head],
+        device: torch.device,
+        network: nn.Module | None = None,
+        *,
+        with_metrics: bool = True,
     ) -> None:
+        """Starts from no rows.
+
+        Args:
+            network: The network, for what its layers count.
+            with_metrics: Whether metrics are computed from the outputs.
+        """
         self._split = split
         self._heads = tuple(heads)
         # float64, so that the mean over many millions of rows stays exact to the printed digits.
@@ -54,6 +71,7 @@ class Sums:
             )
             for head in heads
         ]
+        self._counts = LayerCounts(network, device)
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
     def add(self, seen: Iterable[Seen], finite_only: bool = False) -> None:
@@ -63,7 +81,8 @@ class Sums:
             finite_only: Leaves out micro-batches whose losses are not finite, and in metrics the rows
                 whose outputs are not; for a skipped step.
         """
-        for losses, weights, pairs in seen:
+        for losses, weights, pairs, counts in seen:
+            self._counts.add(counts)
             if finite_only:
                 finite = losses.isfinite()
                 losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
@@ -107,18 +126,23 @@ class Sums:
             suffix = "" if is_one else f"_{head.label}"
             for name, value in metric_set.compute(data).items():
                 values[f"{self._split}_{name}{suffix}"] = value
+        values |= {f"{self._split}_{name}": value for name, value in self._counts.take(data).items()}
         self.reset()
         return values
 
     def reset(self) -> None:
         """Forgets all rows."""
         self._losses.zero_()
+        self._counts.reset()
         for metric_set in self._metrics:
             metric_set.reset()
 
     def state(self) -> Tensors:
-        """Copies the sums to the CPU: "totals", (2, num_heads), and "metrics/<head>/<number>/<key>"."""
+        """Copies the sums to the CPU: "totals", (2, num_heads), "metrics/<head>/<number>/<key>", and "counts"
+        where layers count."""
         result = {"totals": self._losses.detach().cpu().clone()}
+        if (counts := self._counts.state()) is not None:
+            result["counts"] = counts
         for index, metric_set in enumerate(self._metrics):
             for number, states in enumerate(metric_set.states()):
                 result |= {f"metrics/{index}/{number}/{key}": state for key, state in states.items()}
@@ -131,6 +155,7 @@ class Sums:
             ValueError: It has another number of heads, or other metrics.
         """
         self._load_losses(state["totals"])
+        self._counts.load(state.get("counts"))
         for index, metric_set in enumerate(self._metrics):
             metric_set.load_states(numbered(section(state, f"metrics/{index}")))
 
@@ -142,6 +167,8 @@ class Sums:
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
         self._load_losses(total if answers else torch.zeros_like(total))
+        counts = [state["counts"] for state in states if "counts" in state]
+        self._counts.load(torch.stack(counts).sum(0) if counts and answers else None)
         for index, metric_set in enumerate(self._metrics):
             former = [own for state in states for own in numbered(section(state, f"metrics/{index}"))]
             metric_set.load_states(former if answers else [], carried=True)

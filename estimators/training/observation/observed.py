@@ -11,6 +11,7 @@ from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
+from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
 from ringspark.estimators.training.observation.profiler import NO_PROFILER, Profiler, profiler_of
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RankTimeline, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -24,11 +25,13 @@ class Observation:
     Attributes:
         losses: Losses of every few steps.
         meter: Bytes, operations and energy of every epoch.
+        overlap: How much of the communication is hidden, for the meter.
     """
 
     losses: StepLog
     meter: EpochMeter
     timeline: Timeline = NO_TIMELINE
+    overlap: Overlap = NO_OVERLAP
     profiler: Profiler = NO_PROFILER
 
     @classmethod
@@ -39,10 +42,22 @@ class Observation:
         timeline: Timeline = NO_TIMELINE
         if config.timeline_every_steps is not None:
             timeline = RankTimeline(config.timeline_every_steps, mesh.world, config.run_uri, device)
+        overlap: Overlap = NO_OVERLAP
+        if mesh.world.size > 1 and device.type == "cpu":
+            overlap = StepOverlap(mesh.world, timeline)
+            timeline = overlap.timeline
         return cls(
             losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),
-            meter=EpochMeter(mesh.world, device, precision=config.precision, is_compiled=is_compiled),
+            meter=EpochMeter(
+                mesh.world,
+                device,
+                precision=config.precision,
+                is_compiled=is_compiled,
+                overlap=overlap,
+                ranks_per_copy=mesh.copy.size,
+            ),
             timeline=timeline,
+            overlap=overlap,
             profiler=profiler_of(config, mesh, device),
         )
 

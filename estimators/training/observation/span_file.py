@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.observation.clocks import ClockOffset, SharedMoment, offset_at
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import record, versioned
+from ringspark.pipelines.typed_json import added, record, versioned
 
 FORMAT_VERSION = 1
 
 Span = tuple[str, int, int]
 """Kind, begin and end of a span."""
+
+OperationSpan = tuple[str, int, int, int]
+"""Name of an operation over the collective; when its data was ready, it began, its result was there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class StepSpans:
         end_ns: Time at which it was ready to ask for the next one.
         spans: Times at which the host began and ended something.
         device_spans: The same by the GPU's events; empty on a CPU, or if they had not ended yet.
+        operations: Operations over the collective, in the order in which they began; none in a file of
+            before they were recorded.
     """
 
     epoch: int
@@ -42,6 +47,7 @@ class StepSpans:
     end_ns: int
     spans: tuple[Span, ...]
     device_spans: tuple[Span, ...] = ()
+    operations: tuple[OperationSpan, ...] = added(())
 
 
 @dataclass(frozen=True, kw_only=True)

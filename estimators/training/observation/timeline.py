@@ -14,6 +14,10 @@ Kinds, each named where the loop runs it:
 - `checkpoint`: the pause for copying the state; a thread writes it beside the training.
 - `validation`: the held-out rows after an epoch.
 
+Beside them stand the step's operations over the collective, such as the sum of each bucket of gradients: when
+its data was ready, when it began, when its result was there. `overlap` measures by them which share of the
+communication is hidden; a GPU has none.
+
 How long a rank waits in `exchange` for the others, nobody can see on one rank: `tracking.timeline` finds it
 from the spans of all. On a GPU the host only gives work to the device, so the spans of `transform`,
 `forward`, `backward`, `exchange` and `step` have a second time, from the device.
@@ -26,7 +30,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -34,12 +38,14 @@ from typing import Literal, Protocol
 import torch
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.estimators.training.observation.clocks import Clock, measure_offset, now_ns
 from ringspark.estimators.training.observation.device_clock import DeviceClock, DeviceStep
 from ringspark.estimators.training.observation.span_file import (
+    OperationSpan,
     RankSpans,
     RareSpan,
     Span,
@@ -70,6 +76,10 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Timeline(Protocol):
     """What the training loop tells about its time."""
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether the present step is recorded."""
+
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         """Yields the batches of an epoch's steps, and sees when each is read and done. Runs on every rank."""
 
@@ -79,12 +89,17 @@ class Timeline(Protocol):
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
         """Returns a context for what is recorded whenever it happens."""
 
+    def add_operations(self, operations: Sequence[OperationTime]) -> None:
+        """Keeps the collective operations of the present step, if it is recorded."""
+
     def close(self) -> None:
         """Writes what was recorded last."""
 
 
 class NoTimeline:
     """Records nothing, and makes no object in a step."""
+
+    is_recording = False
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         return batches
@@ -94,6 +109,9 @@ class NoTimeline:
 
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
         return _NOTHING
+
+    def add_operations(self, operations: Sequence[OperationTime]) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -111,6 +129,7 @@ class _OpenStep:
     begin_ns: int
     rows: int = 0
     spans: list[Span] = field(default_factory=list)
+    operations: tuple[OperationSpan, ...] = ()
     device: DeviceStep | None = None
 
 
@@ -176,6 +195,17 @@ class RankTimeline:
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
         return _RareSpan(kind, state, self._clock, self._rare)
 
+    @property
+    def is_recording(self) -> bool:
+        return self._open is not None
+
+    def add_operations(self, operations: Sequence[OperationTime]) -> None:
+        if self._open is None:
+            return
+        kept = operations[:MOST_SPANS_OF_A_STEP]
+        self._left_out += len(operations) - len(kept)
+        self._open.operations = tuple((o.name, o.ready_ns, o.begin_ns, o.end_ns) for o in kept)
+
     def close(self) -> None:
         self._open = None
         if self._device_clock is not None:
@@ -207,6 +237,7 @@ class RankTimeline:
             begin_ns=step.begin_ns,
             end_ns=self._clock(),
             spans=tuple(step.spans),
+            operations=step.operations,
         )
         if step.device is None:
             self._keep(done)
@@ -228,11 +259,11 @@ class RankTimeline:
 
     def _keep(self, step: StepSpans) -> None:
         self._steps.append(step)
-        self._num_spans += len(step.spans) + len(step.device_spans)
+        self._num_spans += _num_spans(step)
         while self._num_spans > MOST_SPANS and len(self._steps) > 1:
             self._every *= 2
             self._steps = [kept for kept in self._steps if kept.step % self._every == 0]
-            self._num_spans = sum(len(kept.spans) + len(kept.device_spans) for kept in self._steps)
+            self._num_spans = sum(map(_num_spans, self._steps))
 
     def _write_if_due(self) -> None:
         pause = max(WRITE_SECONDS, self._file.cpu_seconds / WRITE_SHARE)
@@ -255,6 +286,10 @@ class RankTimeline:
             steps=tuple(self._steps),
             rare=tuple(self._rare),
         ).to_json
+
+
+def _num_spans(step: StepSpans) -> int:
+    return len(step.spans) + len(step.device_spans) + len(step.operations)
 
 
 class _StepSpan:

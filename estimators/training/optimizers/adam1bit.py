@@ -4,6 +4,11 @@ Error feedback sends a part of a gradient in later steps. An optimizer that is l
 as momentum, gets the same sum in the end; Adam's square of the gradient does not. Here the squares are
 averaged while gradients travel whole, the `after` of `gradientCompression`, and then kept: what remains is
 momentum with a fixed rate for each weight.
+
+The paper divides by the root of what is kept, which is next to nothing for a weight that had no gradient
+till then: that of a category not seen yet, or behind a dead unit. Its first gradient, or the noise of the
+compression, would move it by thousands of steps at once. So no second moment is kept below a thousandth of
+its parameter's mean.
 """
 
 from __future__ import annotations
@@ -14,6 +19,10 @@ import torch
 
 from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
 
+# The smallest second moment that is kept, as a share of the mean over the parameter: no rate is more than
+# about 30 times the usual one.
+_LEAST = 1e-3
+
 
 class Adam1bit(DenseOptimizer):
     """AdamW until `freeze_variance` is called, momentum scaled by the last second moments after it."""
@@ -21,10 +30,17 @@ class Adam1bit(DenseOptimizer):
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "is_frozen": False}
     is_elementwise = True
 
+    @torch.no_grad()
     def freeze_variance(self) -> None:
         """Keeps the second moments from now on; the flag is a value of the groups, which checkpoints hold."""
         for group in self.param_groups:
             group["is_frozen"] = True
+            for parameter in group["params"]:
+                if state := self.state.get(parameter):
+                    squares = state["exp_avg_sq"]
+                    squares.clamp_(min=_LEAST * squares.mean())
+                    if not squares.any():
+                        state["squares"].zero_()  # as if it had had no gradient: its first one makes them
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 
@@ -33,7 +34,10 @@ def build_optimizer(
         ValueError: The name is unknown, the groups do not fit the module, or the factory returned
             something other than an optimizer of this module's trainable parameters.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
+    if not trainable and layout_of(module) is not None:
+        # A stage of a pipeline whose parameters are all frozen. Torch takes no empty list of parameters.
+        trainable = [{"params": []}]
     if isinstance(spec, str):
         grouped = group_parameters(module, groups, learning_rate, weight_decay) if groups else None
         return make_optimizer(spec, grouped or trainable, learning_rate, weight_decay)
@@ -58,7 +62,7 @@ def _check_made(optimizer: object, module: nn.Module) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if len(set(held)) < len(held):
         raise ValueError("optimizer holds a parameter twice; give each parameter to one group")
-    if any(p not in names for p in held) or not held:
+    if any(p not in names for p in held) or (not held and layout_of(module) is None):
         raise ValueError(
             f"optimizer must hold the parameters it was given, the {len(names)} trainable ones of "
             f"{type(module).__name__}, got others or none; make it from its argument"

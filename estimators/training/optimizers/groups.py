@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.parallel.model.layout import layout_of
 
 # Keys of one entry of `parameterGroups`, and torch.optim's names for them.
 GROUP_KEYS = {"params": "params", "learningRate": "lr", "weightDecay": "weight_decay"}
@@ -76,13 +77,18 @@ def group_parameters(
     """Splits a module's trainable parameters into groups, in torch.optim's form.
 
     The first group that matches a parameter gets it; parameters without a match form a last group. A group
-    without its own rate or decay gets the one given here, or none if that is None.
+    without its own rate or decay gets the one given here, or none if that is None. Where ranks have parts of
+    the network, each has the groups of the whole one, some of which may be empty.
 
     Raises:
         ValueError: The groups are malformed, a pattern matches no trainable parameter, or earlier groups
             have taken all that it matches.
     """
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    named: dict[str, nn.Parameter | None] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    layout = layout_of(module)
+    if layout is not None:
+        here = {layout.whole_name(name): parameter for name, parameter in named.items()}
+        named = {name: here.get(name) for name in layout.trained}
     defaults = {"lr": learning_rate, "weight_decay": weight_decay}
     defaults = {key: value for key, value in defaults.items() if value is not None}
     left = dict(named)
@@ -92,11 +98,12 @@ def group_parameters(
         earlier = dict(left)
         for pattern in group["params"]:
             _check_pattern(index, pattern, named, earlier)
-            own += [left.pop(name) for name in list(left) if fnmatchcase(name, pattern)]
+            matched = [left.pop(name) for name in list(left) if fnmatchcase(name, pattern)]
+            own += [parameter for parameter in matched if parameter is not None]
         stated = {GROUP_KEYS[key]: value for key, value in group.items() if key != "params"}
         result.append({"params": own, **defaults, **stated})
     if left:
-        result.append({"params": list(left.values()), **defaults})
+        result.append({"params": [p for p in left.values() if p is not None], **defaults})
     return result
 
 

@@ -1,5 +1,7 @@
 """Learning-rate schedules: pure functions (step, number of steps) -> factor on the learning rate.
 
+A warm-up comes before one, and `rate_scaling` may make the rates follow the batch size.
+
 They are pure so that a resumed training needs no scheduler state. A torch scheduler is stateful:
 `SchedulerRates` replays it from its start to the needed step, on a stand-in for the optimizer.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ringspark.estimators.names import check_name
+from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 
 Schedule = Callable[[int, int], float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -63,18 +67,23 @@ def warm_up_factor(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
-    """Returns `schedule` after a linear warm-up to its first value.
+def with_warmup(
+    schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None
+) -> Schedule:
+    """Returns `schedule` after a warm-up to its first value.
 
     The warm-up takes the first `warmup_steps` steps, and the whole schedule runs over the remaining steps:
     a cosine with warm-up still ends at zero.
+
+    Args:
+        rise: Step -> factor on the schedule, also after the warm-up; None for a linear rise from above 0.
     """
-    if warmup_steps == 0:
-        return schedule
+    if rise is None:
+        rise = partial(warm_up_factor, warmup_steps=warmup_steps)
 
     def warmed(step: int, num_steps: int) -> float:
         course = schedule(max(0, step - warmup_steps), max(1, num_steps - warmup_steps))
-        return warm_up_factor(step, warmup_steps) * course
+        return rise(step) * course
 
     return warmed
 
@@ -187,11 +196,17 @@ class SchedulerRates(Rates):
     """Sets rates by a torch scheduler, which steps once per optimizer step."""
 
     def __init__(
-        self, factory: SchedulerFactory, optimizer: torch.optim.Optimizer, warmup_steps: int
+        self,
+        factory: SchedulerFactory,
+        optimizer: torch.optim.Optimizer,
+        warmup_steps: int,
+        rise: Callable[[int], float],
     ) -> None:
+        """Takes the scheduler's first step after `warmup_steps`; `rise` gives the factor on its rates."""
         super().__init__(_constant, optimizer, 0)
         self._factory = factory
         self._warmup_steps = warmup_steps
+        self._rise = rise
         self._start = _StandIn(optimizer)
         # (group, key) of values besides rates that the scheduler changes; others are not touched.
         self._moved: set[tuple[int, str]] = set()
@@ -226,12 +241,16 @@ class SchedulerRates(Rates):
         planned = self._stand_in.param_groups
         for index, key in self._moved:
             self._optimizer.param_groups[index][key] = planned[index][key]
-        factor = warm_up_factor(step, self._warmup_steps)
+        factor = self._rise(step)
         self._set_rates([group["lr"] * factor for group in planned])
 
 
 def make_rates(
-    spec: str | Callable[..., Any], optimizer: torch.optim.Optimizer, num_steps: int, warmup_steps: int = 0
+    spec: str | Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup_steps: int = 0,
+    scaling: RateScaling | None = None,
 ) -> Rates:
     """Makes the learning rates of a training of `num_steps` steps, of which `warmup_steps` warm up.
 
@@ -239,6 +258,7 @@ def make_rates(
         spec: A name of `SCHEDULES`, a callable (step, num_steps) -> factor on each group's rate, or a
             callable optimizer -> scheduler of torch, stepped once per optimizer step.
         optimizer: Holds the base rates in its groups.
+        scaling: Multiplies all rates, and has a warm-up of its own unless there is one already.
 
     Raises:
         ValueError: The name is unknown, the callable has another form, or the warm-up is too long.
@@ -248,9 +268,22 @@ def make_rates(
             f"warmupSteps must be below the training's number of steps ({num_steps}), got {warmup_steps}; "
             "lower it, or train for more epochs"
         )
+    rise: Callable[[int], float] = partial(warm_up_factor, warmup_steps=warmup_steps)
+    if scaling is not None:
+        if scaling.warmup_steps and scaling.warmup_steps >= num_steps:
+            raise ValueError(
+                "scaleLearningRate's warmupEpochs must end before the last of the training's steps "
+                f"({num_steps}), got {scaling.warmup_steps} steps; lower it, or train for more epochs"
+            )
+        rise = partial(_scaled, scaling, warmup_steps)
+        warmup_steps = warmup_steps or scaling.warmup_steps
     if isinstance(spec, str):
         check_name("lrSchedule", spec, SCHEDULES)
         spec = SCHEDULES[spec]
     elif takes_optimizer(spec):
-        return SchedulerRates(spec, optimizer, warmup_steps)
-    return Rates(with_warmup(spec, warmup_steps), optimizer, num_steps)
+        return SchedulerRates(spec, optimizer, warmup_steps, rise)
+    return Rates(with_warmup(spec, warmup_steps, rise), optimizer, num_steps)
+
+
+def _scaled(scaling: RateScaling, warmup_steps: int, step: int) -> float:
+    return warm_up_factor(step, warmup_steps) * scaling.factor(step)

@@ -7,10 +7,11 @@ a config is made, so a bad combination never reaches Spark. The declarations als
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ringspark.estimators.parallel.server.consistency import Consistency
+from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
     consistency,
@@ -70,10 +71,12 @@ class TrainConfig:
         keep: Whether the model is that of the last epoch or of the best.
         pause_after: Epoch after which the training ends with a checkpoint, from which another one of all
             `epochs` goes on; None for none. A population's trainings use it.
-        batch_size: Rows per optimizer step over all ranks together.
+        batch_size: Rows per optimizer step over all ranks together; those of the first epoch.
+        batch_size_schedule: Pairs (epoch, batch size) of later epochs, which count from 1; see `batch_sizes`.
         noise_scale: Whether the gradient noise scale is measured, see `observation.noise_scale`.
         learning_rate: Rate of the optimizer; never scaled by the number of ranks.
         parallelism: Ranks along each axis of the mesh, and its options: see `settings.parallelism`.
+        scale_learning_rate: How rates follow the batch size, with all keys: see `optimizers.rate_scaling`.
         compile: Whether the network is trained compiled; a mode of torch.compile, or True for its default.
         gradient_checkpointing: See `ringspark.models.apply_activation_checkpoint`; a tuple names submodules.
         activation_offload: Place of saved activations until the backward pass: see `saved_tensors`.
@@ -109,6 +112,9 @@ class TrainConfig:
     parameter_groups: tuple[dict[str, Any], ...] = tuple(python_objects.PARAMETER_GROUPS.default)
     learning_rate: float = optimization.LEARNING_RATE.default
     lr_schedule: str = python_objects.LR_SCHEDULE.default
+    scale_learning_rate: dict[str, Any] = field(
+        default_factory=large_batches.SCALE_LEARNING_RATE.default.copy
+    )
     warmup_steps: int = optimization.WARMUP_STEPS.default
     weight_decay: float = optimization.WEIGHT_DECAY.default
     max_grad_norm: float | None = optimization.MAX_GRAD_NORM.default
@@ -126,6 +132,7 @@ class TrainConfig:
     pause_after: int | None = None
     epochs: int = optimization.EPOCHS.default
     batch_size: int = optimization.BATCH_SIZE.default
+    batch_size_schedule: tuple[tuple[int, int], ...] = ()
     noise_scale: bool = large_batches.NOISE_SCALE.default
     seed: int = optimization.SEED.default
     shuffle: bool = optimization.SHUFFLE.default
@@ -167,6 +174,11 @@ class TrainConfig:
                 raise ValueError(rule.message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """The batch size of every epoch."""
+        return BatchSizes.of(self.batch_size, self.batch_size_schedule, self.epochs)
+
+    @property
     def columns(self) -> list[str]:
         """The columns that a training reads: inputs, labels and weights."""
         weights = [] if self.weight_column is None else [self.weight_column]
@@ -197,6 +209,11 @@ class TrainConfig:
     def looks_for_best(self) -> bool:
         """Whether epochs are compared, by `monitor`."""
         return self.keep == "best" or self.patience is not None
+
+    def with_workers(self, num_workers: int) -> TrainConfig:
+        """Returns the config of a gang of another size, in which 'data' has all workers that others leave."""
+        others = {name: given for name, given in self.parallelism.items() if name != "data"}
+        return replace(self, num_workers=num_workers, parallelism=others)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)

@@ -16,7 +16,7 @@ def _consistency(value: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise TypeError(f"consistency must be a name or a dict with a name, got {value!r}")
     name = given.get("name")
-    if name not in CONSISTENCIES:
+    if not isinstance(name, str) or name not in CONSISTENCIES:
         raise ValueError(
             f"consistency must be one of {', '.join(CONSISTENCIES)}, got {name!r}"
             f"{nearest(str(name), CONSISTENCIES)}"

@@ -35,7 +35,7 @@ def _local_steps(value: Any) -> int | dict[str, Any]:
     """Returns 1 for synchronous training, else a dict with `name` and all keys that it takes."""
     given = dict(value) if isinstance(value, Mapping) else {"steps": value}
     name = given.pop("name", "average")
-    if name not in _KEYS:
+    if not isinstance(name, str) or name not in _KEYS:
         raise ValueError(
             f"localSteps' name must be one of {', '.join(map(repr, _KEYS))}, got {name!r}"
             + nearest(str(name), _KEYS)

@@ -15,8 +15,10 @@ AXES = ("data", "shard", "tensor", "pipeline", "expert", "sequence")
 MODEL_AXES = ("tensor", "pipeline", "expert", "sequence")
 # Those of `parallel.model.pipeline.schedules`, which imports torch.
 SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream", "2bw")
+# Those of `parallel.model.sequence`, which imports torch.
+CONTEXT_NAMES = ("ring", "gather", "ulysses")
 # Option -> its default: the ways of the axes.
-OPTIONS: dict[str, Any] = {"plan": None, "schedule": "1f1b", "virtual": 1, "cuts": ()}
+OPTIONS: dict[str, Any] = {"plan": None, "schedule": "1f1b", "virtual": 1, "cuts": (), "context": "ring"}
 
 
 # Has the planner choose; never in the config of a training, which has what was chosen.
@@ -67,6 +69,15 @@ def _schedule(value: Any) -> str:
     return str(value)
 
 
+def _context(value: Any) -> str:
+    if value not in CONTEXT_NAMES:
+        raise ValueError(
+            f"parallelism's 'context' must be one of {', '.join(CONTEXT_NAMES)}, got {value!r}"
+            f"{nearest(str(value), CONTEXT_NAMES)}"
+        )
+    return str(value)
+
+
 def _virtual(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
@@ -84,7 +95,13 @@ def _cuts(value: Any) -> list[str]:
     return list(value)
 
 
-_CHECKS: dict[str, Any] = {"plan": _plan, "schedule": _schedule, "virtual": _virtual, "cuts": _cuts}
+_CHECKS: dict[str, Any] = {
+    "plan": _plan,
+    "schedule": _schedule,
+    "virtual": _virtual,
+    "cuts": _cuts,
+    "context": _context,
+}
 
 
 def sizes_of(parallelism: Mapping[str, Any], num_workers: int) -> dict[str, int]:

@@ -21,6 +21,11 @@ def _local(config: TrainConfig, key: str) -> object:
     return config.local_steps.get(key) if isinstance(config.local_steps, dict) else None
 
 
+def _warmup_epochs(config: TrainConfig) -> float:
+    """Returns the epochs of the gradual warm-up; 0 for none."""
+    return float(config.scale_learning_rate.get("warmupEpochs", 0.0))
+
+
 class Combination(NamedTuple):
     """Settings in a user's words, the test of a config, and the error's sentence with fields in braces."""
 
@@ -38,6 +43,17 @@ def _runs_apart(c: TrainConfig) -> bool:
     return c.consistency["name"] != "bsp" and c.num_workers > 1
 
 
+def makes_dense(c: TrainConfig) -> list[tuple[str, str]]:
+    """Returns the settings by which several workers exchange no rows of embeddings, each with its remedy."""
+    name = c.consistency["name"]
+    ways = [
+        (f"sharding {c.sharding!r}", "sharding='none'", c.sharding != "none"),
+        (f"localSteps {c.local_steps!r}", "localSteps=1", c.local_steps != 1),
+        (f"consistency {name!r}", "consistency='bsp'", name != "bsp"),
+    ]
+    return [(setting, remedy) for setting, remedy, is_set in ways if is_set]
+
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "batchSize < numWorkers",
@@ -51,6 +67,32 @@ COMBINATIONS: tuple[Combination, ...] = (
         "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
         "batchSize ({batch_size}): a micro-batch would have no rows; lower gradientAccumulation or raise "
         "batchSize",
+    ),
+    Combination(
+        "a size of batchSizeSchedule < numWorkers",
+        lambda c: c.batch_sizes.smallest < c.num_copies,
+        "batchSizeSchedule counts rows over all workers, and each of its sizes must be at least numWorkers "
+        "({num_workers}), got {batch_size_schedule}; raise the size or lower numWorkers",
+    ),
+    Combination(
+        "gradientAccumulation * numWorkers > a size of batchSizeSchedule",
+        lambda c: c.gradient_accumulation * c.num_copies > c.batch_sizes.smallest,
+        "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed a "
+        "size of batchSizeSchedule ({batch_size_schedule}): a micro-batch would have no rows; lower "
+        "gradientAccumulation or raise the size",
+    ),
+    Combination(
+        "scaleLearningRate's warmupEpochs with warmupSteps",
+        lambda c: bool(c.warmup_steps and _warmup_epochs(c)),
+        "scaleLearningRate's warmupEpochs ({scale_learning_rate[warmupEpochs]}) and warmupSteps "
+        "({warmup_steps}) each raise the rate at the start, from learningRate and from 0; set warmupSteps=0, "
+        "or leave warmupEpochs out",
+    ),
+    Combination(
+        "scaleLearningRate's warmupEpochs >= epochs",
+        lambda c: _warmup_epochs(c) >= c.epochs,
+        "scaleLearningRate's warmupEpochs must be below epochs ({epochs}), got "
+        "{scale_learning_rate[warmupEpochs]}; lower it, or train for more epochs",
     ),
     Combination(
         "minWorkers > numWorkers",
@@ -189,8 +231,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "workers differ; leave emaDecay unset, or set localSteps=1",
     ),
     Combination(
-        "localSteps with optimizerState='average' and optimizer='adam8bit'",
-        lambda c: _local(c, "optimizerState") == "average" and c.optimizer == "adam8bit",
+        "localSteps with optimizerState='average' and optimizer='adam8bit' or 'adamw8bit'",
+        lambda c: _local(c, "optimizerState") == "average" and c.optimizer in ("adam8bit", "adamw8bit"),
         "localSteps' optimizerState 'average' averages floating numbers, and optimizer '{optimizer}' keeps "
         "codes; set optimizerState='keep', or optimizer='adamw'",
     ),
@@ -315,8 +357,29 @@ COMBINATIONS: tuple[Combination, ...] = (
         "compile=False, or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with minWorkers",
-        lambda c: c.cuts_network and c.min_workers is not None and c.min_workers < c.num_workers,
+        "parallelism's schedule without a flush with onNonFinite='rollback'",
+        lambda c: c.parallelism.get("schedule") in ("pipedream", "2bw") and c.on_non_finite == "rollback",
+        "onNonFinite 'rollback' goes back to a checkpoint, and with parallelism's schedule "
+        "'{parallelism[schedule]}' rows of the steps before are still on their way; set onNonFinite='skip', "
+        "or schedule='1f1b'",
+    ),
+    Combination(
+        "parallelism's schedule without a flush with precision='fp16' or sharding",
+        lambda c: (
+            c.parallelism.get("schedule") in ("pipedream", "2bw")
+            and (c.precision == "fp16" or c.sharding != "none")
+        ),
+        "parallelism's schedule '{parallelism[schedule]}' has gradients of an earlier step, or none, where "
+        "precision '{precision}' looks at each step's or sharding '{sharding}' cuts them; set "
+        "precision='bf16' and sharding='none', or schedule='1f1b'",
+    ),
+    Combination(
+        "parallelism that cuts the network, or over 'shard', with minWorkers",
+        lambda c: (
+            (c.cuts_network or c.parallelism.get("shard", 1) > 1)
+            and c.min_workers is not None
+            and c.min_workers < c.num_workers
+        ),
         "parallelism {parallelism} needs all of its workers, and minWorkers ({min_workers}) asks to go on "
         "with fewer than numWorkers ({num_workers}); leave minWorkers unset",
     ),

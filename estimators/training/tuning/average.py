@@ -40,7 +40,8 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Takes the weights after an optimizer step into the average."""
-        if self._decay is not None:
+        # A stage of a pipeline may have nothing that is trained.
+        if self._decay is not None and self.values:
             weights = [_wide(p.detach()) for p in self._parameters]
             torch._foreach_lerp_(list(self.values.values()), weights, 1 - self._decay)
 

@@ -333,7 +333,7 @@ def _tie(
     """One exchange for all gradients, or one for each parameter during the backward pass."""
     if by == "flat":
         return synchronize(module, optimizer, collective)
-    return SummedGradients(module, optimizer, collective, flat_bytes=0, bucket_bytes=1)
+    return SummedGradients(module, optimizer, collective, bucket_bytes=1)
 
 
 def _gradients(by: str, collective: Collective, device: str, status: Status) -> str:

@@ -11,6 +11,7 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -264,6 +265,24 @@ def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> Non
     torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
 
 
+def test_powersgd_finds_a_gradient_again_after_one_whose_products_overflowed() -> None:
+    compressor, local = _made("powersgd", feedback=False), LocalCollective()
+    gradient = _noise(0).float()
+    for step, factor in enumerate((1.0, 1e30, 1e30)):
+        total, _ = compressor.sum(gradient * factor, local, step)
+    assert not total.isfinite().all()
+    total, _ = compressor.sum(gradient, local, 3)
+    assert total.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fp16_takes_very_large_and_very_small_numbers_of_fp32(dtype: torch.dtype) -> None:
+    for size in (3e38, 1e-30):
+        vector = torch.tensor([1.0, -0.5, 0.25], dtype=dtype) * size
+        total, _ = _made("fp16").sum(vector, LocalCollective(), 0)
+        torch.testing.assert_close(total, vector, rtol=2**-11, atol=0)
+
+
 def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> None:
     """A gradient of 4 in one step of four and of -1 in the others, beside a large one that sets the size."""
     shape, local = [torch.Size((1, 2))], LocalCollective()
@@ -280,6 +299,16 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
         sums[feedback] = moved
     assert sums[False] < -100
     assert sums[True] == pytest.approx(100, abs=10)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
+    """What sends more than there is leaves more than there was, and doubles it in the next step."""
+    compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS)
+    for step in range(200):
+        gradient = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(step))
+        residual = compressor.sum(gradient + residual, LocalCollective(), step).error
+    assert float(residual.square().mean().sqrt()) < 30
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -312,6 +341,7 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
         ({"name": "topk", "ratio": True}, "ratio must be a share"),
         ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number of at least 1, got 2.5"),
         ({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3"),
+        ({"name": "topk", 3: 0.1}, "'topk' takes .*, got 3"),
         ({"rank": 2}, "must be one of none"),
         ({"name": "none", "rank": 2}, "'none' takes after, .*, got 'rank'"),
         ({"name": "sign", "between": "racks"}, "between must be 'workers' or 'hosts', got 'racks'"),
@@ -320,3 +350,13 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
 def test_an_unknown_name_or_option_is_refused_with_what_there_is(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         resolved_compression(value)
+
+
+def test_options_may_be_numbers_of_numpy_and_are_plain_ones_after_it() -> None:
+    """`np.linspace` makes a grid of them; a config is JSON."""
+    for given in ({"ratio": np.float64(0.5)}, {"ratio": np.int64(1)}, {"after": np.int32(3)}):
+        (name, value), found = next(iter(given.items())), resolved_compression({"name": "topk", **given})
+        assert found[name] == value
+        assert json.loads(json.dumps(found)) == found
+    with pytest.raises(ValueError, match="ratio must be a share"):
+        resolved_compression({"name": "topk", "ratio": np.bool_(True)})

@@ -10,6 +10,13 @@ import torch
 from torch import nn
 
 from ringspark.estimators import MemoryPlan, plan_memory
+from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.collectives.compressors import resolved_compression
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.memory.sharing import communication_bytes
+from ringspark.estimators.parallel import Exchange
+from ringspark.estimators.parallel.data.compressed_sum import CompressedSum
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
 ROWS = 64
@@ -113,6 +120,30 @@ def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> N
     assert plan_memory(DEEP, BATCH, collective="horovod").communication == 0
     for collective in ("horovod", "torch"):
         assert plan_memory(DEEP, BATCH, collective=collective, numWorkers=2).communication >= DEEP_PARAMETERS
+
+
+def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one() -> None:
+    """As many bytes as the exchange itself keeps; a small tensor travels in a bucket, with its number."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    compression = resolved_compression("topk")
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        input_columns=("x",),
+        label_columns=("y",),
+        num_workers=2,
+        gradient_compression=compression,
+    )
+    sync = CompressedSum(
+        module,
+        torch.optim.SGD(module.parameters(), 0.1),
+        LocalCollective(),
+        Exchange(compression=compression),
+    )
+    kept = [t for group in sync._groups for t in (group._vector, group.residual)]
+    kept += [bucket.buffer for bucket in sync._small]
+    assert communication_bytes(config, module) == num_bytes(kept)
+    assert sum(t.numel() for t in kept) == 2 * 64 * 64 + (64 + 2 * 64 + 2) + 3
 
 
 def test_a_plan_does_not_depend_on_how_the_batch_is_given() -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import resolved_compression
+from ringspark.estimators.collectives.compressors import COMPRESSORS, resolved_compression
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import Exchange
-from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients, CompressedSum
+from ringspark.estimators.parallel.data.compressed_sum import CompressedGradients, CompressedSum, _Group
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
@@ -100,6 +100,14 @@ def _life(collective: Collective, device: str, status: Status) -> str:
     is_bad = not bool(torch.isfinite(_gradient(sync)).any())
     adds_up("not finite", is_bad and _residual(sync).equal(before))
 
+    # What travels whole is not finite: the step is skipped, whatever the matrices are.
+    before = _residual(sync).clone()
+    step(3)
+    if collective.rank:
+        sync.network.first.bias.grad[0] = float("inf")
+    sync.reduce()
+    adds_up("bias not finite", _residual(sync).equal(before))
+
     # fp16 scales the gradients by another power of 2 in each step.
     due += step(4)
     _backward(sync, collective.rank, 4, factor=1024.0)
@@ -136,6 +144,21 @@ def _life(collective: Collective, device: str, status: Status) -> str:
     return json.dumps(found)
 
 
+def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anything_is_sent() -> None:
+    """A compressor may leave that number out, and would keep an infinite one."""
+    sync = _sync(LocalCollective(), name="randomk")
+    largest = torch.finfo(torch.float64).max
+    _residual(sync)[3] = largest
+    before = _residual(sync).clone()
+    _backward(sync, 0, 0)
+    for matrix in (sync.network.first.weight, sync.network.second.weight):
+        assert matrix.grad is not None
+        matrix.grad.fill_(largest / 4)
+    sync.reduce()
+    assert _residual(sync).equal(before)
+    assert bool(_gradient(sync).isnan().all())
+
+
 @cache
 def _lives(name: str) -> list[dict[str, bool]]:
     return [json.loads(text) for text in run_spawned(2, name, _life)]
@@ -147,6 +170,7 @@ def _lives(name: str) -> list[dict[str, bool]]:
     [
         "plain steps",
         "not finite",
+        "bias not finite",
         "scaled",
         "unused everywhere",
         "used by one",
@@ -193,6 +217,11 @@ def _weights_after(collective: Collective, compression: str, count: int, steps: 
     return sync.network.state_dict()
 
 
+_FOUND: dict[str, dict[str, Any]] = {
+    "powersgd": {},
+    "gradiveq": {"slice": 16, "components": 2, "samples": 1},
+}
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {},
     "randomk": {"ratio": 0.1},
@@ -237,6 +266,72 @@ def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
         one.reduce()
     assert torch.allclose(_gradient(sync), _gradient(other) + 3)
     assert not _residual(sync).any()
+
+
+@pytest.mark.parametrize("name", ["powersgd", "gradiveq"])
+def test_a_rollback_to_the_first_step_forgets_the_directions_found_since(name: str) -> None:
+    """Otherwise a training that was started again would take other steps than one that was not."""
+    values = resolved_compression({"name": name, **_FOUND[name]})
+    del values["name"]
+    used, fresh = (COMPRESSORS[name]([torch.Size((16, 16))], 0, values) for _ in range(2))
+    group = _Group({"weight": nn.Parameter(torch.zeros(16, 16))}, used)
+    begin = {key: t.clone() for key, t in used.state().items()}
+    for step in range(4):
+        used.sum(torch.randn(256), LocalCollective(), step)
+    group.load(begin)
+    vector = torch.randn(256)
+    for step in range(2):
+        one, other = (c.sum(vector, LocalCollective(), step).total for c in (used, fresh))
+        assert one.equal(other)
+
+
+def test_a_gang_of_one_takes_over_from_a_larger_one_with_looked_up_rows() -> None:
+    """Rows of a table travel by themselves, so no residual holds any, whatever the number of ranks."""
+    module = nn.Sequential(nn.Embedding(40, 40, sparse=True), nn.Linear(40, 40))
+    compression = resolved_compression({"name": "topk", "least": 1})
+    sync = CompressedGradients().prepare(
+        module,
+        lambda m: torch.optim.Adam(m.parameters(), 0.1),
+        LocalCollective(),
+        Exchange(compression=compression),
+    )
+    kept = torch.ones(40 * 40)
+    sync.load_rank_states([{"0/residual": kept, "step": torch.tensor([5])}] * 2, is_same=False)
+    module(torch.tensor([3])).sum().backward()
+    expected = module[1].weight.grad.clone() + 2
+    sync.reduce()
+    assert torch.allclose(module[1].weight.grad, expected)
+    sync.step(LossScaler("fp32", torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        torch.zeros(30, 20),
+        torch.zeros(20, 30).t(),
+        torch.zeros(16, 6, 3, 3),
+        torch.zeros(16, 6, 3, 3).to(memory_format=torch.channels_last),
+    ],
+    ids=["rows", "columns", "channels first", "channels last"],
+)
+def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Tensor) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weights.clone())
+    assert layer.weight.stride() == weights.stride()
+    sync = CompressedSum(
+        layer,
+        torch.optim.SGD(layer.parameters(), 0.1),
+        LocalCollective(),
+        Exchange(compression=resolved_compression({"name": "powersgd", "rank": 1, "least": 1})),
+    )
+    torch.manual_seed(1)
+    gradient = torch.outer(torch.randn(len(weights)), torch.randn(weights[0].numel())).view(weights.shape)
+    layer.weight.grad = gradient.clone()
+    (group,) = sync._groups
+    group.take(1.0)
+    sent = group.exchange([1], lambda vector, compressor: compressor.sum(vector, LocalCollective(), 0))
+    group.give([1], sent.total)
+    torch.testing.assert_close(layer.weight.grad, gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_the_first_steps_travel_whole_where_that_is_asked_for() -> None:

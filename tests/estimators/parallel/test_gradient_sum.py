@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._dynamo  # that would hold a group which exists while an optimizer imports it
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +18,13 @@ from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.gradient_sum import (
+    FLAT_BYTES,
+    NETWORK_FLAT_BYTES,
+    SummedGradients,
+    bucket_bytes_of,
+)
+from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.parallel.sharded.zero import ShardedSync
 
 
@@ -33,17 +41,17 @@ class Twice(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("flat_bytes", [0, 1 << 20])
-def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(flat_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, None])
+def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes: int | None) -> None:
     """One exchange for all of them leaves after the backward pass, so there it may come in parts."""
     module = Twice()
     rows = torch.ones(3, 2, requires_grad=True)
     expected = torch.autograd.grad(module.layer(module.layer(rows)).sum(), module.layer.weight)[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    sync = SummedGradients(module, optimizer, LocalCollective(), flat_bytes=flat_bytes, bucket_bytes=1)
+    sync = SummedGradients(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
     with sync.micro_batch(last=True):
         loss = sync.module(rows).sum()
-        if not flat_bytes:
+        if bucket_bytes is not None:
             with pytest.raises(
                 ValueError, match=r"a gradient came again .*; checkpoint .* use_reentrant=False"
             ):
@@ -59,12 +67,14 @@ class InPlace(torch.optim.SGD):
         super().zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("flat_bytes", [0, 1 << 20])
-def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(flat_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, None])
+def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
+    bucket_bytes: int | None,
+) -> None:
     """They still stand in the buffer when a step begins, unlike the one that no row has given."""
     module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1)])
     optimizer = InPlace(module.parameters(), lr=0.1)
-    sync = SummedGradients(module, optimizer, LocalCollective(), flat_bytes=flat_bytes, bucket_bytes=1 << 20)
+    sync = SummedGradients(module, optimizer, LocalCollective(), bucket_bytes=bucket_bytes)
     gradients = []
     for _ in range(3):
         optimizer.zero_grad()
@@ -76,8 +86,20 @@ def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(f
     assert module[1].weight.grad is None
 
 
+@given(st.integers(1, 1 << 34))
+def test_buckets_over_a_network_leave_the_backward_pass_something_to_hide(num_bytes: int) -> None:
+    """Between ranks that share memory nothing is hidden, and a smaller network pays for more messages."""
+    size = bucket_bytes_of(num_bytes, by_network=True)
+    assert (size is None) == (num_bytes <= NETWORK_FLAT_BYTES)
+    if size is not None:
+        assert 1 << 20 <= size <= BUCKET_BYTES
+        assert num_bytes >= 2 * size
+    if num_bytes <= FLAT_BYTES:
+        assert bucket_bytes_of(num_bytes, by_network=False) is None
+
+
 def _summed(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
-    return SummedGradients(module, optimizer, collective, flat_bytes=0, bucket_bytes=1)
+    return SummedGradients(module, optimizer, collective, bucket_bytes=1)
 
 
 def _zero(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:

@@ -46,6 +46,7 @@ SSP2 = {"name": "ssp", "staleness": 2, "correction": "staleness"}
 ASP = {"name": "asp", "correction": "none"}
 HOGWILD = {"name": "hogwild"}
 APART: dict[str, dict[str, Any]] = {"ssp": SSP2, "asp": ASP, "hogwild": HOGWILD}
+OPTIMIZERS = ("sgd", "adamw", "adam1bit")
 STEPS = 12
 # Of the last steps, single rows leave ranks without any.
 ROWS = [6, 5, 7, 1] * (STEPS // 4)
@@ -218,6 +219,46 @@ def _sockets() -> int:
     return len(psutil.Process().net_connections("tcp"))
 
 
+class _Counting(torch.optim.SGD):
+    """Keeps a plain number for each parameter, as an optimizer of a user's own may."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
+
+
+class _Gaps(nn.Module):
+    """A parameter whose elements do not fill a range of memory, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.arange(24.0).reshape(4, 6)[:, :3])
+        self.second = nn.Parameter(torch.full((40,), 7.0))
+
+
+def _hogwild_of(collective: Collective) -> GradientSync:
+    exchange = Exchange(consistency=HOGWILD, timeout_seconds=30)
+    return STRATEGIES["hogwild"]().prepare(
+        _Gaps(), lambda m: _Counting(m.parameters(), lr=0.1), collective, exchange
+    )
+
+
+def _unusual(collective: Collective) -> dict[str, Any]:
+    """Hogwild with such a network, and such an optimizer, saved and loaded."""
+    sync = _hogwild_of(collective)
+    weights = _weights(sync)
+    sync.step(LossScaler("fp32", torch.device("cpu")))
+    for state in sync.optimizer.state.values():
+        state["calls"] += collective.rank
+    own, whole = sync.rank_state(), sync.optimizer_state()
+    other = _hogwild_of(collective)
+    if collective.rank == 0:
+        other.load_optimizer_state(whole)
+    other.load_rank_states([own] * collective.size, is_same=True)
+    return {"weights": weights, "calls": [state["calls"] for state in other.optimizer.state.values()]}
+
+
 def _refusals(collective: Collective) -> str:
     try:
         _prepare(collective, ASP, "lamb")
@@ -228,7 +269,7 @@ def _refusals(collective: Collective) -> str:
 
 def _work(collective: Collective, device: str, status: Status) -> str:
     result: dict[str, Any] = {}
-    for optimizer in ("sgd", "adamw"):
+    for optimizer in OPTIMIZERS:
         status.phase = f"in step, {optimizer}"
         result[optimizer] = _in_step(collective, optimizer)
     for name, consistency in APART.items():
@@ -238,6 +279,8 @@ def _work(collective: Collective, device: str, status: Status) -> str:
     result["literal"] = _literal(collective)
     status.phase = "convex"
     result["convex"] = _convex(collective)
+    status.phase = "unusual"
+    result["unusual"] = _unusual(collective)
     status.phase = "refusals"
     result["refusals"] = _refusals(collective)
     status.phase = "leaving"
@@ -255,7 +298,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_staleness_0_is_the_training_by_all_reduce(size: int, collective: str, optimizer: str) -> None:
     """Two numbers have one sum whatever the order, and SGD one result whatever the part: to the bit."""
     results = _results(size, collective)
@@ -303,6 +346,24 @@ def test_hogwild_solves_a_convex_problem_in_one_memory(size: int, collective: st
 @pytest.mark.parametrize(("size", "collective"), GANGS)
 def test_nothing_is_left_of_servers_and_shared_memory(size: int, collective: str) -> None:
     assert [result["left over"] for result in _results(size, collective)] == [[]] * size
+
+
+def test_hogwild_takes_any_layout_and_each_rank_its_own_plain_state() -> None:
+    expected = [float(6 * row + column) for row in range(4) for column in range(3)] + [7.0] * 40
+    for rank, result in enumerate(_results(2, "torch")):
+        assert result["unusual"]["weights"] == expected
+        assert result["unusual"]["calls"] == [rank + 1] * 2
+
+
+def test_tensors_of_any_dtype_are_read_in_place() -> None:
+    sender, receiver = socket.socketpair()
+    dtypes = (torch.int8, torch.complex128, torch.bfloat16, torch.complex128, torch.float64)
+    tensors = [torch.arange(3).to(dtype) for dtype in dtypes]
+    with sender, receiver:
+        wire.send(sender, wire.VALUES, {}, tensors)
+        _, _, payload = wire.receive(receiver, 1 << 20)
+        found = wire.cut(payload, [(3, dtype) for dtype in dtypes])
+    assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:

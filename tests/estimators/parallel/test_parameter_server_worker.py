@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_training import config_of, train_gang, train_ranks, weights_of
+from torch import nn
 
+from ringspark.estimators import WorkerError
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.models import ModelSpec
@@ -52,6 +56,92 @@ def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
     one, other = train_gang(plain), train_gang(served)
     assert torch.equal(_weights(one), _weights(other))
     assert one.history[-1].validation_loss == other.history[-1].validation_loss
+
+
+class _Constant(nn.Module):
+    """Its gradient is 1 whatever the rows, and rank 0 takes its time to hand the weights out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * torch.ones_like(x[:, :1])
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        super()._save_to_state_dict(*args)
+        # The driver looks at it too, outside a gang.
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            time.sleep(0.3)
+
+
+def _output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return output[:, 0]
+
+
+@pytest.mark.parametrize("name", [pytest.param("asp", marks=pytest.mark.slow), "hogwild"])
+def test_a_checkpoint_has_the_steps_before_it_and_none_after(
+    make_shards: MakeShards, tmp_path: Path, name: str
+) -> None:
+    """With a rate of 1 a weight is the number of steps; whoever trains on must wait for the copy."""
+    manifest = make_shards({"x": np.zeros((256, 4), np.float32), "y": np.zeros(256, np.float32)})
+    config = _config(
+        manifest,
+        tmp_path / "run",
+        model=None,
+        consistency=APART[name] | ({} if name == "hogwild" else {"correction": "none"}),
+        optimizer="sgd",
+        learning_rate=1.0,
+        checkpoint_every_steps=3,
+        keep_checkpoints=9,
+    )
+    train_gang(config, UserObjects(module=_Constant(), losses=(_output,)))
+    steps = {}
+    for folder in sorted((tmp_path / "run" / "checkpoints").iterdir()):
+        steps[int(folder.name[-10:])] = -load_file(folder / "model.safetensors")["weight"].item()
+    assert list(steps) == [3, 6, 9, 12, 15]
+    for step, found in steps.items():
+        # Two that write at the same time may lose an update, but none comes too early.
+        assert found <= step
+        assert name == "hogwild" or found == step
+
+
+def test_a_rank_without_rows_records_no_loss(make_shards: MakeShards, tmp_path: Path) -> None:
+    """Of some batches of two rows both go to rank 1."""
+    config = _config(
+        _shards(make_shards), tmp_path / "run", consistency=APART["asp"], batch_size=2, log_every_steps=1
+    )
+    result = train_gang(config)
+    records = read_steps(config.run_uri)
+    assert not any(math.isnan(record.train_loss) for record in records)
+    assert result.steps // 2 < len(records) < result.steps
+
+
+class _Spoiled:
+    """Rank 1's third batch is not finite; rank 0 takes its time, and rank 2 more."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.distributed.is_initialized():
+            return x
+        rank = torch.distributed.get_rank()
+        self.calls += 1
+        time.sleep((0.3, 0.0, 3.0)[rank])
+        return x * float("nan") if (rank, self.calls) == (1, 3) else x
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_is_blamed_for_its_own_loss(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(
+        _shards(make_shards),
+        tmp_path / "run",
+        consistency={"name": "ssp", "staleness": 2, "correction": "none"},
+        num_workers=3,
+    )
+    with pytest.raises(WorkerError, match="is not finite in epoch 1, step 3 on rank 1;"):
+        train_gang(config, UserObjects(transform_batch=_Spoiled()))
 
 
 class _SlowOnRankOne:

@@ -213,3 +213,34 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
     ):
         table.pull(0, None, 4, 0, progress)
     assert seen == [1, 2, 3]
+
+
+def test_a_reader_whose_messages_are_not_read_keeps_nobody_waiting() -> None:
+    """It is told of each step, as over a connection that is full: the others push and read meanwhile."""
+    table = _table(3, None)
+    is_full, drains = threading.Event(), threading.Event()
+
+    def progress() -> None:
+        is_full.set()
+        drains.wait(60)
+
+    reader = threading.Thread(target=table.pull, args=(0, None, 2, 0, progress))
+    reader.start()
+    try:
+        table.push(1, {}, RATE, ends_step=True)
+        assert is_full.wait(60)
+
+        def go_on() -> None:
+            table.push(2, {}, RATE, ends_step=True)
+            table.pull(2, None, 1, None)
+
+        others = threading.Thread(target=go_on, daemon=True)
+        others.start()
+        others.join(10)
+        assert not others.is_alive()
+    finally:
+        drains.set()
+        for worker in (0, 0, 1, 2):
+            table.push(worker, {}, RATE, ends_step=True)
+        reader.join(60)
+    assert not reader.is_alive()

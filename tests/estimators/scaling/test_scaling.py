@@ -61,6 +61,11 @@ def test_more_times_than_unknowns_are_fitted_and_a_gain_is_no_exchange(form: str
         ({1: 3.0}, "needs the times of two numbers of workers, got 1"),
         ({1: 3.0, 0: 2.0}, "numbers of workers to times above 0, got 0: 2.0"),
         ({1: 3.0, 2: math.nan}, "got 2: nan"),
+        ({True: 3.0, 2: 2.0}, "got True: 3.0"),
+        (
+            {2: 100.0, 4: 300.0},
+            "'ring' leaves no time for the computation: from 2 to 4 workers .* 100 to 300",
+        ),
     ],
 )
 def test_times_that_say_nothing_are_refused(measured: dict[int, float], words: str) -> None:
@@ -68,6 +73,32 @@ def test_times_that_say_nothing_are_refused(measured: dict[int, float], words: s
         fit_scaling(measured)
     with pytest.raises(ValueError, match="form must be one of"):
         fit_scaling(BERT, "star")
+
+
+def test_numbers_of_a_table_are_fitted_as_plain_ones() -> None:
+    """A column of pandas holds NumPy's."""
+    table = dict(zip(np.array([1, 2]), np.array([399.0, 214.0]), strict=True))
+    assert str(fit_scaling(table, "tree")) == str(fit_scaling({1: 399, 2: 214}, "tree"))
+
+
+def test_a_step_that_costs_more_a_row_with_more_rows_has_its_measured_time() -> None:
+    """Out of a cache, for example; there is no fixed time below 0."""
+    plan = plan_scaling(SPEC, ROWS, [1], stepSeconds={16: 0.005, 64: 0.05}, link=LINK)
+    assert plan.fixed_seconds == 0
+    assert plan.of(1).step_seconds == pytest.approx(0.05)
+    quicker = plan_scaling(SPEC, ROWS, [1], stepSeconds={16: 0.06, 64: 0.05}, link=LINK)
+    assert (quicker.row_seconds, quicker.of(1).step_seconds) == (0, pytest.approx(0.05))
+    with pytest.raises(
+        ValueError, match="stepSeconds must hold the seconds, above 0, of two numbers of rows"
+    ):
+        plan_scaling(SPEC, ROWS, [1], stepSeconds={16: 0.0, 64: 0.0}, link=LINK)
+
+
+def test_the_workers_sum_as_many_bytes_as_the_gradients_have() -> None:
+    for dtype, width in ((torch.bfloat16, 2), (torch.float64, 8)):
+        module = nn.Linear(8, 4, dtype=dtype)
+        plan = plan_scaling(module, ROWS, [2], stepSeconds=STEPS, link=LINK)
+        assert plan.gradient_bytes == width * (8 * 4 + 4)
 
 
 def test_a_link_is_solved_from_two_sums_and_gives_them_back() -> None:

@@ -58,3 +58,20 @@ def test_a_bad_setting_is_one_sentence(change: dict[str, object], message: str) 
 def test_segment_counts_are_numbers() -> None:
     assert segment_policy("4") == 4
     assert segment_policy("sqrt") == "sqrt"
+
+
+def test_a_gang_that_goes_on_with_fewer_workers_reads_the_rows_with_those() -> None:
+    """Also where the workers along 'data' were given; other axes keep theirs, or refuse minWorkers."""
+    config = replace(CONFIG, num_workers=4, parallelism={"data": 4}, collective="torch", min_workers=2)
+    assert config.with_workers(3).axes["data"] == 3
+    shards = {"parallelism": {"data": 2, "shard": 2}, "sharding": "parameters"}
+    with pytest.raises(ValueError, match="minWorkers \\(2\\) asks to go on"):
+        replace(config, **shards)
+
+
+def test_a_schedule_of_batch_sizes_counts_copies_of_the_network() -> None:
+    config = replace(CONFIG, num_workers=4, parallelism={"tensor": 4}, collective="torch", epochs=2)
+    smallest = replace(config, gradient_accumulation=1, batch_size_schedule=((2, 2),))
+    assert smallest.batch_sizes.smallest == 2
+    with pytest.raises(ValueError, match="must be at least numWorkers"):
+        replace(smallest, parallelism={})

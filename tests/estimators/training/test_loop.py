@@ -22,7 +22,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.objective.heads import make_heads, with_outputs
-from ringspark.estimators.training.schema_check import monitored
+from ringspark.estimators.training.schema_check import check_network, monitored
 from ringspark.estimators.training.selection import Best
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -456,6 +456,19 @@ def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(
         ValueError, match=r"layer '1' of model Sequential is a SyncBatchNorm, .*; take BatchNorm"
     ):
         _gang(config, UserObjects(module=module))
+
+
+def test_embeddings_that_a_forward_pass_changes_are_refused_in_a_gang(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """Each rank would shorten the rows of its own batch, and the ranks' weights would differ."""
+    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+    config = _config(manifest, tmp_path / "run", model=None, num_workers=2)
+    for layer in (nn.Embedding(9, 4, max_norm=1.0), nn.EmbeddingBag(9, 4, max_norm=1.0)):
+        module = nn.Sequential(nn.Linear(4, 2), layer)
+        with pytest.raises(ValueError, match="layer '1' of model Sequential is an embedding with max_norm"):
+            check_network(config, module)
+        check_network(replace(config, num_workers=1), module)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

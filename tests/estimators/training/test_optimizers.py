@@ -78,6 +78,25 @@ def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
     assert again.param_groups[0]["is_frozen"]
 
 
+def test_adam1bit_moves_a_weight_without_a_gradient_till_then_by_no_leap() -> None:
+    """Its second moment is 0 when they are kept, and its first gradient may be noise of the compression."""
+    weights, dead = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(1))
+    optimizer = make_optimizer("adam1bit", [weights, dead], 0.01, 0.0)
+    for number in range(20):
+        dead.grad = torch.zeros(1)
+        weights.grad = torch.tensor([1.0, -1, 1, -1, 1, -1, 1, 0]) * (1 if number % 2 else -1)
+        optimizer.step()
+    cast("Adam1bit", optimizer).freeze_variance()
+    before = weights.detach().clone()
+    weights.grad, dead.grad = torch.ones(8), torch.ones(1)
+    optimizer.step()
+    assert abs(dead.item()) < 2 * 0.01
+    moved = (weights.detach() - before).abs()
+    assert moved[:7].max() < 2 * 0.01
+    # A gradient of the usual size, at a rate of at most 32 times the usual one, a tenth of it at once.
+    assert 0 < moved[7] < 32 * 0.01
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_is_fused_where_all_parameters_are_on_one_kind_of_device(name: str) -> None:
     """On fake tensors, which need no GPU; the step is torch's own for such parameters."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,14 @@ CASES = [
 
 def processor() -> dict[str, str]:
     """Returns what decides the order of additions."""
-    return {"torch": torch.__version__, "capability": torch.backends.cpu.get_cpu_capability()}
+    # Processors of one capability may still have other kernels: torch's libraries look at the model.
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    kinds = re.findall(r"^(?:cpu family|model|stepping)\s*:\s*(\d+)$", told, re.MULTILINE)[:3]
+    return {
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "model": " ".join(kinds),
+    }
 
 
 def table() -> dict[str, np.ndarray]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
+from ringspark.models.reports import add_loss
 
 CPU = torch.device("cpu")
 ROWS = 7
@@ -48,3 +51,87 @@ def test_micro_batches_return_their_rows_and_add_up_to_the_weighted_mean(keeps_o
     kept = [pair for part in seen for pair in part.pairs]
     assert [len(label) for _, label in kept] == ([3, 2, 2] if keeps_outputs else [])
     assert not any(output.requires_grad for output, _ in kept)
+
+
+@pytest.mark.parametrize("own_rows", [1, 3, ROWS])
+def test_out_of_step_rows_of_weight_1_count_as_rows_without_a_weight(own_rows: int) -> None:
+    """Whatever share of the batch a rank has; so do twice the weights, as the mean divides by them."""
+    recipe = _recipe()
+    batch = Batch(inputs=(torch.zeros(own_rows, 3),), labels=(torch.zeros(own_rows),), weight=None)
+    plain = global_weights(recipe, batch, ROWS, None)
+    for weight in (1.0, 2.0):
+        weighted = replace(batch, weight=torch.full((own_rows,), weight))
+        assert global_weights(recipe, weighted, ROWS, None).tolist() == [plain * weight]  # type: ignore[union-attr, operator]
+
+
+class Adds(nn.Module):
+    """Two outputs, and a loss of each row that a layer adds."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.size = nn.Linear(3, 4), nn.Linear(3, 1), size
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x)
+        add_loss(hidden.square().mean(1)[: self.size])
+        return hidden, self.second(x)
+
+
+def _two_heads() -> Recipe:
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        input_columns=("x",),
+        label_columns=("y", "z"),
+        losses=("cross_entropy", "mse"),
+        loss_weights=(2.0, 0.5),
+        reader="arrow",
+    )
+    classes = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 0.5]), ignore_index=3)
+    heads = [
+        Head(label="y", loss=classes, weight=2.0, width=4, ignored=3),
+        Head(label="z", loss="mse", weight=0.5),
+    ]
+    return Recipe(config=config, criterion=Criterion(heads), scaler=LossScaler("fp32", CPU), device=CPU)
+
+
+def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    network, recipe = Adds(), _two_heads()
+    x, y, z, w = (
+        torch.randn(ROWS, 3),
+        torch.tensor([0, 1, 2, 3, 0, 1, 3]),
+        torch.randn(ROWS),
+        torch.rand(ROWS),
+    )
+    sync = PlainSync(network, torch.optim.SGD(network.parameters()))
+    batch = Batch(inputs=(x,), labels=(y, z), weight=w)
+    divisor = global_weights(recipe, batch, ROWS, LocalCollective())
+    parts = batch.split(3)
+    seen = [forward_backward(recipe, sync, part, divisor, keeps_outputs=False) for part in parts]
+
+    hidden, value = network(x)
+    weights = torch.stack([w * torch.tensor([1.0, 2, 3, 0.5])[y] * (y != 3), w], 1)
+    rows = torch.stack(
+        [nn.functional.cross_entropy(hidden, y, reduction="none"), (value[:, 0] - z).square()], 1
+    )
+    added = hidden.square().mean(1)
+    means = (weights * rows).sum(0) / weights.sum(0)
+    added_means = (weights * added[:, None]).sum(0) / weights.sum(0)
+    factors = torch.tensor([2.0, 0.5])
+    loss = (factors * means).sum() + (factors * added_means).sum() / factors.sum()
+    expected = torch.autograd.grad(loss, list(network.parameters()))
+    for parameter, gradient in zip(network.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    # The history shows the losses of the outputs alone.
+    torch.testing.assert_close(torch.stack([part.losses for part in seen]).sum(0), (weights * rows).sum(0))
+
+
+def test_a_layers_loss_that_is_no_value_per_row_is_refused() -> None:
+    network = Adds(size=1)
+    sync = PlainSync(network, torch.optim.SGD(network.parameters()))
+    batch = Batch(inputs=(torch.randn(4, 3),), labels=(torch.zeros(4), torch.zeros(4)), weight=None)
+    with pytest.raises(
+        ValueError, match=r"a loss of shape \(4,\), one value per row, got \(1,\); give add_loss"
+    ):
+        forward_backward(_two_heads(), sync, batch, 4.0, keeps_outputs=False)

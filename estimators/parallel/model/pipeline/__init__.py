@@ -1,4 +1,4 @@
-"""Pipelines: each rank has some of the network's layers, and the micro-batches of a step pass through the ranks."""
+"""Pipelines: each rank has some of the layers, and the micro-batches of a step pass through the ranks."""
 
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.schedules import SCHEDULES

@@ -1,7 +1,8 @@
 """What a rank of a pipeline does, and in which order its values arrive.
 
-A stage number counts along the network: 0 takes the rows, the last one gives the outputs. A rank has one stage, or
-several. A micro-batch number counts within a step, or for schedules without a flush along the training.
+A stage number counts along the network: 0 takes the rows, the last one gives the outputs. A rank has one
+stage, or several. A micro-batch number counts within a step, or for schedules without a flush along the
+training.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class Kind(str, Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    # The two halves of a backward pass: gradients of a stage's inputs, for which the stage before it waits, and
-    # gradients of its weights, which can wait.
+    # The two halves of a backward pass: gradients of a stage's inputs, for which the stage before it waits,
+    # and gradients of its weights, which can wait.
     INPUT = "I"
     WEIGHT = "W"
 
@@ -104,14 +105,12 @@ def with_arrivals(
             for rank, order in enumerate(orders)
             if next_of[rank] < len(order) and progress.is_ready(order[next_of[rank]])
         ]
-        assert ready, f"the order of the pipeline never ends: {[o[n:][:1] for o, n in zip(orders, next_of)]}"
+        assert ready, f"the orders of the pipeline wait for each other at {next_of}"
         for rank in ready:
             action = orders[rank][next_of[rank]]
             next_of[rank] += 1
             progress.add(action)
             steps[rank].append(action)
-        for rank in ready:
-            action = orders[rank][next_of[rank] - 1]
             target = receiver(action, len(owners))
             if target is not None and owners[target] != rank:
                 is_forward = action.kind is Kind.FORWARD

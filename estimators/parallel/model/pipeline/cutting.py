@@ -1,8 +1,8 @@
 """Cuts a chain of links into stages: by what each link costs, or by the names of the links that begin them.
 
-Every rank cuts alike, so costs are counted and not timed: multiplications and additions of one forward pass of a
-micro-batch, and one for each parameter, which every step reads and moves at least once. A backward pass costs
-about twice the forward pass of every link, which changes no proportion.
+Every rank cuts alike, so costs are counted and not timed: multiplications and additions of one forward pass
+of a micro-batch, and one for each parameter, which every step reads and moves at least once. A backward
+pass costs about twice the forward pass of every link, which changes no proportion.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ringspark.models.recompute.random_state import keep_random_state
 def cut_stages(links: Sequence[Link], num_stages: int, costs: Sequence[float] | None = None) -> list[int]:
     """Cuts the links into consecutive stages whose most expensive one costs as little as possible.
 
-    Of the cuts that are equal in that, it takes the one with the smallest sum of squares: the most even one. Exact,
-    by dynamic programming.
+    Of the cuts that are equal in that, it takes the one with the smallest sum of squares: the most even
+    one. Exact, by dynamic programming.
 
     Args:
         costs: Cost of each link; None takes 1 for each.
@@ -41,7 +41,7 @@ def cut_stages(links: Sequence[Link], num_stages: int, costs: Sequence[float] | 
     values = [1.0] * len(links) if costs is None else list(costs)
     assert len(values) == len(links)
     sums = [0.0, *itertools.accumulate(values)]
-    # Of the first `end` links in so many stages: the best (largest cost, sum of squares, first links of stages).
+    # Of the first `end` links in so many stages: the best (largest cost, sum of squares, first links).
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(1, num_stages + 1):
         best = {
@@ -80,14 +80,15 @@ def cut_by_names(links: Sequence[Link], num_stages: int, names: Sequence[str]) -
     firsts = [0, *(known[name] for name in names)]
     if len(firsts) != num_stages or firsts != sorted(set(firsts)):
         raise ValueError(
-            f"{num_stages} stages need the names of {num_stages - 1} links that begin the second and later ones, "
-            f"in the network's order and none twice, got {list(names)}; the links are {', '.join(known)}"
+            f"{num_stages} stages need the names of {num_stages - 1} links that begin the second and later "
+            f"ones, in the network's order and none twice, got {list(names)}; the links are "
+            f"{', '.join(known)}"
         )
     return [*firsts, len(links)]
 
 
 def measured_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the cost of each link: floating-point operations of a forward pass, and its number of parameters.
+    """Returns the cost of each link: floating-point operations of a forward pass, and its parameters.
 
     Runs one forward pass in evaluation; leaves no trace in buffers, gradients or random generators.
 

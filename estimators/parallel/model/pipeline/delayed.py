@@ -1,18 +1,18 @@
-"""Schedules without a flush: a step's last backward passes are made in the next step, so that no rank waits.
+"""Schedules without a flush: a step's last backward passes are made in the next step, and no rank waits.
 
-In a step a stage runs the forward passes of the step's micro-batches, and a backward pass after each one for which
-the pipeline is full: at the end, backward passes of the step are left over, those of the step before are made.
-So gradients are late. With w_t the weights after t steps and f_t the mean loss of step t's rows:
+In a step, a stage makes a backward pass after each forward pass as soon as the pipeline is full, and those
+that are left over at the end in the next step. So gradients are late: where f_t is the mean loss of step
+t's rows and w_t are the weights after t steps, stage s takes the step
 
-- `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): every stage is one step late,
-  w_{t+1} = w_t - rate * grad f_t-1 (w_{t-1}). A rank keeps two versions of its weights.
-- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): each stage is as late as it has to be. With m
-  micro-batches a step, stage s of p is d_s = ceil((p - 1 - s) / m) steps late, the last one not at all:
-  w_{t+1} of stage s = w_t - rate * grad_s f_{t-d_s}(w_{t-d_s'} of every stage s'), so that the gradient is that of
-  a mixture of versions. A stage keeps d_s + 1 versions. With m = 1 this is the paper's formula.
+    w_{t+1} = w_t - rate * gradient of f_{t-d} at w_{t-d},   d = d_s
 
-Each version lives from a step's forward passes to its last backward pass, and the newest beside the weights
-themselves: while a step is computed, there is one copy more.
+- `2bw` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): d = 1 on every stage. A
+  rank keeps two versions of its weights. No rank waits if a step has p - 1 micro-batches or more.
+- `pipedream` (Narayanan et al. 2019, "PipeDream", weight stashing): each stage is as late as it has to be.
+  With m micro-batches a step, stage s of p has d = ceil((p - 1 - s) / m), the last one 0, and keeps d + 1
+  versions. With m = 1 this is the paper's update of every micro-batch.
+
+While a step is computed, there is one version more: a copy, on which its passes run.
 
 After `drain` the pipeline is empty, and the first gradient afterwards is of the newest weights.
 """
@@ -87,7 +87,7 @@ class Backlog:
         micros = range(self._next_micro, self._next_micro + num_micro)
         self._next_micro = micros.stop
         self._step_of |= dict.fromkeys(micros, number)
-        has_rows = {step for step in self._step_of.values()}
+        has_rows = set(self._step_of.values())
         orders: Orders = []
         released = {}
         for stage, (pending, delay) in enumerate(zip(self._pending, self._delays, strict=True)):
@@ -102,7 +102,7 @@ class Backlog:
             orders.append(order)
             if number - delay in has_rows:
                 released[stage] = number - delay
-        # Stage 0 makes the last backward pass of every micro-batch; their step is remembered until it is released.
+        # Remembered until the latest stage has released their step.
         oldest = number - max(self._delays)
         finished = [micro for micro, step in self._step_of.items() if step <= oldest]
         for micro in finished:

@@ -1,4 +1,4 @@
-"""Works through a rank's actions: runs its stages forward and backward, and exchanges values with other ranks."""
+"""Works through a rank's actions: runs its stages forward and backward, and exchanges values."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Executor:
         self.finish()
 
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
-        """Runs the stages on one micro-batch without gradients; returns the network's outputs where they are."""
+        """Runs the stages on one micro-batch without gradients; returns outputs where the last stage is."""
         micro = -1
         self._keys[micro] = _key(module, inputs)
         result = None
@@ -256,8 +256,9 @@ def _input_gradients(module: nn.Module, live: _Live) -> list[dict[str, Any]]:
     """Computes the gradients of a stage's inputs alone; returns what is left to do for its weights."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    # torch detaches these in place to free the graph behind them, which a view does not allow.
-    results = [result.clone() if result._is_view() else result for result in live.results]
+    # torch detaches these in place to free the graph behind them: a view does not allow that, and an input
+    # that is passed on as it is would no longer want its gradient.
+    results = [r.clone() if r._is_view() or r.is_leaf else r for r in live.results]
     live.results = []
     _, groups = stage_backward_input(results, live.gradients, list(live.inputs), module.parameters())
     return groups

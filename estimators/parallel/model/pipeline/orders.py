@@ -6,12 +6,15 @@ backward pass that takes as long as two forward passes, the ranks wait for this 
 | schedule | share | micro-batches whose activations live, by rank |
 | --- | --- | --- |
 | naive | (p-1)/p | 1 |
-| gpipe, 1f1b | (p-1)/(m+p-1) | m; p, p-1, .., 1 |
-| interleaved | (p-1)/(vm+p-1) | |
-| zero_bubble, zbv | less than half of 1f1b's | |
+| gpipe | (p-1)/(m+p-1) | m |
+| 1f1b | (p-1)/(m+p-1) | p, p-1, .., 1 |
+| interleaved | (p-1)/(vm+p-1) | (v-1)p + 2p-1, .. 2 fewer a rank |
+| zero_bubble, zbv | (p-1)/(3vm+p-1) | vp |
 
-Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+The last three hold where m is a multiple of p (zbv: 2p - 1 or more); other numbers come close.
+
+Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
+on GPU Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _F, _B = Kind.FORWARD, Kind.BACKWARD
 
 
 def naive(num_ranks: int, virtual: int, num_micro: int) -> Orders:
-    """Takes each micro-batch through all stages and back before the next one begins: one rank works at a time."""
+    """Takes each micro-batch through all stages and back: one rank works at a time."""
     return [
         [Action(kind, stage, micro) for micro in range(num_micro) for kind in (_F, _B)]
         for stage in range(num_ranks)
@@ -81,11 +84,13 @@ def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders
         import torch
 
         raise ValueError(
-            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take torch 2.6 "
-            "or newer, or schedule '1f1b'"
+            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take "
+            "torch 2.6 or newer, or schedule '1f1b'"
         )
-    # Whole rounds of as many micro-batches as ranks; those that are too many are left out again.
-    whole = -(-num_micro // num_ranks) * num_ranks
+    # torch wants rounds of equally many micro-batches; those that are too many are left out again.
+    whole = num_micro
+    while whole % max(1, whole // num_ranks):
+        whole += 1
     # The constructor looks at the stages' numbers alone; it wants the modules only to run them.
     stage: Any = SimpleNamespace(
         group_rank=0, group_size=num_ranks, num_stages=num_ranks * virtual, submod=None, has_backward=True

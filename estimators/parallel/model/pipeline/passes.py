@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ def pipelined(
 
     Args:
         network: The whole network, with equal weights on all ranks.
-        sample: Arguments of one micro-batch, by which the operations of every link are counted; only the first
-            rank's are looked at. None cuts by the numbers of parameters.
+        sample: Arguments of one micro-batch, by which the operations of every link are counted; only the
+            first rank's are looked at. None cuts by the numbers of parameters.
         device: Device of the network.
 
     Raises:
@@ -79,7 +80,7 @@ def pipelined(
             costs = counts if sample is None else measured_costs(network, links, sample)
         # Padded texts have other lengths on other ranks, and all must cut alike.
         bounds = cut_stages(links, len(owners), _of_first_rank(mesh.world, costs))
-    stages = [links[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    stages = [links[begin:end] for begin, end in itertools.pairwise(bounds)]
     ties = find_ties(network, stages, owners)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
     place = Place(rank=collective.rank, owners=owners, firsts=[stage[0] for stage in stages])
@@ -103,6 +104,9 @@ class PipelinePasses:
             `stage`.
         copies: Names of this rank's parameters that another rank owns: tied ones, which norms and checkpoints
             count there.
+        num_stages: Number of stages of all ranks.
+        stages: Numbers of this rank's stages.
+        virtual: How many they are.
         late: Whether the gradients are those of an earlier step, so that `drain` is needed before anybody
             validates or saves the network.
     """
@@ -120,11 +124,12 @@ class PipelinePasses:
         self.network = network
         self.module = network
         self.copies = ties.copies
-        self.stages = [stage for stage in range(place.last + 1) if place.is_own(stage)]
+        self.num_stages = len(place.owners)
+        self.stages = [stage for stage in range(self.num_stages) if place.is_own(stage)]
         self._place = place
         self._ties = ties
         self._schedule = schedule
-        self._num_ranks, self._virtual = collective.size, options.virtual
+        self._num_ranks, self.virtual = collective.size, options.virtual
         self._executor = Executor(place, Wire(cast(PointToPoint, collective), device))
         collective.on_leave(self._executor.drop)
         self._plans: dict[int, Steps] = {}
@@ -172,15 +177,15 @@ class PipelinePasses:
         """Adds the gradients of a step to `.grad`, summed over the micro-batches and not divided.
 
         Args:
-            micro_batches: The network's arguments, at least one row each; empty if this copy of the network has
-                no rows in this step.
+            micro_batches: The network's arguments, at least one row each; empty if this copy of the network
+                has no rows in this step.
             loss: Gets the network's outputs and the number of the micro-batch, and returns a scalar that is
                 differentiated. Called where the last stage is, once for each micro-batch, and nowhere else.
             around: Makes the context of every forward pass.
 
         Returns:
-            Whether there are gradients: not if the step has no rows. Of a schedule without a flush they are those
-            of an earlier step, and there are none in the first steps.
+            Whether there are gradients: not if the step has no rows. Of a schedule without a flush they are
+            those of an earlier step, and there are none in the first steps.
         """
         if self._backlog is not None:
             return self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around)
@@ -192,8 +197,9 @@ class PipelinePasses:
         return True
 
     def drain(self) -> bool:
-        """Adds the gradients of one step that are still to come; called `steps_under_way` times, with a step of
-        the optimizer after each.
+        """Adds the gradients of one step that are still to come.
+
+        Called `steps_under_way` times, with a step of the optimizer after each.
 
         Returns:
             Like `train`.
@@ -206,8 +212,8 @@ class PipelinePasses:
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
         """Returns the network's outputs where the last stage is, None elsewhere; computes no gradients.
 
-        A rank returns before the ranks after it have finished. What it sent last may be under way until the next
-        exchange with them.
+        A rank returns before the ranks after it have finished. What it sent last may be under way until the
+        next exchange with them.
         """
         self._executor.around = around
         with torch.no_grad():
@@ -224,7 +230,7 @@ class PipelinePasses:
 
     def _plan(self, num_micro: int) -> Steps:
         if num_micro not in self._plans:
-            orders = self._schedule.orders_by_rank(self._num_ranks, self._virtual, num_micro)
+            orders = self._schedule.orders_by_rank(self._num_ranks, self.virtual, num_micro)
             self._plans[num_micro] = with_arrivals(orders, self._place.owners)[self._place.rank]
         return self._plans[num_micro]
 

@@ -15,9 +15,10 @@ class Schedule:
     """One way to work through a step.
 
     Attributes:
-        order: (ranks, stages a rank, micro-batches) -> actions by place along the pipeline; None for a schedule
-            without a flush.
-        delays: (ranks, micro-batches) -> how many steps each stage's gradients are late; None if they are not.
+        order: (ranks, stages a rank, micro-batches) -> actions by place along the pipeline; None for a
+            schedule without a flush.
+        delays: (ranks, micro-batches) -> how many steps each stage's gradients are late; None if they are
+            not.
         virtual: The least and the most stages a rank.
         is_v: Whether the stages go down the ranks and up again, instead of round and round.
     """
@@ -71,7 +72,7 @@ def schedule_of(name: str, virtual: int) -> Schedule:
             f"{least} or more" if most == _MANY else str(least) if least == most else f"{least} to {most}"
         )
         raise ValueError(
-            f"pipeline schedule {name!r} takes {allowed} stages a worker, got {virtual}; set virtual to that, or "
-            "take another schedule: 'interleaved' is for several, '1f1b' for one"
+            f"pipeline schedule {name!r} takes {allowed} stages a worker, got {virtual}; set virtual to "
+            "that, or take another schedule: 'interleaved' is for several, '1f1b' for one"
         )
     return SCHEDULES[name]

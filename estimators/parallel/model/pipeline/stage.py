@@ -1,11 +1,14 @@
 """Leaves a network with a rank's own stages only.
 
 The network stays the same object, of the same class, and its tensors keep their names: what belongs to other
-stages is deleted from it, and `forward` runs the links of a stage. So its state dict is a part of the whole one.
+stages is deleted from it, and `forward` runs the links of a stage. So its state dict is a part of the whole
+one.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ from ringspark.models.chain import Link, belongs_to, run_links
 
 
 class StageForward:
-    """Stands in for the network's `forward`. A class, not a closure, so that networks are copied and pickled."""
+    """Stands in for the network's `forward`. A class, so that networks are copied and pickled."""
 
     def __init__(self, network: nn.Module, stages: Mapping[int, Sequence[Link]]) -> None:
         self.network = network
@@ -24,7 +27,7 @@ class StageForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Lets `inspect.signature(network.forward)` see the arguments of the network's own forward."""
-        return type(self.network).forward.__get__(self.network)
+        return functools.partial(type(self.network).forward, self.network)
 
     def __call__(self, *values: Any, stage: int | None = None) -> Any:
         """Runs one stage.
@@ -34,7 +37,16 @@ class StageForward:
         """
         if stage is None:
             (stage,) = self.stages
-        return run_links(self.stages[stage], values)
+        links = self.stages[stage]
+        if stage > 0 and _overwrites(links[0]):
+            # A leaf of the graph must not be changed in place, nor may what the stage before keeps.
+            values = tuple(None if value is None else value.clone() for value in values)
+        return run_links(links, values)
+
+
+def _overwrites(link: Link) -> bool:
+    """Whether a link may change its arguments in place, as `nn.ReLU(inplace=True)` does."""
+    return isinstance(link.run, nn.Module) and any(getattr(m, "inplace", False) for m in link.run.modules())
 
 
 def keep_stages(network: nn.Module, stages: Mapping[int, Sequence[Link]]) -> None:
@@ -60,8 +72,9 @@ def _prune(module: nn.Module, prefix: str, parts: set[str]) -> None:
             continue
         if any(belongs_to(part, name) for part in parts):
             _prune(child, f"{name}.", parts)
-        else:
+        elif any(True for _ in itertools.chain(child.parameters(), child.buffers())):
             del module._modules[key]
+        # What has no tensors costs nothing, and a link may use it without naming it.
 
 
 def _is_kept(name: str, parts: set[str]) -> bool:

@@ -1,8 +1,8 @@
 """Parameters that several stages use, such as an embedding whose weights a language model's head shares.
 
-Every rank that uses one has a copy under the name that its stage knows. After the backward passes each copy gets
-the sum of the gradients of all, added in the order of stages everywhere, so that the copies stay equal bit by bit.
-The rank of the first stage that uses it owns it: there it counts in norms and checkpoints.
+Every rank that uses one has a copy under the name that its stage knows. After the backward passes each copy
+gets the sum of the gradients of all, added in the order of stages everywhere, so that the copies stay equal
+bit by bit. The rank of the first stage that uses it owns it: there it counts in norms and checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Tie:
     """One parameter on several ranks.
 
     Attributes:
-        stages: The first stage of each of these ranks that uses it, ascending; the rank of the first one owns it.
+        stages: The first stage of each of these ranks that uses it, ascending; the rank of the first one
+            owns it.
         ranks: The ranks in the same order.
         names: The parameter's name on each of them.
     """

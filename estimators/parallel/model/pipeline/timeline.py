@@ -39,7 +39,7 @@ class Recorder:
 
 
 def bubble_share(ranks: Sequence[Sequence[Timed]]) -> float:
-    """Returns the share of the ranks' time, from the first begin to the last end of any, in which they wait."""
+    """Returns the share of the ranks' time, from the first begin to the last end, in which they wait."""
     begin = min(timed.begin for rank in ranks for timed in rank)
     end = max(timed.end for rank in ranks for timed in rank)
     busy = sum(timed.end - timed.begin for rank in ranks for timed in rank)

@@ -1,9 +1,9 @@
 """Older weights, for micro-batches whose backward pass comes after a later step's update.
 
-Narayanan et al. 2019, "PipeDream", call it weight stashing: a micro-batch's backward pass must see the weights of
-its forward pass, or its gradient is that of no function. Each step's micro-batches run on a copy of their own,
-which also collects their gradients, so that those of two steps do not mix. A copy lives until its step's last
-backward pass; where nothing outlives its step, there is none.
+Narayanan et al. 2019, "PipeDream", call it weight stashing: a micro-batch's backward pass must see the
+weights of its forward pass, or its gradient is that of no function. Each step's micro-batches run on a copy
+of their own, which also collects their gradients, so that those of two steps do not mix. A copy lives until
+its step's last backward pass; where nothing outlives its step, there is none.
 """
 
 from __future__ import annotations

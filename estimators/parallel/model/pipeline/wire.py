@@ -80,8 +80,8 @@ class Wire:
         """Begins to send values, which must not change before the wait.
 
         Args:
-            key: What decides the values' forms, equal on both sides: the place in the network, the micro-batch's
-                arguments, the mode.
+            key: What decides the values' forms, equal on both sides: the place in the network, the
+                micro-batch's arguments, the mode.
 
         Raises:
             ValueError: The forms are others than those of the last values with this key.
@@ -93,9 +93,9 @@ class Wire:
             waits.append(self._collective.start_send(_described(forms), to))
         elif self._known[key] != forms:
             raise ValueError(
-                f"a pipeline needs values whose shapes follow from the shapes of the arguments, and stage values "
-                f"were {self._known[key]} and are {forms} for arguments of the same shapes; let what differs from "
-                "row to row stay inside one stage, and freeze or train the same parameters throughout"
+                "a pipeline needs values whose shapes follow from those of the arguments, and for arguments "
+                f"of the same shapes a stage gave {self._known[key]}, and now {forms}; let what differs from "
+                "row to row stay inside one stage, and train the same parameters throughout"
             )
         waits += [
             self._collective.start_send(value.detach().contiguous(), to)
@@ -177,7 +177,7 @@ def _described(forms: Forms) -> torch.Tensor:
             numbers += [_DTYPES.index(form.dtype), int(form.requires_grad), len(form.shape), *form.shape]
     if len(numbers) > _LENGTH:
         raise ValueError(
-            f"a pipeline can pass on a tuple of at most {_LENGTH // 6} tensors or so, got {len(forms)}; join some"
+            f"a stage of a pipeline can pass on some {_LENGTH // 6} tensors, got {len(forms)}; join some"
         )
     return torch.tensor(numbers + [0] * (_LENGTH - len(numbers)))
 

@@ -18,10 +18,13 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.sharing_member import SharingMember
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.local.compact_sum import start_average
+from ringspark.estimators.parallel.local.flat_weights import FlatWeights
+from ringspark.estimators.parallel.local.statistics import Statistics
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
@@ -36,6 +39,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "average": (3, "momentum"),
     "average, state averaged": ({"steps": 3, "optimizerState": "average"}, "adamw"),
     "average, state reset": ({"steps": 3, "optimizerState": "reset"}, "adamw"),
+    "state of the constructor reset": ({"steps": 3, "optimizerState": "reset"}, "adagrad"),
     "after": ({"steps": 3, "after": 5}, "momentum"),
     "synchronous": (1, "momentum"),
     "never local": ({"steps": 3, "after": 100}, "momentum"),
@@ -146,6 +150,23 @@ def _work(collective: Collective, device: str, status: Status) -> str:
         sent = collective.bytes_sent
         average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
         results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
+    status.phase = "by the network"
+    assert isinstance(collective, SharingMember)
+    collective.share(None)
+    results["by network"] = {}
+    for form in ("fp32", "fp16", "int8"):
+        values = _outer_gradient(collective.rank)
+        average = start_average(values, [300, 1, 0, 99], collective, form, f"network.{form}")()
+        results["by network"][form] = average.tolist()
+    results["not finite"] = {}
+    for form in ("fp32", "fp16", "int8"):
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            for rank in range(SIZE):
+                values = torch.ones(4)
+                if collective.rank == rank:
+                    values[1] = bad
+                average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
+                results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
     return json.dumps(results)
 
 
@@ -198,8 +219,9 @@ def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
                     for s in pair:
                         s[key].copy_(both)
         elif given.get("optimizerState") == "reset":
-            for o in optimizers:
+            for network, o in zip(networks, optimizers, strict=True):
                 o.state.clear()
+                o.state.update(makes(network).state)
 
     def outer(i: int, mix: float) -> None:
         cut, gradient = cuts[i], sent.pop(i)
@@ -346,6 +368,45 @@ def test_outer_gradients_in_fewer_bits_are_within_the_documented_error() -> None
             assert error[piece].max() <= largest * share * 1.0001 + 1e-12
             assert form == "fp32" or not largest or error[piece].max() > largest * share / 20
         assert first[form]["sent"] == 400 * num_bytes + (0 if form == "fp32" else 4 * 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_over_a_network_an_average_is_that_in_shared_memory(collective: str) -> None:
+    """As between hosts: libraries differ in what they sum, and in the maximum of NaN and a number."""
+    for result in _results(collective):
+        for form, average in result["by network"].items():
+            shared = torch.tensor(result["compact"][form]["average"])
+            # Sums of 16 bits may be rounded elsewhere.
+            rtol = 2e-3 if form == "fp16" else 0
+            assert torch.allclose(torch.tensor(average), shared, rtol=rtol, atol=1e-9)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_what_is_not_finite_on_one_rank_comes_to_all(collective: str) -> None:
+    first, second = (result["not finite"] for result in _results(collective))
+    assert first == second
+    for case, is_finite in first.items():
+        assert is_finite == ([True, False, True, True] if "fp32" in case else [False] * 3 + [True]), case
+
+
+def test_a_complex_weight_is_two_elements() -> None:
+    values = torch.randn(2, 3, dtype=torch.complex64)
+    weights = FlatWeights([nn.Parameter(values.t()), nn.Parameter(torch.zeros(2))])
+    assert (weights.sizes, len(weights.read())) == ([12, 2], 14)
+    before = weights.read()
+    weights.write(before * 2)
+    assert torch.equal(weights.read(), before * 2)
+
+
+def test_statistics_of_64_bits_are_averaged_in_64() -> None:
+    network = nn.Module()
+    network.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+    statistics = Statistics(network, LocalCollective())
+    network.seen += 2.0**25 + 1  # no number of 32 bits
+    statistics.average()
+    assert network.seen.tolist() == [2.0**25 + 1]
 
 
 # pytorch/torchft (BSD), fixtures test_diloco_mocked_updates_<n>.json: two fragments of one weight 1.0,

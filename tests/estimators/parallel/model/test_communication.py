@@ -123,7 +123,7 @@ def _places(collective: Collective, device: str, status: Status) -> str:
         "losses": mesh.has_losses,
         "data": [mesh.data_rank, mesh.data_size],
         "copy": mesh.copy.all_reduce(torch.tensor([float(collective.rank)])).item(),
-        "parts": mesh.parts is not None,
+        "first": mesh.holds_first,
     }
     return json.dumps(told)
 
@@ -135,4 +135,4 @@ def test_the_first_rank_has_the_losses_and_every_copy_of_the_network_its_rows() 
     assert [rank["losses"] for rank in told] == [True, True, False, False]
     assert [rank["data"] for rank in told] == [[0, 2], [1, 2], [0, 2], [1, 2]]
     assert [rank["copy"] for rank in told] == [2.0, 4.0, 2.0, 4.0]
-    assert [rank["parts"] for rank in told] == [True, False, True, False]
+    assert [rank["first"] for rank in told] == [True, False, True, False]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import Mesh
@@ -23,9 +26,11 @@ from ringspark.estimators.parallel.model.pipeline import (
     PipelinePasses,
     pipelined,
 )
-from ringspark.estimators.parallel.model.pipeline.delayed import late_by_depth
+from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages, parameter_counts
+from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models.chain import Link, belongs_to, links_of, run_links
 
 pytestmark = pytest.mark.distributed
 
@@ -123,41 +128,347 @@ def _gradients(network: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
     return [(name, parameter.grad) for name, parameter in network.named_parameters()]
 
 
-def _all_gradients(collective: Collective, device: str, status: Status) -> str:
+# Rows of the micro-batches of a step: a short last one; fewer than ranks; one row each.
+_STEPS = [(3, 3, 3, 3, 1), (2,), (3, 3, 3, 3, 1), (1, 1, 1)]
+
+
+def _all_gradients(
+    collective: Collective,
+    device: str,
+    status: Status,
+    *,
+    pairs: Sequence[tuple[str, str]],
+    steps: Sequence[tuple[int, ...]],
+) -> str:
     mesh = Mesh.of(collective, {"pipeline": collective.size})
     found: dict[str, float] = {}
-    for schedule in FLUSHED:
-        for family in FAMILIES:
-            whole, passes = _made(family, mesh, schedule)
-            # A short last micro-batch; fewer micro-batches than ranks; other lengths of rows; one row.
-            for number, rows in enumerate([(3, 3, 3, 3, 1), (2,), (3, 3, 3, 3, 1), (1, 1, 1)]):
-                micros = _split(_batch(family, sum(rows), number, seq=6 - number % 2), rows)
-                whole.zero_grad()
-                passes.network.zero_grad()
-                want = _whole(whole, micros)
-                has_gradients, loss = _piped(passes, micros)
-                assert has_gradients
-                assert not passes.has_outputs or abs(loss - want) < 1e-6
-                name = f"{schedule} {family} {number} {rows}"
-                found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
-            inputs, _ = _batch(family, 4, 9)
-            passes.network.eval()
-            whole.eval()
-            output = passes.evaluate(inputs)
-            passes.finish()
-            assert (output is None) != passes.has_outputs
-            if output is not None:
-                assert not output.requires_grad
-                found[f"{schedule} {family} evaluation"] = _difference([("", output)], {"": whole(*inputs)})
-            # A step in which this copy of the network has no rows.
-            assert passes.train([], _loss) is False
+    for schedule, family in pairs:
+        whole, passes = _made(family, mesh, schedule)
+        for number, rows in enumerate(steps):
+            # Rows of other lengths every other time.
+            micros = _split(_batch(family, sum(rows), number, seq=6 - number % 2), rows)
+            whole.zero_grad()
+            passes.network.zero_grad()
+            want = _whole(whole, micros)
+            has_gradients, loss = _piped(passes, micros)
+            assert has_gradients
+            assert not passes.has_outputs or abs(loss - want) < 1e-6
+            name = f"{schedule} {family} {number} {rows}"
+            found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
+        live = [
+            most_live(SCHEDULES[schedule].orders_by_rank(collective.size, passes.virtual, len(rows)))
+            for rows in steps
+        ]
+        assert passes.most_live == max(by_rank[collective.rank] for by_rank in live)
+        passes.network.eval()
+        whole.eval()
+        inputs, _ = _batch(family, 4, 9)
+        output = passes.evaluate(inputs)
+        passes.finish()
+        assert (output is None) != passes.has_outputs
+        if output is not None:
+            assert not output.requires_grad
+            found[f"{schedule} {family} evaluation"] = _difference([("", output)], {"": whole(*inputs)})
+        # An evaluation without rows, and a step in which this copy of the network has none.
+        output = passes.evaluate(_batch(family, 0, 9)[0])
+        assert output is None or len(output) == 0
+        passes.finish()
+        assert passes.train([], _loss) is False
     return json.dumps(found)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_schedule_gives_the_gradients_of_one_process(size: int) -> None:
-    texts = run_spawned(size, "torch", _all_gradients)
-    for text in texts:
-        # The whole network's outputs are on one rank alone, where the last stage is.
-        assert len(json.loads(text)) == len(FLUSHED) * len(FAMILIES) * (5 if text is texts[0] else 4)
+def test_one_rank_is_a_pipeline_too() -> None:
+    """Stages of one rank hand their values to each other, and tied parameters are one there."""
+    mesh = Mesh.of(LocalCollective())
+    for schedule in SCHEDULES:
+        whole, passes = _made("transformer_lm", mesh, schedule)
+        micros = _split(_batch("transformer_lm", 5, 0), (2, 2, 1))
+        _whole(whole, micros)
+        has_gradients, _ = _piped(passes, micros)
+        assert has_gradients
+        assert passes.steps_under_way == 0
+        assert not passes.copies
+        assert len(_gradients(passes.network)) == len(_gradients(whole))
+        assert _difference(_gradients(passes.network), dict(_gradients(whole))) < 1e-6
+
+
+class _PassesOn(nn.Module):
+    """A stage may pass an argument on, beside what it computes of it, and give views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def links(self) -> list[Link]:
+        first = Link("layers.0", lambda x: (x[:, :], self.layers[0](x)), ("layers.0",))
+        return [first, *(Link(f"layers.{i}", partial(self._add, i), (f"layers.{i}",)) for i in (1, 2, 3))]
+
+    def _add(self, index: int, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = self.layers[index](x + y)
+        return (y, out) if index < 3 else out[:, 1:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = run_links(self.links(), (x,))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_stages_that_pass_arguments_on_or_change_them_in_place(schedule: str) -> None:
+    mesh = Mesh.of(LocalCollective())
+    torch.manual_seed(0)
+    in_place = [nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)]
+    for network in (_PassesOn(), nn.Sequential(*in_place)):
+        whole, links = copy.deepcopy(network), links_of(network)
+        virtual = min(4, SCHEDULES[schedule].virtual[1])  # every link is a stage
+        passes = pipelined(network, mesh, PipelineOptions(schedule=schedule, virtual=virtual))
+        assert len(passes.stages) in (1, len(links))
+        micros = _split(((torch.randn(5, 4),), torch.randint(0, 3, (5,))), (2, 2, 1))
+        _whole(whole, micros)
+        _piped(passes, micros)
+        assert _difference(_gradients(passes.network), dict(_gradients(whole))) < 1e-6
+        assert any(gradient is not None for _, gradient in _gradients(whole))
+
+
+_ALL_PAIRS = [(schedule, family) for schedule in FLUSHED for family in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("size", "pairs", "steps"),
+    [
+        (2, [*((s, "transformer_lm") for s in FLUSHED), ("1f1b", "transformer_classifier")], _STEPS[:2]),
+        pytest.param(4, _ALL_PAIRS, _STEPS, marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_every_schedule_gives_the_gradients_of_one_process(
+    size: int, pairs: list[tuple[str, str]], steps: list[tuple[int, ...]]
+) -> None:
+    for text in run_spawned(size, "torch", partial(_all_gradients, pairs=pairs, steps=steps)):
+        assert len(json.loads(text)) >= len(pairs) * len(steps)
         assert max(json.loads(text).values()) < 1e-6, text
+
+
+def _optimizer(network: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(network.parameters(), 0.05)
+    # The true gradient of a key's bias is 0: with a smaller epsilon AdamW makes whole steps of its rounding.
+    return torch.optim.AdamW(network.parameters(), 1e-3, eps=1e-6)
+
+
+def _rows_of_step(step: int) -> tuple[int, ...]:
+    return ((2, 2, 2, 2), (2, 2, 2, 1), (2, 2))[step % 3]
+
+
+def _trainings(collective: Collective, device: str, status: Status, *, pairs: list[tuple[str, str]]) -> str:
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    found: dict[str, Any] = {}
+    for schedule, family in pairs:
+        whole, passes = _made(family, mesh, schedule)
+        optimizers = [_optimizer(network, "adamw") for network in (whole, passes.network)]
+        for step in range(50):
+            rows = _rows_of_step(step)
+            micros = _split(_batch(family, sum(rows), step % 7), rows)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            _whole(whole, micros)
+            _piped(passes, micros)
+            for optimizer in optimizers:
+                optimizer.step()
+        found[f"{schedule} {family}"] = _difference(
+            passes.network.named_parameters(), dict(whole.named_parameters())
+        )
+        if family == "transformer_lm" and {0, passes.num_stages - 1} & set(passes.stages):
+            # Both copies of the embedding are the same to the bit, and one of them counts.
+            table = dict(passes.network.named_parameters())["tokens.weight"]
+            found[f"{schedule} tied"] = table.detach().numpy().tobytes().hex()
+            found[f"{schedule} owner"] = "tokens.weight" not in passes.copies
+            assert passes.copies <= {"tokens.weight"}
+    return json.dumps(found)
+
+
+def _check_trainings(size: int, pairs: list[tuple[str, str]]) -> None:
+    told = [json.loads(text) for text in run_spawned(size, "torch", partial(_trainings, pairs=pairs))]
+    for schedule, family in pairs:
+        assert max(rank[f"{schedule} {family}"] for rank in told) < 1e-5
+        if family == "transformer_lm":
+            tables = [rank[f"{schedule} tied"] for rank in told if f"{schedule} tied" in rank]
+            assert len(set(tables)) == 1
+            owners = [rank[f"{schedule} owner"] for rank in told if f"{schedule} owner" in rank]
+            assert sum(owners) == 1
+
+
+def test_fifty_steps_end_at_the_weights_of_one_process() -> None:
+    _check_trainings(2, [("1f1b", "transformer_lm")])
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_every_schedule_end_at_the_weights_of_one_process() -> None:
+    pairs = [(schedule, "transformer_lm") for schedule in FLUSHED]
+    _check_trainings(4, [*pairs, ("1f1b", "mlp"), ("1f1b", "transformer_classifier")])
+
+
+def _stage_of(family: str, network: nn.Module, num_stages: int) -> dict[str, int]:
+    """Returns the stage of every parameter; of a tied one the first."""
+    links = links_of(network)
+    bounds = cut_stages(links, num_stages, parameter_counts(network, links))
+    stages = {}
+    for name, _ in network.named_parameters():
+        index = next(i for i, link in enumerate(links) if any(belongs_to(name, p) for p in link.parts))
+        stages[name] = bisect_right(bounds, index) - 1
+    return stages
+
+
+def _late_trainings(
+    collective: Collective, device: str, status: Status, *, cases: list[tuple[str, str, int]]
+) -> str:
+    """Compares with one process that applies the gradients of each stage as many steps late."""
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    found: dict[str, Any] = {}
+    for schedule, family, num_micro in cases:
+        whole, passes = _made(family, mesh, schedule, num_micro=num_micro)
+        make = SCHEDULES[schedule].delays
+        assert make is not None
+        delays, stage_of = make(collective.size, num_micro), _stage_of(family, whole, collective.size)
+        optimizers = [_optimizer(network, "sgd") for network in (whole, passes.network)]
+        gradients: list[dict[str, torch.Tensor | None]] = []
+        late = 0
+
+        def apply(whole: nn.Module = whole, gradients: Any = gradients, optimizers: Any = optimizers) -> None:
+            for name, parameter in whole.named_parameters():
+                past = len(gradients) - 1 - delays[stage_of[name]]  # noqa: B023
+                parameter.grad = gradients[past][name] if past >= 0 else None
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for step in range(14):
+            # Whole steps, short ones, one without rows; the pipeline is drained twice.
+            rows = (2,) * num_micro if step % 5 else ((1,) if step else (2,) * num_micro)
+            micros = [] if step == 8 else _split(_batch(family, sum(rows), step), rows)
+            _whole(whole, micros)
+            gradients.append(dict(_gradients(whole)))
+            has_gradients, _ = _piped(passes, micros)
+            assert passes.late
+            assert has_gradients == any(p.grad is not None for p in passes.network.parameters())
+            late += not has_gradients
+            apply()
+            if step in (6, 13):
+                while passes.steps_under_way:
+                    gradients.append(dict.fromkeys(gradients[0]))
+                    passes.drain()
+                    apply()
+                name = f"{schedule} {family} {num_micro} after {step}"
+                found[name] = _difference(passes.network.named_parameters(), dict(whole.named_parameters()))
+        found[f"{schedule} {family} {num_micro} without"] = late
+    return json.dumps(found)
+
+
+def _check_late(size: int, cases: list[tuple[str, str, int]]) -> None:
+    for text in run_spawned(size, "torch", partial(_late_trainings, cases=cases)):
+        found = json.loads(text)
+        assert len(found) == 3 * len(cases)
+        assert all(value < 1e-6 for name, value in found.items() if "after" in name), text
+
+
+def test_schedules_without_a_flush_are_training_with_late_gradients() -> None:
+    _check_late(2, [("2bw", "transformer_lm", 3), ("pipedream", "mlp", 1)])
+
+
+@pytest.mark.slow
+def test_late_gradients_on_four_ranks() -> None:
+    cases = [(schedule, "mlp", m) for schedule in ("2bw", "pipedream") for m in (1, 2, 4)]
+    _check_late(4, [*cases, ("2bw", "transformer_lm", 4), ("2bw", "transformer_classifier", 3)])
+
+
+def _special(collective: Collective, device: str, status: Status) -> str:
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    found: dict[str, float] = {}
+    for schedule in ("1f1b", "zero_bubble", "2bw"):
+        for case in ("recomputed", "autocast", "frozen"):
+            family, around = "transformer_classifier", nullcontext
+            whole, passes = _made(family, mesh, schedule)
+            if case == "recomputed":
+                apply_activation_checkpoint(passes.network, "all")
+            if case == "autocast":
+                around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+            if case == "frozen":
+                # Nothing before the last block is trained, so no gradient travels to the first stage.
+                for network in (whole, passes.network):
+                    for name, parameter in network.named_parameters():
+                        parameter.requires_grad_(name.startswith(("blocks.5", "norm", "head")))
+            rows = (3, 3, 2)
+            for step in range(2):
+                micros = _split(_batch(family, sum(rows), step), rows)
+                whole.zero_grad()
+                _whole(whole, micros, around)
+                passes.network.zero_grad()
+                if not _piped(passes, micros, around)[0]:
+                    # In between, the optimizer changes the weights of the step under way.
+                    with torch.no_grad():
+                        kept = [p.clone() for p in passes.network.parameters()]
+                        for parameter in passes.network.parameters():
+                            parameter.mul_(3)
+                    assert passes.drain() or case == "frozen"
+                    with torch.no_grad():
+                        for parameter, old in zip(passes.network.parameters(), kept, strict=True):
+                            parameter.copy_(old)
+                found[f"{schedule} {case} {step}"] = _difference(
+                    _gradients(passes.network), dict(_gradients(whole))
+                )
+    return json.dumps(found)
+
+
+def test_recomputed_autocast_and_frozen_layers() -> None:
+    for text in run_spawned(2, "torch", _special):
+        found = json.loads(text)
+        assert len(found) == 18
+        assert max(found.values()) < 1e-6, text
+
+
+def _with_data(collective: Collective, device: str, status: Status) -> str:
+    mesh = Mesh.of(collective, {"pipeline": 2, "data": 2})
+    found: dict[str, float] = {}
+    for schedule in ("1f1b", "interleaved", "zbv"):
+        whole, passes = _made("transformer_lm", mesh, schedule)
+        for step, rows in enumerate([(2, 2, 2), (2, 1)]):
+            micros = _split(_batch("transformer_lm", sum(rows), step), rows)
+            whole.zero_grad()
+            _whole(whole, micros)
+            passes.network.zero_grad()
+            # The last step has no rows for the second copy of the network.
+            own = micros[mesh.data_rank :: 2] if step == 0 else micros[: 2 * (1 - mesh.data_rank)]
+            divisor = sum(label.numel() for _, label in micros)
+
+            def loss(y: torch.Tensor, i: int, own: Any = own, divisor: int = divisor) -> torch.Tensor:
+                return _loss(y, own[i][1], divisor)
+
+            passes.train([inputs for inputs, _ in own], loss)
+            for _, parameter in passes.network.named_parameters():
+                own_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = mesh.gradients.all_reduce(own_gradient)
+            key = f"{schedule} {step}"
+            found[key] = _difference(_gradients(passes.network), dict(_gradients(whole)))
+    return json.dumps(found)
+
+
+@pytest.mark.slow
+def test_two_copies_of_a_pipeline_share_the_rows() -> None:
+    for text in run_spawned(4, "torch", _with_data):
+        assert max(json.loads(text).values()) < 1e-6, text
+
+
+def _failing(collective: Collective, device: str, status: Status) -> str:
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    _, passes = _made("mlp", mesh, "1f1b")
+    micros = _split(_batch("mlp", 8, 0), (2, 2, 2, 2))
+    _piped(passes, micros)
+    if passes.has_outputs:
+        raise ValueError("the labels are wrong")
+    _piped(passes, micros)
+    _piped(passes, micros)
+    return ""
+
+
+def test_a_stage_that_fails_ends_the_waits_of_the_others() -> None:
+    with pytest.raises(WorkerError, match="the labels are wrong"):
+        run_spawned(2, "torch", _failing, timeout_seconds=300)

@@ -88,6 +88,10 @@ def test_a_mesh_trains_what_one_worker_does(
     for first, second in zip(one.history, many.history, strict=True):
         assert first.train_loss == pytest.approx(second.train_loss, rel=1e-5)
         assert first.rows == second.rows == ROWS
+        # Ranks of one copy each count a part of the operations for the same rows; stages count none.
+        assert first.cost is not None
+        assert second.cost is not None
+        assert second.cost.flops == (None if "pipeline" in mesh else first.cost.flops)
 
 
 class Fails(Callback):
@@ -143,7 +147,7 @@ def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: An
     ids = rng.integers(1, 23, (ROWS, 11))
     for row, length in zip(ids, rng.integers(0, 12, ROWS), strict=True):
         row[length:] = 0
-    is_lm = spec == TRANSFORMERS["language model"]
+    is_lm = spec.target == "transformer_lm"
     label = np.roll(ids, -1, 1) if is_lm else ids.sum(1) % 3
     manifest = make_shards({"x": ids, "y": label})
     settings: dict[str, Any] = {
@@ -161,27 +165,110 @@ def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: An
     return config_of(manifest, folder, **settings | changes)
 
 
+def _slow(mesh: dict[str, Any], **changes: Any) -> Any:
+    return pytest.param(mesh, changes, id=_id(mesh, changes), marks=pytest.mark.slow)
+
+
+def _quick(mesh: dict[str, Any], **changes: Any) -> Any:
+    return pytest.param(mesh, changes, id=_id(mesh, changes))
+
+
+def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
+    return "-".join(f"{key}{value}" for key, value in (mesh | changes).items())
+
+
+# One axis of 2 and of 4 ranks, and every pair of axes that a network can be spread over.
+OVER_TEXT = [
+    _quick({"tensor": 2}),
+    _quick({"pipeline": 2}, gradient_accumulation=2),
+    _quick({"sequence": 2}),
+    _slow({"tensor": 4}, gradient_checkpointing="all"),
+    _slow({"pipeline": 4}, gradient_accumulation=4),
+    _slow({"sequence": 4}),
+    _slow({"sequence": 2, "context": "gather"}),
+    _slow({"sequence": 2, "context": "ulysses"}),
+    _slow({"data": 2, "tensor": 2}, gradient_accumulation=2),
+    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=2),
+    _slow({"data": 2, "sequence": 2}),
+    _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
+    _slow({"sequence": 2, "tensor": 2}),
+    _slow({"data": 2, "tensor": 2}, sharding="optimizer"),
+    _slow({"data": 2, "pipeline": 2}, sharding="gradients", gradient_accumulation=2),
+    _slow({"data": 2, "sequence": 2}, sharding="optimizer"),
+    _slow({"pipeline": 2, "schedule": "gpipe"}, gradient_accumulation=3),
+    _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
+    _slow({"pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
+    _slow({"pipeline": 2, "schedule": "naive"}),
+    _slow({"pipeline": 2}, gradient_accumulation=2, gradient_checkpointing="all"),
+]
+
+
 @pytest.mark.parametrize("name", TRANSFORMERS)
-@pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [
-        ({"tensor": 2}, {}),
-        pytest.param({"tensor": 4}, {"gradient_checkpointing": "all"}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "tensor": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "changes"), OVER_TEXT)
 def test_a_mesh_trains_a_transformer_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, int], changes: dict[str, Any]
+    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    spec = TRANSFORMERS[name]
-    config = _texts(make_shards, tmp_path / "one", spec, **changes)
-    one = train_gang(config)
-    workers = int(np.prod(list(mesh.values())))
-    spread = replace(config, run_uri=str(tmp_path / "mesh"), num_workers=workers, parallelism=mesh)
-    many = train_gang(spread)
+    _check_mesh(_texts(make_shards, tmp_path / "one", TRANSFORMERS[name]), TRANSFORMERS[name], mesh, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", [{"sequence": 2}, {"data": 2}, {}])
+def test_a_training_of_spread_rows_goes_on_over_another_mesh(
+    make_shards: MakeShards, tmp_path: Path, then: dict[str, int]
+) -> None:
+    """To the bit over the same mesh, though each rank drops parts of its own tokens."""
+    first = {"sequence": 2}
+    dropout = 0.2 if then == first else 0.0
+    spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout})
+    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
+    spread = replace(config, num_workers=2, parallelism=first)
+    straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 25"):
+        train_gang(spread, objects)
+    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
+    assert resumed.resumed_steps in ((20,), (25,))
+    difference = _difference(straight, resumed, spec)
+    assert difference == 0 if then == first else difference < 1e-5
+    assert [r.rows for r in resumed.history] == [ROWS] * 3
+
+
+MIXTURE = ModelSpec(
+    "transformer_classifier",
+    {
+        **TEXT,
+        "out_features": 3,
+        "padding_id": 0,
+        "experts": {"num_experts": 4, "router": "gshard"},
+    },
+)
+OVER_EXPERTS = [
+    _quick({"expert": 2}),
+    _slow({"expert": 4}),
+    _slow({"data": 2, "expert": 2}, gradient_accumulation=2),
+    _slow({"expert": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes"), OVER_EXPERTS)
+def test_a_mesh_trains_a_mixture_of_experts_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    _check_mesh(_texts(make_shards, tmp_path / "one", MIXTURE), MIXTURE, mesh, changes)
+
+
+def _check_mesh(config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], changes: dict[str, Any]) -> None:
+    one = train_gang(replace(config, **{k: v for k, v in changes.items() if k != "sharding"}))
+    workers = int(np.prod([size for size in mesh.values() if isinstance(size, int)]))
+    if "virtual" in mesh:
+        workers //= mesh["virtual"]
+    uri = str(Path(config.run_uri).parent / "mesh")
+    many = train_gang(replace(config, run_uri=uri, num_workers=workers, parallelism=mesh, **changes))
     assert one.steps == many.steps == 51
     assert _difference(one, many, spec) < 1e-5
-    assert many.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+    for first, second in zip(one.history, many.history, strict=True):
+        assert second.train_loss == pytest.approx(first.train_loss, rel=1e-5)
+        assert second.metrics == pytest.approx(first.metrics, rel=1e-5)
 
 
 def test_weights_of_a_network_of_transformers_or_ones_own_are_cut_by_a_plan(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""A rank's queries against keys that come some at a time, forward and backward, by their places in a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ringspark.estimators.parallel.model.sequence.attention_parts import (
+    Part,
+    attend_part,
+    merged,
+    part_gradients,
+)
+from ringspark.estimators.parallel.model.sequence.spans import Span
+
+
+def seen(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]]:
+    """Returns the keys among `key` that queries see, and whether each query sees only those up to itself.
+
+    Args:
+        query: Places of the queries.
+        key: Places of keys; they hold all queries' own, or none.
+    """
+    if query[0] == query[1] or key[0] == key[1]:
+        return []
+    if not causal:
+        return [(key, False)]
+    before = (key[0], min(key[1], query[0]))
+    found = [(before, False)] if before[0] < before[1] else []
+    return [*found, (query, True)] if key[0] <= query[0] and query[1] <= key[1] else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queries:
+    """What is asked.
+
+    Attributes:
+        query: (batch, heads, own tokens, head_dim).
+        spans: Their places in the row, end to end in `query`.
+        mask: (batch, 1, 1, seq) booleans, of all keys; None if all count.
+        causal: Whether a query sees only its own key and those before.
+    """
+
+    query: torch.Tensor
+    spans: Sequence[Span]
+    mask: torch.Tensor | None
+    causal: bool
+
+    def pairs(self, key: Span) -> Iterator[tuple[int, slice, Span, torch.Tensor | None, bool]]:
+        """Yields number and place of each piece of queries, and the places, mask and order of its keys."""
+        begin = 0
+        for number, span in enumerate(self.spans):
+            own = slice(begin, begin + span[1] - span[0])
+            for keys, causal in seen(span, key, self.causal):
+                mask = None if self.mask is None else self.mask[..., keys[0] : keys[1]]
+                yield number, own, keys, mask, causal
+            begin = own.stop
+
+
+@dataclass(kw_only=True)
+class SpanAttention:
+    """The forward pass: parts that are merged as they come."""
+
+    queries: Queries
+    _parts: dict[int, Part] = field(default_factory=dict)
+
+    def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span]) -> None:
+        """Attends to some keys, whose places are end to end in `key`."""
+        for span, first in _with_first(spans):
+            for number, own, keys, mask, causal in self.queries.pairs(span):
+                at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
+                part = attend_part(
+                    self.queries.query[:, :, own], key[:, :, at], value[:, :, at], mask, causal
+                )
+                self._parts[number] = merged(self._parts[number], part) if number in self._parts else part
+
+    def result(self) -> Part:
+        """Returns what all keys gave to all queries.
+
+        The means are in the dtype of the queries, the logarithms in fp32 or fp64. The means lie in memory
+        as (batch, own tokens, heads, head_dim), as a network joins its heads.
+        """
+        query = self.queries.query
+        batch, heads, tokens, width = query.shape
+        wide = torch.promote_types(query.dtype, torch.float32)
+        mean = query.new_zeros((batch, tokens, heads, width)).transpose(1, 2)
+        log_sum = query.new_full((batch, heads, tokens), -math.inf, dtype=wide)
+        begin = 0
+        for number, span in enumerate(self.queries.spans):
+            own = slice(begin, begin + span[1] - span[0])
+            if number in self._parts:
+                mean[:, :, own], log_sum[:, :, own] = self._parts[number]
+            begin = own.stop
+        return mean, log_sum
+
+
+class SpanGradients:
+    """The backward pass.
+
+    Attributes:
+        query: Gradient of the queries so far, in fp32 or fp64.
+    """
+
+    def __init__(self, queries: Queries, gradient: torch.Tensor, whole: Part) -> None:
+        self._queries, self._gradient, self._whole = queries, gradient, whole
+        self.query = torch.zeros_like(queries.query, dtype=whole[0].dtype)
+
+    def add(self, key: torch.Tensor, value: torch.Tensor, spans: Sequence[Span], into: torch.Tensor) -> None:
+        """Adds what some keys give to the queries' gradient, and what the queries give to theirs.
+
+        Args:
+            key, value, spans: As in the forward pass.
+            into: Gradients of `key` and `value`, stacked, to which their part is added in place.
+        """
+        mean, log_sum = self._whole
+        for span, first in _with_first(spans):
+            for _, own, keys, mask, causal in self._queries.pairs(span):
+                at = slice(keys[0] - span[0] + first, keys[1] - span[0] + first)
+                found = part_gradients(
+                    self._gradient[:, :, own],
+                    self._queries.query[:, :, own],
+                    key[:, :, at],
+                    value[:, :, at],
+                    mask,
+                    causal,
+                    (mean[:, :, own], log_sum[:, :, own]),
+                )
+                for whole, part in zip(
+                    (self.query[:, :, own], into[0][:, :, at], into[1][:, :, at]), found, strict=True
+                ):
+                    whole += part
+
+
+def _with_first(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
+    """Yields spans, and where each begins in a tensor that holds them end to end."""
+    first = 0
+    for span in spans:
+        yield span, first
+        first += span[1] - span[0]

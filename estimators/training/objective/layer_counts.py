@@ -1,0 +1,68 @@
+"""Sums what layers of the network count over the rows of a split, for the history.
+
+Counts are sums over rows, so those of micro-batches and ranks add up: any number of ranks tells the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.models.reports import CountingLayer
+
+
+class LayerCounts:
+    """The counts of one network's layers on one rank."""
+
+    def __init__(self, network: nn.Module | None, device: torch.device) -> None:
+        modules = [] if network is None else network.modules()
+        self._layers = [layer for layer in modules if isinstance(layer, CountingLayer)]
+        # float64, so that an epoch's many tokens are counted exactly.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        sizes = [layer.num_counts for layer in self._layers]
+        self._totals = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._views = dict(zip(self._layers, torch.split(self._totals, sizes), strict=True)) if sizes else {}
+
+    def add(self, counts: Mapping[CountingLayer, torch.Tensor]) -> None:
+        """Adds the counts of a forward pass, without waiting for the device."""
+        for layer, own in counts.items():
+            if layer in self._views:
+                self._views[layer].add_(own)
+
+    def take(self, data: Collective) -> dict[str, float]:
+        """Returns the numbers over all ranks of `data`, which all call it, by their names."""
+        values: dict[str, float] = {}
+        if not self._layers:
+            return values
+        summed = data.all_reduce(self._totals.cpu())
+        totals = torch.split(summed, [layer.num_counts for layer in self._layers])
+        for numbers in dict.fromkeys(type(layer).numbers for layer in self._layers):
+            own = zip(self._layers, totals, strict=True)
+            values |= numbers([counts for layer, counts in own if type(layer).numbers is numbers])
+        return values
+
+    def reset(self) -> None:
+        self._totals.zero_()
+
+    def state(self) -> torch.Tensor | None:
+        """Copies the counts to the CPU, 1-D; None for a network whose layers count nothing."""
+        return self._totals.detach().cpu().clone() if self._layers else None
+
+    def load(self, state: torch.Tensor | None) -> None:
+        """Restores a result of `state`; None starts from zero.
+
+        Raises:
+            ValueError: It is that of another network.
+        """
+        if state is None:
+            self._totals.zero_()
+            return
+        if state.shape != self._totals.shape:
+            raise ValueError(
+                f"the checkpoint has {len(state)} counts of layers, this network has {len(self._totals)}; "
+                "give runUri a folder of its own"
+            )
+        self._totals.copy_(state)

@@ -1,0 +1,71 @@
+"""Learning rates that follow the batch size by a rule that a user names, and their gradual warm-up. Pure.
+
+A batch k times as large as the one for which a rate was found gives a gradient of a k-th of the variance:
+
+* "linear": k times the rate (Goyal et al. 2017), so that one step goes as far as k small ones. For SGD, as
+  long as the batch is well below the gradient noise scale.
+* "sqrt": sqrt(k) times the rate (Krizhevsky 2014, Hoffer et al. 2017), which keeps the variance of a step.
+  Also the rule for Adam and its kin, which divide by the gradients' root mean square.
+
+At the start, when the network changes fast, a large rate may not be stable. So the rate rises by the same
+amount in each step, from the unscaled one to the scaled one (Goyal et al., "gradual warm-up").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringspark.estimators.training.batch_sizes import Steps
+
+# Batch size as a multiple of the base -> factor on the rate.
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateScaling:
+    """The factor on every group's rate, by step.
+
+    Attributes:
+        name: Key of `RULES`.
+        base_batch_size: Rows per step for which the unscaled rate is right.
+        warmup_steps: Steps in which the factor goes from 1 to the rule's.
+        steps: Epochs of the training, with their batch sizes and steps.
+    """
+
+    name: str
+    base_batch_size: int
+    warmup_steps: int
+    steps: Steps
+
+    @classmethod
+    def of(cls, setting: Mapping[str, Any], steps: Steps) -> RateScaling | None:
+        """Returns what the setting `scaleLearningRate` asks for; None if that is nothing."""
+        if setting["name"] == "none":
+            return None
+        return cls(
+            name=setting["name"],
+            base_batch_size=setting["baseBatchSize"],
+            warmup_steps=steps.after(setting["warmupEpochs"]),
+            steps=steps,
+        )
+
+    def of_epoch(self, epoch: int) -> float:
+        """Returns the rule's factor for the batch size of an epoch, which counts from 0."""
+        return RULES[self.name](self.steps.batches.size(epoch) / self.base_batch_size)
+
+    def factor(self, step: int) -> float:
+        """Returns the factor of a step, which counts from 0 over the whole training."""
+        full = self.of_epoch(self.steps.epoch_of(step))
+        return full if step >= self.warmup_steps else 1 + (full - 1) * step / self.warmup_steps
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.of_epoch(start):.4g} from epoch {start + 1} on (batches of {size:,})"
+            for start, size in zip(self.steps.batches.starts, self.steps.batches.sizes, strict=True)
+        ]
+        after = f", after a rise from 1 over {self.warmup_steps:,} steps" if self.warmup_steps else ""
+        rule = f"{self.name} from a batch of {self.base_batch_size:,}"
+        return f"learning rates are scaled ({rule}): times {', '.join(parts)}{after}"

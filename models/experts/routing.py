@@ -1,0 +1,218 @@
+"""Decides which expert computes which token: pure functions on fp32 logits.
+
+- `switch`: each token chooses its best expert (Fedus et al. 2021, "Switch Transformers").
+- `gshard`: each token chooses its two best experts (Lepikhin et al. 2020, "GShard").
+- `expert_choice`: each expert chooses its best tokens (Zhou et al. 2022).
+
+Tokens compete for places inside their own row. An expert takes at most `capacity` of them, which follows from
+the row's number of tokens without padding. The papers do so in groups of a fixed size; here the group is a
+row, so that what becomes of a row depends neither on its batch nor on the rank that has it: any number of
+ranks computes what one does.
+
+Equal logits go to the expert with the lowest number, or to the token that comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How many tokens of a row an expert takes, and in which order.
+
+    Attributes:
+        capacity_factor: Places of all experts together, as a multiple of the expert computations that the
+            tokens of a row ask for; None for as many as are asked for.
+        min_capacity: Places that each expert has at least.
+        in_order: Whether the choices of earlier tokens come before those of later ones, as a causal network
+            needs. If not, all first choices come before all second ones, as in GShard.
+        random_second: Whether the second choice is asked for with a probability of twice its weight only.
+    """
+
+    capacity_factor: float | None = 1.25
+    min_capacity: int = 4
+    in_order: bool = False
+    random_second: bool = False
+
+    def capacity(self, tokens: torch.Tensor, num_experts: int, choices: int) -> torch.Tensor:
+        """Returns ceil(choices * tokens / num_experts * capacity_factor), at least the least and in integers.
+
+        Args:
+            tokens: Number of tokens of each row, (batch,) int64.
+            choices: Experts that a token asks for.
+        """
+        over, under = self._ratio(num_experts, choices)
+        return ((tokens * over + under - 1) // under).clamp(min=self.min_capacity)
+
+    def most(self, tokens: int, num_experts: int, choices: int) -> int:
+        """Returns the capacity for a row of so many tokens."""
+        over, under = self._ratio(num_experts, choices)
+        return max((tokens * over + under - 1) // under, self.min_capacity)
+
+    def _ratio(self, num_experts: int, choices: int) -> tuple[int, int]:
+        assert self.capacity_factor is not None
+        # In floating point, 10 times 1.1 is more than 11.
+        factor = Fraction(self.capacity_factor).limit_denominator(1000)
+        return choices * factor.numerator, num_experts * factor.denominator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """A list of assignments of tokens to experts, and what became of each row.
+
+    Attributes:
+        tokens: Place of each token in (batch * seq), (assignments,) int64.
+        experts: Its expert, (assignments,) int64; `num_experts` where nothing is computed: padding, a second
+            choice that was not asked for, or no place left.
+        weights: Factor of the expert's output, (assignments,) fp32, with the gradient of the router.
+        load: Tokens that asked for each expert, (batch, num_experts) fp32.
+        asked: Assignments that were asked for, (batch,) fp32; with expert choice, tokens.
+        dropped: Those of them for which there was no place, (batch,) fp32.
+        balance: Switch's balance loss of each row, (batch,) fp32: `num_experts` times the sum over experts of
+            the share of first choices and the mean probability. 1 if both are even.
+    """
+
+    tokens: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    load: torch.Tensor
+    asked: torch.Tensor
+    dropped: torch.Tensor
+    balance: torch.Tensor
+
+
+Router = Callable[[torch.Tensor, torch.Tensor, Rule], Routing]
+
+
+def switch(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
+    """Each token asks for its best expert, whose output is multiplied by its probability.
+
+    Args:
+        logits: (batch, seq, num_experts) fp32.
+        real: (batch, seq) booleans, False for padding.
+    """
+    return _tokens_choose(logits, real, rule, 1)
+
+
+def gshard(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
+    """Each token asks for its two best experts; their weights, before any is dropped, add up to 1.
+
+    Args:
+        logits, real: See `switch`.
+    """
+    return _tokens_choose(logits, real, rule, 2)
+
+
+def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: Rule) -> Routing:
+    """Each expert takes as many tokens of a row as it has places: those that want it most.
+
+    A token may have several experts, or none. The load is even, so there is nothing to balance.
+
+    Args:
+        logits, real: See `switch`.
+    """
+    batch, seq, num_experts = logits.shape
+    probabilities = logits.softmax(-1)
+    with torch.no_grad():
+        lengths = real.sum(1)
+        capacity = torch.minimum(rule.capacity(lengths, num_experts, 1), lengths)  # (batch,)
+        wanted = probabilities.masked_fill(~real[..., None], -1.0)
+        most = min(seq, rule.most(seq, num_experts, 1))
+        # The best first, (batch, most, experts).
+        best = wanted.sort(dim=1, descending=True, stable=True).indices[:, :most]
+        taken = torch.arange(most, device=logits.device) < capacity[:, None]  # (batch, most)
+        experts = torch.arange(num_experts, device=logits.device).where(taken[..., None], num_experts)
+        times = torch.zeros_like(wanted).scatter_(1, best, taken[..., None].expand_as(best).to(wanted.dtype))
+        left = real & ~times.any(-1)
+    weights = probabilities.gather(1, best)
+    return Routing(
+        tokens=(best + _row_starts(logits)).flatten(),
+        experts=experts.flatten(),
+        weights=weights.flatten(),
+        load=capacity[:, None].expand(batch, num_experts).float(),
+        asked=lengths.float(),
+        dropped=left.sum(1).float(),
+        balance=logits.new_zeros(batch),
+    )
+
+
+ROUTERS: dict[str, Router] = {"switch": switch, "gshard": gshard, "expert_choice": expert_choice}
+
+
+def z_loss(logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Returns each row's mean of the squared log-sum-exp of its tokens' logits, (batch,).
+
+    Zoph et al. 2022, "ST-MoE": it keeps logits small, whose softmax rounds badly.
+    """
+    return _mean(logits.logsumexp(-1).square(), real)
+
+
+def _tokens_choose(logits: torch.Tensor, real: torch.Tensor, rule: Rule, choices: int) -> Routing:
+    num_experts = logits.shape[-1]
+    probabilities = logits.softmax(-1)
+    with torch.no_grad():
+        best = _best(probabilities, choices)  # (batch, seq, choices)
+    gates = probabilities.gather(-1, best)
+    if choices > 1:
+        gates = gates / gates.sum(-1, keepdim=True)
+    with torch.no_grad():
+        asks = real[..., None].expand(best.shape)
+        if rule.random_second and choices > 1:
+            second = 2 * gates[..., 1:] > torch.rand_like(gates[..., 1:])
+            asks = torch.cat([asks[..., :1], asks[..., 1:] & second], -1)
+        queue = _queue(best.where(asks, num_experts), rule.in_order)  # (batch, seq * choices)
+        is_asked = queue[..., None] == torch.arange(num_experts, device=logits.device)
+        places = (is_asked.cumsum(1, dtype=torch.int32) * is_asked).sum(-1)  # from 1; 0 where not asked
+        kept = places > 0
+        if rule.capacity_factor is not None:
+            kept &= places <= rule.capacity(real.sum(1), num_experts, choices)[:, None]
+        first = (best[..., :1] == torch.arange(num_experts, device=logits.device)).to(logits.dtype)
+        load = is_asked.sum(1).float()  # (batch, experts)
+        asked = load.sum(-1)
+    tokens = _queue(
+        torch.arange(logits.shape[1], device=logits.device)[:, None].expand_as(best), rule.in_order
+    )
+    return Routing(
+        tokens=(tokens + _row_starts(logits)[..., 0]).flatten(),
+        experts=queue.where(kept, num_experts).flatten(),
+        weights=_queue(gates, rule.in_order).flatten(),
+        load=load,
+        asked=asked,
+        dropped=asked - kept.sum(1),
+        balance=num_experts * (_mean(first, real) * _mean(probabilities, real)).sum(-1),
+    )
+
+
+def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
+    """Returns the experts with the highest probabilities, best first, (..., choices)."""
+    found: list[torch.Tensor] = []
+    for _ in range(choices):
+        # Of equals `argmax` returns the first; `topk` promises nothing.
+        best = probabilities.argmax(-1, keepdim=True)
+        probabilities = probabilities.scatter(-1, best, -1.0)
+        found.append(best)
+    return torch.cat(found, -1)
+
+
+def _queue(values: torch.Tensor, in_order: bool) -> torch.Tensor:
+    """Lays (batch, seq, choices) out in the order in which places are given, (batch, seq * choices)."""
+    return (values if in_order else values.transpose(1, 2)).flatten(1)
+
+
+def _row_starts(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the place of each row's first token in (batch * seq), (batch, 1, 1)."""
+    batch, seq, _ = logits.shape
+    return (torch.arange(batch, device=logits.device) * seq)[:, None, None]
+
+
+def _mean(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Returns the mean of (batch, seq, ...) over each row's tokens, (batch, ...); 0 without tokens."""
+    weights = real.to(values.dtype)
+    if values.dim() > 2:
+        weights = weights[..., None]
+    return (values * weights).sum(1) / weights.sum(1).clamp(min=1)

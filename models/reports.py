@@ -1,0 +1,83 @@
+"""What layers report beside the network's outputs: losses of rows, and counts for the history.
+
+A layer deep inside a network has no say in what the network returns. It calls `add_loss` or `add_counts`, and
+whoever runs the forward pass inside `collected` gets what was added. Outside of it nothing is kept, so a
+recomputed layer, which runs again in the backward pass, adds nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+class CountingLayer(nn.Module):
+    """Base of layers that count something over the rows they see.
+
+    Attributes:
+        num_counts: Length of the counts, equal on all ranks.
+    """
+
+    num_counts: int
+
+    @staticmethod
+    def numbers(totals: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Returns numbers by their names in the history.
+
+        Args:
+            totals: Counts of each layer of this kind, (num_counts,) each, summed over all rows.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What the layers of one forward pass have added.
+
+    Attributes:
+        losses: Losses of the rows, (rows,) each.
+        counts: Layer -> its counts, summed over its calls.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    counts: dict[CountingLayer, torch.Tensor] = field(default_factory=dict)
+
+
+_OPEN: ContextVar[Reports | None] = ContextVar("_OPEN", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[Reports]:
+    """Wraps a forward pass; yields what its layers add."""
+    reports = Reports()
+    token = _OPEN.set(reports)
+    try:
+        yield reports
+    finally:
+        _OPEN.reset(token)
+
+
+def add_loss(rows: torch.Tensor) -> None:
+    """Adds a loss to what the training minimises: its mean over the rows of the global batch.
+
+    Rows weigh in that mean what they weigh in the loss of the outputs. Called in training mode only.
+
+    Args:
+        rows: Value of each row, (rows,). What is no sum over rows would differ with the number of ranks.
+    """
+    reports = _OPEN.get()
+    if reports is not None:
+        reports.losses.append(rows)
+
+
+def add_counts(layer: CountingLayer, counts: torch.Tensor) -> None:
+    """Adds to the counts of a layer; see `CountingLayer`."""
+    reports = _OPEN.get()
+    if reports is not None:
+        known = reports.counts.get(layer)
+        reports.counts[layer] = counts.detach() if known is None else known + counts.detach()

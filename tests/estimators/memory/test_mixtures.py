@@ -1,0 +1,42 @@
+"""Plans of memory and of work for networks whose shapes depend on numbers that a plan does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators import plan_memory
+from ringspark.estimators.scaling.layers import count_layers
+from ringspark.models import ModelSpec
+
+SIZES = {"vocab_size": 30, "max_seq_len": 16, "dim": 32, "depth": 2, "num_heads": 2, "out_features": 2}
+BATCH = (((8, 16), torch.int64), ((8,), torch.int64))
+
+
+def spec(experts: dict[str, Any] | None) -> ModelSpec:
+    return ModelSpec("transformer_classifier", SIZES | ({} if experts is None else {"experts": experts}))
+
+
+def test_a_plan_of_memory_knows_the_weights_of_all_experts() -> None:
+    plans = [plan_memory(spec(e), BATCH, loss="cross_entropy") for e in (None, {"num_experts": 8})]
+    dense, mixed = (plan.parameters for plan in plans)
+    # 7 more perceptrons of width 4 * 32, and the router.
+    assert mixed - dense == 4 * (7 * (2 * 128 * 32 + 128 + 32) + 8 * 32)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"num_experts": 8, "router": "switch"},
+        {"num_experts": 8, "router": "gshard", "mlp_dim": 64},
+        {"num_experts": 8, "router": "expert_choice", "capacity_factor": 1.0, "min_capacity": 1},
+    ],
+)
+def test_experts_cost_the_operations_of_the_perceptron_they_replace(experts: dict[str, Any]) -> None:
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    work = {layer.name: layer.work for layer in count_layers(spec(None).build(), (ids,)).layers}
+    mixed = {layer.name: layer.work for layer in count_layers(spec(experts).build(), (ids,)).layers}
+    perceptron = work["blocks.1.up"] + work["blocks.1.down"]
+    assert mixed["blocks.1.mixture.experts"] == pytest.approx(perceptron, rel=0.05)

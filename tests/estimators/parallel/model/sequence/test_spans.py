@@ -1,0 +1,48 @@
+"""Which tokens of a row each rank has."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringspark.estimators.parallel.model.sequence.span_attention import seen
+from ringspark.estimators.parallel.model.sequence.spans import Spans
+
+SPANS = st.builds(Spans, st.integers(1, 6), st.booleans())
+LENGTHS = st.integers(0, 40)
+
+
+@given(SPANS, LENGTHS)
+def test_every_token_is_on_one_rank_and_parts_go_back_to_their_places(spans: Spans, seq: int) -> None:
+    row = torch.arange(2 * seq).view(2, seq)
+    parts = [spans.taken(row, 1, rank) for rank in range(spans.num_ranks)]
+    assert sorted(torch.cat(parts, 1)[0].tolist()) == list(range(seq))
+    assert [part.shape[1] for part in parts] == spans.lengths(seq)
+    assert torch.equal(spans.in_order(parts, 1), row)
+
+
+@given(SPANS, LENGTHS, st.booleans())
+def test_every_query_sees_each_of_its_keys_once(spans: Spans, seq: int, causal: bool) -> None:
+    seen_pairs = torch.zeros(seq, seq, dtype=torch.long)
+    pieces = [[span for rank in range(spans.num_ranks) for span in spans.of(rank, seq)], [(0, seq)]]
+    # Keys come piece by piece, or all at once.
+    for keys in pieces:
+        seen_pairs.zero_()
+        for query in pieces[0]:
+            for key in keys:
+                for (begin, end), up_to_itself in seen(query, key, causal):
+                    block = torch.ones(query[1] - query[0], end - begin, dtype=torch.long)
+                    seen_pairs[slice(*query), begin:end] += block.tril() if up_to_itself else block
+        want = torch.ones(seq, seq, dtype=torch.long)
+        assert torch.equal(seen_pairs, want.tril() if causal else want)
+
+
+@given(st.integers(1, 6), st.integers(1, 8))
+def test_pieces_from_both_ends_give_every_rank_as_many_pairs(num_ranks: int, length: int) -> None:
+    seq = 2 * num_ranks * length
+    spans = Spans(num_ranks, zigzag=True)
+    pairs = [sum(sum(range(b + 1, e + 1)) for b, e in spans.of(rank, seq)) for rank in range(num_ranks)]
+    assert all(one == other for one, other in pairwise(pairs))

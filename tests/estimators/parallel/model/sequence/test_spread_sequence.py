@@ -1,0 +1,401 @@
+"""Rows spread over ranks: outputs, gradients and trained weights are those of one worker with whole rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.sequence import CONTEXTS
+from ringspark.estimators.parallel.model.sequence.spans import Spans
+from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
+from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
+from ringspark.estimators.training.phase import Status
+from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
+from ringspark.models.whole_rows import WholeRows, attend
+
+pytestmark = pytest.mark.distributed
+KINDS = ("classifier", "padded classifier", "language model")
+VOCAB, MAX_SEQ = 11, 16
+
+
+class _Mixer(nn.Module):
+    """One head, which only knows the seam: it tells neither dropout nor whether it is causal."""
+
+    attend = staticmethod(attend)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        query, key, value = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return self.attend(query, key, value, mask, 0.0, False).squeeze(1)
+
+
+class _Own(nn.Module):
+    """A network of a user's own; more than one layer works on whole rows."""
+
+    rows = WholeRows()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixer = nn.Embedding(VOCAB, 12), _Mixer()
+        self.head = nn.Sequential(nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        seq = ids.shape[1]
+        x = self.mixer(self.tokens(self.rows.own(ids, 1)), self.rows.mask(None, seq))
+        return self.rows.alike(self.head(self.rows.pool(x, None, seq)))
+
+
+def _network(kind: str, seed: int = 1, **more: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    if kind == "own":
+        return _Own()
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_seq_len": MAX_SEQ,
+        "dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+    }
+    if kind == "language model":
+        return TransformerLM(**sizes | more)
+    padding = {"padding_id": 0} if kind == "padded classifier" else {}
+    return TransformerClassifier(**sizes | padding | more, out_features=3)
+
+
+def _ids(rows: int, seq: int, seed: int = 2) -> torch.Tensor:
+    """Rows of different lengths, padded by 0 at either end; the first is all padding."""
+    ids = torch.randint(1, VOCAB, (rows, seq), generator=torch.Generator().manual_seed(seed))
+    for row in range(rows):
+        ids[row, seq * row // rows :] = 0
+    return torch.where(torch.arange(rows).view(-1, 1) % 2 == 1, ids.flip(1), ids)
+
+
+def _loss(outputs: torch.Tensor) -> torch.Tensor:
+    """A loss in which every output counts differently."""
+    weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs)
+    return (outputs * weights).square().mean() + (outputs * weights).mean()
+
+
+def _backward(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    outputs: torch.Tensor = module(ids)
+    _loss(outputs.double() if outputs.dtype == torch.float64 else outputs.float()).backward()  # type: ignore[no-untyped-call]
+    return outputs.detach()
+
+
+def _whole_gradients(module: nn.Module, collective: Collective) -> list[torch.Tensor]:
+    grads = [p.grad for p in module.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [collective.all_reduce(grad) for grad in grads if grad is not None]
+
+
+def _far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """Returns the largest difference, as a share of the largest number of its tensor."""
+    pairs = zip(some, others, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
+
+
+def _exact(collective: Collective, device: str, status: Status) -> str:
+    far = {"float32": 0.0, "float64": 0.0}
+    for dtype in (torch.float32, torch.float64):
+        for way in CONTEXTS:
+            for kind in (*KINDS, "own"):
+                # Not as many tokens for all; as many for all, and none for some.
+                for seq in (13, *((MAX_SEQ, 1) if dtype == torch.float64 else ())):
+                    ids, one = _ids(5, seq), _network(kind).to(dtype)
+                    spread = copy.deepcopy(one)
+                    spread_sequence(spread, collective, way)
+                    outputs = _backward(one, ids), _backward(copy.deepcopy(spread), ids)
+                    assert torch.allclose(*outputs, rtol=0, atol=1e-6), (way, kind, seq)
+                    _backward(spread, ids)
+                    found = _far(
+                        _whole_gradients(spread, collective),
+                        [p.grad for p in one.parameters()],  # type: ignore[misc]
+                    )
+                    name = str(dtype).removeprefix("torch.")
+                    far[name] = max(far[name], found)
+                    # Rows may run out, as at the end of a validation.
+                    assert spread.eval()(ids[:0]).shape[0] == 0
+    return json.dumps(far)
+
+
+@pytest.mark.parametrize(
+    ("size", "shares_memory"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_whole_rows(
+    size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", str(int(shares_memory)))
+    for text in run_spawned(size, "torch", _exact):
+        far = json.loads(text)
+        assert far["float32"] < 1e-6, far
+        assert far["float64"] < 1e-12, far
+
+
+def _train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, kind: str, global_rows: int
+) -> None:
+    """Takes 50 steps, each with other rows; every data rank has its share of them, perhaps none."""
+    sync = SummedGradients(module, optimizer, mesh.gradients)
+    for step in range(50):
+        ids = _ids(global_rows, 13 - step % 3, seed=step)[mesh.data_rank :: mesh.data_size]
+        optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            if len(ids):
+                outputs = sync.module(ids)
+                labels = ids.roll(-1, 1) if kind == "language model" else ids.sum(1) % 3
+                loss = F.cross_entropy(outputs, labels, reduction="sum") / global_rows
+                loss.backward()  # type: ignore[no-untyped-call]
+        sync.reduce()
+        optimizer.step()
+
+
+def _trained(
+    collective: Collective, device: str, status: Status, *, cases: list[tuple[str, str]], data: int
+) -> str:
+    mesh = Mesh.of(collective, {"data": data, "sequence": collective.size // data})
+    far = {}
+    for way, kind in cases:
+        # With one row the second data rank has none in any step.
+        rows = 1 if data > 1 and kind == "classifier" else 5
+        far[f"{way} {kind}"] = 0.0
+        # SGD too, as AdamW's steps would be the same if a parameter's gradient counted twice.
+        for optimizer, rate in ((torch.optim.AdamW, 1e-3), (torch.optim.SGD, 1e-2)):
+            one = _network(kind)
+            spread = copy.deepcopy(one)
+            spread_sequence(spread, mesh.axes["sequence"], way)
+            for module, own in ((one, Mesh.of(LocalCollective())), (spread, mesh)):
+                _train(module, optimizer(module.parameters(), lr=rate), own, kind, rows)
+            if optimizer is torch.optim.AdamW:
+                _zero_key_biases(one)
+                _zero_key_biases(spread)
+            found = _far([p.detach() for p in spread.parameters()], [p.detach() for p in one.parameters()])
+            far[f"{way} {kind}"] = max(far[f"{way} {kind}"], found)
+    return json.dumps(far)
+
+
+@torch.no_grad()
+def _zero_key_biases(module: nn.Module) -> None:
+    """Leaves the biases of keys out: they shift all scores of a query alike, which changes no weight of it.
+
+    So their gradients are rounding errors, which AdamW makes as large as any other's.
+    """
+    for name, p in module.named_parameters():
+        if name.endswith("qkv.bias"):
+            p.view(3, -1)[1] = 0
+
+
+_EACH = [(way, kind) for way in CONTEXTS for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "cases"),
+    [
+        (2, 1, [("ring", "language model"), ("gather", "padded classifier")]),
+        pytest.param(2, 1, _EACH, marks=pytest.mark.slow),
+        pytest.param(4, 1, _EACH, marks=pytest.mark.slow),
+        pytest.param(4, 2, _EACH, marks=pytest.mark.slow),
+    ],
+    ids=["2", "2 each", "4 each", "2 by 2 each"],
+)
+def test_fifty_steps_lead_to_the_weights_of_one_worker(
+    size: int, data: int, cases: list[tuple[str, str]]
+) -> None:
+    texts = run_spawned(size, "torch", partial(_trained, cases=cases, data=data))
+    assert len(set(texts)) == 1  # all ranks end with the same bits
+    far = json.loads(texts[0])
+    assert len(far) == len(cases)
+    assert max(far.values()) < 1e-5, far
+
+
+class _Counted:
+    """A collective that notes the names of its operations."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("all_reduce", "all_gather", "all_to_all", "start_reduce_scatter"):
+            self.calls.append(name)
+        return getattr(self._collective, name)
+
+
+@contextmanager
+def _held(module: nn.Module) -> Iterator[list[int]]:
+    """Yields a list with, at the end, the bytes that the pass keeps for its backward pass, weights aside."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    storages: dict[int, Any] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    total: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield total
+    total.append(sum(storage.nbytes() for storage in storages.values()))
+
+
+def _costs(collective: Collective, device: str, status: Status) -> str:
+    """Tells what one block more costs: operations, bytes sent and bytes held, by way and kind."""
+    found: dict[str, Any] = {"plain": {}}
+    for kind in ("classifier", "language model"):
+        # An exact multiple of the pieces, so that all ranks do the same.
+        ids = _ids(4, MAX_SEQ)
+        for way in (None, *CONTEXTS):
+            costs = []
+            for depth in (1, 2):
+                module, counted = _network(kind, dim=16, num_heads=4, depth=depth), _Counted(collective)
+                if way is not None:
+                    spread_sequence(module, counted, way)  # type: ignore[arg-type]
+                before = collective.bytes_sent
+                with _held(module) as held:
+                    outputs = module(ids)
+                forward = list(counted.calls)
+                _loss(outputs).backward()  # type: ignore[no-untyped-call]
+                sent = collective.bytes_sent - before
+                costs.append((len(forward), len(counted.calls) - len(forward), sent, held[0]))
+            found.setdefault(str(way), {})[kind] = [b - a for a, b in zip(*costs, strict=True)]
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_block_exchanges_what_its_way_says_and_holds_a_part_of_the_activations(size: int) -> None:
+    values = 4 * MAX_SEQ * 16 * 4 // size  # bytes of one (batch, own tokens, dim)
+    operations = {"gather": (1, 1), "ring": (size - 1, size), "ulysses": (2, 2)}
+    sent = {
+        # Keys and values pass n - 1 ranks, and so do their gradients.
+        "gather": 4 * values * (size - 1),
+        # Once more in the backward pass; the gradients come home by one exchange more.
+        "ring": 2 * values * (3 * size - 2),
+        # Queries, keys, values and the result; all but a rank's own part.
+        "ulysses": 8 * values * (size - 1) // size,
+    }
+    for text in run_spawned(size, "torch", _costs):
+        costs = json.loads(text)
+        for kind in ("classifier", "language model"):
+            whole = costs["None"][kind][3]
+            for way in CONTEXTS:
+                *counts, bytes_sent, held = costs[way][kind]
+                assert tuple(counts) == operations[way], (way, kind, costs)
+                assert bytes_sent == sent[way], (way, kind, costs)
+                # Gathered keys and values are whole, beside a rank's own. What heads gave is held as it was
+                # computed, and as it came back.
+                more = {"gather": 2 * values * size, "ring": 0, "ulysses": values}[way]
+                assert held - more <= whole / size * 1.01, (way, kind, costs)
+    assert set(operations) == set(CONTEXTS)
+
+
+def _variants(collective: Collective, device: str, status: Status) -> str:
+    found = {}
+    for way in CONTEXTS:
+        for kind in ("padded classifier", "language model"):
+            ids = _ids(5, 13)
+            one = _network(kind, depth=4)
+            plain, *others = (copy.deepcopy(one) for _ in range(3))
+            for module, policy in zip(others, ("all", "sqrt"), strict=True):
+                apply_activation_checkpoint(module, policy)
+            for module in (plain, *others):
+                spread_sequence(module, collective, way)
+            outputs = [_backward(module, ids) for module in (plain, *others)]
+            gradients = [[p.grad for p in module.parameters()] for module in (plain, *others)]
+            found[f"{way} {kind} recomputed"] = (
+                all(torch.equal(outputs[0], other) for other in outputs[1:])
+                and all(
+                    torch.equal(a, b)  # type: ignore[arg-type]
+                    for other in gradients[1:]
+                    for a, b in zip(gradients[0], other, strict=True)
+                )
+            )
+            exact = _whole_gradients(plain, collective)
+            one.zero_grad()
+            plain.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = [_backward(one, ids), _backward(plain, ids)]
+            in_16_bits = [p.grad for p in one.parameters()]
+            error = _far(in_16_bits, exact)  # type: ignore[arg-type]
+            found[f"{way} {kind} bf16"] = (
+                outputs[0].dtype == outputs[1].dtype
+                and _far(_whole_gradients(plain, collective), exact) < 2 * error
+            )
+    # Ranks draw other dropout, and see the same outputs.
+    for kind in KINDS:
+        module = _network(kind, dropout=0.5, attention_dropout=0.5)
+        spread_sequence(module, collective, "ulysses")
+        torch.manual_seed(collective.rank)
+        outputs = [module(_ids(5, 13)) for _ in range(2)]
+        found[f"{kind} dropout"] = not torch.equal(*outputs) and all(
+            torch.equal(outputs[0].flatten(), other)
+            for other in collective.all_gather(outputs[0].detach().flatten())
+        )
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_recomputed_16_bit_and_dropping_networks_are_spread_alike(size: int) -> None:
+    for text in run_spawned(size, "torch", _variants):
+        found = json.loads(text)
+        assert all(found.values()), found
+
+
+def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
+    """Those of a tensor axis, which have the same tokens, draw the same."""
+    alone = LocalCollective()
+    same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
+    sizes = {"sequence": 3, "tensor": 2}
+    drawing = [
+        Mesh(**same, sizes=sizes, places={"sequence": s, "tensor": t}).drawing_rank  # type: ignore[arg-type]
+        for s in range(3)
+        for t in range(2)
+    ]
+    assert drawing == [0, 0, 1, 1, 2, 2]
+
+
+def test_one_rank_changes_nothing() -> None:
+    module = _network("classifier")
+    before = dict(vars(module))
+    spread_sequence(module, LocalCollective(), "ring")
+    assert vars(module) == before
+
+
+def test_what_cannot_be_spread_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model MLP cannot have rows spread over ranks: it needs an attrib"):
+        spread_sequence(MLP(3, [4], 2), LocalCollective())
+    # What is around a network that could be spread would count once for each rank.
+    with pytest.raises(ValueError, match="model Sequential cannot have rows spread"):
+        spread_sequence(nn.Sequential(_network("classifier"), nn.Linear(3, 3)), LocalCollective())
+    with pytest.raises(ValueError, match=r"must be one of \['gather', 'ring', 'ulysses'\], got 'rign'; did"):
+        spread_sequence(_network("classifier"), LocalCollective(), "rign")
+    dropping = _network("classifier", attention_dropout=0.1)
+    for way in ("gather", "ring"):
+        with pytest.raises(ValueError, match=r"take no dropout .*got attention_dropout=0.1; set it to 0, or"):
+            spread_sequence(dropping, LocalCollective(), way)
+    spread_sequence(dropping, LocalCollective(), "ulysses")
+    twice = _network("classifier")
+    twice.rows = SpreadRows(LocalCollective(), Spans(1))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="are spread already; spread them once"):
+        spread_sequence(twice, LocalCollective())

@@ -1,0 +1,133 @@
+"""Cutting a network into stages, and what a stage keeps of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ringspark.estimators.parallel.model.pipeline.cutting import (
+    cut_by_names,
+    cut_stages,
+    measured_costs,
+    parameter_counts,
+)
+from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
+from ringspark.estimators.parallel.model.pipeline.ties import find_ties
+from ringspark.estimators.parallel.model.pipeline.wire import _DTYPES, Form, _described, _read
+from ringspark.models import ModelSpec
+from ringspark.models.chain import Link, links_of
+
+LM = ModelSpec(
+    "transformer_lm",
+    {"vocab_size": 50, "max_seq_len": 8, "dim": 8, "depth": 4, "num_heads": 2, "dropout": 0.1},
+)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 8))
+def test_the_cut_is_the_best_of_all(costs: list[int], num_stages: int) -> None:
+    links = [Link(str(i), abs, ()) for i in range(len(costs))]
+    if num_stages > len(costs):
+        with pytest.raises(ValueError, match="take fewer stages, or a deeper network"):
+            cut_stages(links, num_stages, costs)
+        return
+
+    def judged(bounds: list[int]) -> tuple[int, int]:
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+        return max(sums), sum(s * s for s in sums)
+
+    found = cut_stages(links, num_stages, costs)
+    assert [found[0], found[-1]] == [0, len(costs)]
+    assert len(found) == num_stages + 1
+    assert found == sorted(set(found))
+    # Of all cuts with the same largest cost, none has a smaller sum of squares, for these first links.
+    inner = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    assert judged(found)[0] == min(judged([0, *cut, len(costs)]) for cut in inner)[0]
+
+
+def test_stages_are_cut_at_the_links_that_are_named() -> None:
+    links = links_of(LM.build())
+    assert cut_by_names(links, 3, ["blocks.1", "head"]) == [0, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["block.1", "head"], "cannot begin at 'block.1'; did you mean 'blocks.1'?"),
+        (["blocks.1"], "3 stages need the names of 2 links"),
+        (["head", "blocks.1"], "in the network's order and none twice"),
+        (["blocks.1", "blocks.1"], "in the network's order and none twice"),
+        (["tokens", "blocks.1"], "in the network's order and none twice"),
+    ],
+)
+def test_wrong_names_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        cut_by_names(links_of(LM.build()), 3, names)
+
+
+def test_costs_are_operations_and_parameters_and_leave_no_trace() -> None:
+    network = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    links = links_of(network)
+    x = torch.randn(6, 4)
+    before, state = torch.get_rng_state(), copy.deepcopy(network.state_dict())
+    # A multiplication and an addition for each weight and row, and one for each parameter.
+    assert measured_costs(network, links, (x,)) == [2 * 6 * 32 + 32, 16, 0, 2 * 6 * 16 + 18]
+    assert parameter_counts(network, links) == [32, 16, 0, 18]
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(value, network.state_dict()[name]) for name, value in state.items())
+    assert network[2].training
+
+
+def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
+    torch.manual_seed(0)
+    network = LM.build().eval()
+    whole = copy.deepcopy(network)
+    links = links_of(network)
+    keep_stages(network, {0: links[:2], 2: links[4:5]})
+    names = {name for name in whole.state_dict() if name.startswith(("tokens", "positions"))}
+    names |= {name for name in whole.state_dict() if name.startswith(("blocks.0.", "blocks.3."))}
+    assert set(network.state_dict()) == names
+    assert type(network) is type(whole)
+    ids = torch.randint(0, 50, (3, 8))
+    want = whole.blocks[0](whole._embedded(ids))
+    # A copy runs by its own weights.
+    for made in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        for parameter in network.parameters():
+            parameter.data.zero_()
+        assert torch.equal(made(ids, stage=0), want)
+        assert torch.equal(made(want, stage=2), whole.blocks[3](want))
+        network.load_state_dict({name: whole.state_dict()[name] for name in names})
+
+
+def test_a_parameter_of_several_ranks_is_owned_by_the_first_stage_that_uses_it() -> None:
+    network = LM.build()
+    links = links_of(network)
+    stages = [links[:2], links[2:3], links[3:4], links[4:]]
+    (tie,) = find_ties(network, stages, [3, 2, 1, 0])
+    assert (tie.stages, tie.ranks, tie.names) == ((0, 3), (3, 0), ("tokens.weight", "tokens.weight"))
+    # One rank that has both stages has one parameter, not two copies.
+    assert find_ties(network, stages, [0, 1, 1, 0]) == []
+    # Two names of one parameter: each rank knows it by the name that its stage uses.
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    (tie,) = find_ties(tied, [links_of(tied)[:2], links_of(tied)[2:]], [1, 0])
+    assert (tie.ranks, tie.names) == ((1, 0), ("0.weight", "2.weight"))
+
+
+def test_the_forms_of_values_survive_their_description() -> None:
+    forms = (
+        *(Form(dtype, (3, 0, i), i % 2 == 0) for i, dtype in enumerate(_DTYPES)),
+        None,
+        Form(torch.bool, (), False),
+    )
+    described = _described(forms)
+    assert _read(described.tolist()) == forms
+    assert _described(()).shape == described.shape
+    with pytest.raises(ValueError, match="can pass on some"):
+        _described(forms * 9)

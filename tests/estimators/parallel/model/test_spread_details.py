@@ -1,0 +1,169 @@
+"""What a training over a mesh has to do right beside the weights of plain networks: names, ties, stages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_gang, weights_of
+from torch import nn
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+pytestmark = pytest.mark.distributed
+MakeShards = Callable[..., ShardManifest]
+
+
+def _network(tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = OrderedDict(
+        {
+            "in/put": nn.Linear(8, 8),
+            "first": nn.Tanh(),
+            "middle": nn.Linear(8, 8),
+            "second": nn.Tanh(),
+            "last": nn.Linear(8, 1),
+        }
+    )
+    if tied:
+        layers["middle"].weight = layers["in/put"].weight
+    return nn.Sequential(layers)
+
+
+def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 8)).astype(np.float32)
+    manifest = make_shards({"x": x, "y": (x[:, 0] - x[:, 1] * x[:, 2]).astype(np.float32)})
+    settings: dict[str, Any] = {
+        "batch_size": 20,
+        "epochs": 2,
+        "optimizer": "adamw",
+        "max_grad_norm": 0.5,
+        "collective": "torch",
+    }
+    return config_of(manifest, folder, **settings | changes)
+
+
+def _over(config: TrainConfig, parallelism: dict[str, Any], **changes: Any) -> TrainConfig:
+    workers = int(np.prod([n for n in parallelism.values() if isinstance(n, int)]))
+    return replace(config, num_workers=workers, parallelism=parallelism, **changes)
+
+
+def _difference(first: Any, second: Any) -> float:
+    return float((weights_of(first, _network()) - weights_of(second, _network())).abs().max())
+
+
+class Fails(Callback):
+    """Ends the training in step 7, the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 7 and state.rank == state.size - 1 and not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError("step 7")
+
+
+STAGES = {"pipeline": 2, "cuts": ["middle"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [(STAGES, {}), ({}, STAGES), (STAGES, STAGES)], ids=["to one", "from one", "same"]
+)
+def test_layers_tied_over_stages_by_other_names_and_groups_of_one_stage_go_on(
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    """A stage knows a tied weight by a name that the whole network has no optimizer state for."""
+    config = _config(
+        make_shards,
+        tmp_path / "run",
+        checkpoint_every_steps=3,
+        ema_decay=0.9,
+        parameter_groups=({"params": ["last.*"], "learningRate": 0.003},),
+    )
+    network = _network(tied=True)
+    straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), UserObjects(module=network))
+    objects = UserObjects(module=network, callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 7"):
+        train_gang(_over(config, first), objects)
+    resumed = train_gang(_over(config, then), objects)
+    assert resumed.resumed_steps in ((3,), (6,))
+    assert _difference(straight, resumed) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_stage_may_be_frozen_whole(make_shards: MakeShards, tmp_path: Path) -> None:
+    """It has no optimizer state, average or gradients, and still takes part in every exchange."""
+    config = _config(
+        make_shards,
+        tmp_path / "one",
+        freeze=("in/put.*",),
+        ema_decay=0.9,
+        checkpoint_every_steps=3,
+        gradient_checkpointing=("in/put",),
+    )
+    objects = UserObjects(module=_network())
+    one = train_gang(config, objects)
+    many = train_gang(_over(config, STAGES, run_uri=str(tmp_path / "mesh")), objects)
+    assert not many.checkpoint_errors
+    assert _difference(one, many) < 1e-6
+
+
+def test_a_cut_parameter_may_have_a_slash_in_its_name(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path / "one", epochs=1)
+    objects = UserObjects(module=_network())
+    one = train_gang(config, objects)
+    plan = {"tensor": 2, "plan": {"in/put": "column", "middle": "row"}}
+    many = train_gang(_over(config, plan, run_uri=str(tmp_path / "mesh")), objects)
+    assert _difference(one, many) < 1e-6
+
+
+class Seeds(Callback):
+    """Notes each rank's seed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._folder.joinpath(str(state.rank)).write_text(str(torch.initial_seed()))
+
+
+TEXT = ModelSpec(
+    "transformer_classifier",
+    {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4, "out_features": 3},
+)
+
+
+@pytest.mark.parametrize(
+    ("axis", "streams"),
+    [
+        # Ranks with other tokens, or other blocks, would drop the same units in all of them.
+        ("sequence", 2),
+        pytest.param("pipeline", 2, marks=pytest.mark.slow),
+        # These compute the same, and must drop the same.
+        pytest.param("tensor", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_other_tokens_or_blocks_have_random_numbers_of_their_own(
+    make_shards: MakeShards, tmp_path: Path, axis: str, streams: int
+) -> None:
+    ids = np.random.default_rng(0).integers(1, 23, (40, 11))
+    manifest = make_shards({"x": ids, "y": ids.sum(1) % 3})
+    settings = {"model": TEXT.to_json(), "task": "any", "losses": ("cross_entropy",), "collective": "torch"}
+    config = config_of(manifest, tmp_path / "run", epochs=1, **settings)
+    seeds = tmp_path / "seeds"
+    seeds.mkdir()
+    train_gang(_over(config, {axis: 2}), UserObjects(callbacks=(Seeds(seeds),)))
+    assert len({path.read_text() for path in seeds.iterdir()}) == streams

@@ -1,0 +1,53 @@
+"""Plans of tensor parallelism: what cannot be cut right is refused before a rank computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.parallel.mesh import AXES
+from ringspark.estimators.parallel.model.spread import check_spread
+from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding
+
+
+class Shared(nn.Module):
+    """Calls one layer by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 10), nn.Linear(10, 4)
+        self.again = self.up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.again(x)) + self.down(self.up(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        # The other name would go on with the whole layer, which is then trained by itself.
+        ({"up": "column", "down": "row"}, "cuts 'up', which the network has as 'again' too"),
+        ({"again": "column"}, "cuts 'again', which the network has as 'up' too"),
+        # Parts of blocks of 4, 4 and 2 would be put together to other numbers.
+        ({"down": "row", "*.nothing": "row"}, "names '\\*.nothing', which fits no layer"),
+        ({"down": ["column", 3]}, "'down': its 4 outputs are not 3 equal blocks"),
+        ({"down": ["row", 2]}, "'down': style 'row' takes no blocks"),
+        ({"down": ["column"]}, r"'down' must be a style or \[style, blocks\], got \['column'\]"),
+    ],
+)
+def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_spread(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": plan})
+
+
+@pytest.mark.parametrize("wrong", [5, -1])
+def test_an_id_beyond_the_table_is_refused_where_the_table_is_cut(wrong: int) -> None:
+    table = VocabularyEmbedding(nn.Embedding(5, 3), LocalCollective())
+    assert table(torch.tensor([[0, 4]])).shape == (1, 2, 3)
+    with pytest.raises(IndexError):
+        table(torch.tensor([[0, wrong]]))

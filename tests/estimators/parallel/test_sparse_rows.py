@@ -1,0 +1,78 @@
+"""Gradients of looked-up rows: a norm, a noise and an index of them are those of the dense table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
+from ringspark.estimators.parallel.data.sparse_rows import SparseRows
+from ringspark.estimators.training.observation.noise_scale import NoiseMeter
+
+
+def _network(*, is_sparse: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 4, sparse=is_sparse), nn.Linear(4, 3)).double()
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), 0.1)
+
+
+def _backward(module: nn.Module, *ids: int) -> None:
+    """Adds gradients; an id that comes twice, or again, is in a sparse one as often."""
+    module(torch.tensor(ids)).square().sum().backward()
+
+
+def _gradients(module: nn.Module) -> torch.Tensor:
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_rows_are_clipped_with_all_other_gradients(max_norm: float) -> None:
+    found = []
+    for is_sparse in (False, True):
+        module = _network(is_sparse=is_sparse)
+        _backward(module, 3, 3, 7)
+        _backward(module, 7, 9)
+        PlainSync(module, _optimizer(module)).clip_gradients(max_norm)
+        found.append(_gradients(module))
+    torch.testing.assert_close(found[1], found[0])
+    assert float(found[1].norm()) <= max_norm
+
+
+def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
+    """By one rank from its micro-batches, and by a rank of several from what it has before the sum."""
+    states, squares = [], []
+    for is_sparse in (False, True):
+        module = _network(is_sparse=is_sparse)
+        meter = NoiseMeter(PlainSync(module, _optimizer(module)), LocalCollective())
+        _backward(module, 3, 3)
+        meter.micro_batch(1, 2, 2)
+        _backward(module, 7, 3)
+        meter.reduced(4, 4, 1.0)
+        meter.keep()
+        states.append(meter.state()["noise"])
+        sync = SummedGradients(module, _optimizer(module), LocalCollective(), measures_local=True)
+        sync.reduce()
+        squares.append(sync.local_square)
+    assert states[0].all()
+    torch.testing.assert_close(states[1], states[0])
+    torch.testing.assert_close(squares[1], squares[0])
+
+
+def test_rows_of_a_table_too_long_for_indices_of_32_bits_keep_their_places() -> None:
+    last = 2**31 + 5
+    # One number stands for all, so the table takes no memory.
+    table = nn.Parameter(torch.zeros(1, 1).expand(last + 1, 1), requires_grad=True)
+    places, ones = torch.tensor([[4, last]]), torch.ones(2, 1)
+    table.grad = torch.sparse_coo_tensor(places, ones, table.shape, check_invariants=True)
+    rows = SparseRows(
+        {"table": table}, torch.optim.SparseAdam([nn.Parameter(torch.zeros(1))]), LocalCollective()
+    )
+    rows.sum()
+    assert table.grad.coalesce().indices().tolist() == [[4, last]]

@@ -1,0 +1,147 @@
+"""`fit` with every way for workers to run apart (`localSteps`, `consistency`), on Spark from shards on disk.
+
+Each fit is trained once more from its own stored config by a gang without Spark: what is deterministic must
+be the same to the bit, the rest must count and learn the same.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import train_ranks, weights_of
+
+from ringspark.estimators import TorchRegressionModel, TorchRegressor
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not MASTER.startswith("local["), reason="compares with a gang of this host"),
+]
+
+ROWS, HELD_OUT, BATCH, EPOCHS = 230, 37, 32, 4
+STEPS = -(-(ROWS - HELD_OUT) // BATCH)  # of an epoch; the last batch has one row: one worker has none
+SPEC = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1, "dropout": 0.1})
+
+LOCAL: dict[str, Any] = {
+    "average": 3,
+    "post-local": {"steps": 3, "after": 5, "optimizerState": "average"},
+    "state reset": {"steps": 3, "optimizerState": "reset"},
+    "epoch": "epoch",
+    "one-shot": "training",
+    "diloco": {"name": "diloco", "steps": 3, "outerMomentum": 0.5, "send": "fp16"},
+    "streaming": {
+        "name": "diloco",
+        "steps": 4,
+        "fragments": 2,
+        "delay": 1,
+        "alpha": 0.5,
+        "outerMomentum": 0.5,
+        "send": "int8",
+    },
+    "elastic": {"name": "elastic", "steps": 2},
+}
+APART: dict[str, Any] = {
+    "ssp of 0": {"name": "ssp", "staleness": 0},
+    "ssp": {"name": "ssp", "staleness": 2, "correction": "staleness"},
+    "asp": "asp",
+    "hogwild": "hogwild",
+}
+WAYS = [(name, "localSteps", value) for name, value in LOCAL.items()]
+WAYS += [(name, "consistency", value) for name, value in APART.items()]
+ORDERED = {*LOCAL, "ssp of 0"}  # a rerun is the same to the bit
+FAST = {"ssp"}
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, 3))
+    rows = [(i, [float(v) for v in row], float(row.sum()), i % 6 == 0 and i < 222) for i, row in enumerate(x)]
+    frame = spark.createDataFrame(rows, "id long, features array<double>, label double, held boolean")
+    return frame.repartition(3).cache()
+
+
+@pytest.fixture(scope="module")
+def shards(table: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    uri = str(tmp_path_factory.mktemp("data") / "shards")
+    return write_shards(table, uri, num_files=2, validation_col="held").uri
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [pytest.param(*way, id=way[0], marks=[] if way[0] in FAST else [pytest.mark.slow]) for way in WAYS],
+)
+def test_a_fit_of_workers_that_run_apart(
+    table: Any, shards: str, tmp_path: Path, name: str, setting: str, value: Any
+) -> None:
+    run = tmp_path / "run"
+    estimator = TorchRegressor(
+        model=SPEC,
+        optimizer="momentum",
+        learningRate=0.01,
+        epochs=EPOCHS,
+        batchSize=BATCH,
+        numWorkers=2,
+        collective="torch",
+        runUri=str(run),
+        metrics=["mae"],
+        showProgress=False,
+        **{setting: value},
+    )
+    model = estimator.fitOnShards(shards)
+
+    summary = model.summary
+    assert (summary.steps, summary.rows) == (EPOCHS * STEPS, EPOCHS * (ROWS - HELD_OUT))
+    assert (summary.model_epoch, summary.restarts, summary.stop_reason) == (EPOCHS, 0, None)
+    assert summary.resumed_steps == summary.checkpoint_errors == summary.non_finite == ()
+    assert summary.run_uri == str(run)
+    history = summary.history
+    assert history["epoch"].tolist() == [1, 2, 3, 4]
+    assert history["steps"].tolist() == [STEPS] * EPOCHS
+    assert history["rows"].tolist() == [ROWS - HELD_OUT] * EPOCHS
+    assert history["learning_rate"].tolist() == [0.01] * EPOCHS
+    assert history["train_loss"].iloc[-1] < history["train_loss"].iloc[0]
+
+    # The held-out rows' loss is that of the model that came out.
+    weights = torch.cat([p.detach().flatten() for p in model.module().parameters()])
+    rows = model.transform(table).orderBy("id").collect()
+    with torch.no_grad():
+        outputs = model.module()(torch.tensor([row.features for row in rows], dtype=torch.float32))[:, 0]
+    np.testing.assert_allclose([row.prediction for row in rows], outputs, rtol=1e-5, atol=1e-6)
+    errors = [row.prediction - row.label for row in rows if row.held]
+    assert len(errors) == HELD_OUT
+    assert np.mean(np.square(errors)) == pytest.approx(history["validation_loss"].iloc[-1], rel=1e-4)
+    assert np.mean(np.abs(errors)) == pytest.approx(history["validation_mae"].iloc[-1], rel=1e-4)
+
+    model.write().overwrite().save(str(tmp_path / "saved"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "saved"))
+    assert loaded.summary == summary
+    again = loaded.transform(table).orderBy("id").collect()
+    assert [row.prediction for row in again] == [row.prediction for row in rows]
+
+    config = TrainConfig.from_json((run / "config.json").read_text())
+    results = train_ranks(replace(config, run_uri=str(tmp_path / "without-spark")))
+    assert [epoch.epoch for epoch in results[0].history] == history["epoch"].tolist()
+    assert (results[0].steps, results[0].rows) == (summary.steps, summary.rows)
+    for key in ("train_loss", "validation_loss", "metrics"):
+        values = [[getattr(epoch, key) for epoch in result.history] for result in results]
+        assert values[0] == values[1], "the workers tell two histories"
+        if name in ORDERED:
+            assert values[0] == [getattr(epoch, key) for epoch in summary.epochs]
+    if name in ORDERED:
+        assert torch.equal(weights_of(results[0], SPEC.build()), weights)
+    else:
+        # Their order is another each time; of a smooth problem the end is not.
+        assert results[0].history[-1].train_loss < results[0].history[0].train_loss
+    # Whatever the order, each step pushes as much and reads as much.
+    assert results[0].bytes_sent == summary.bytes_sent

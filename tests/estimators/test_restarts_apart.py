@@ -1,0 +1,198 @@
+"""Gangs whose ranks run apart, hit under the real supervisor: they end as if nothing had come.
+
+Each training is hit once, at a step drawn from its name; its ranks keep diaries of the rows they saw.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import processes
+import psutil
+import pytest
+import rows
+import sockets
+import torch
+from driver import STRUCK, Diary, Network
+from waiting import wait_for
+
+from ringspark.estimators import Callback, TorchEstimator, TrainingState
+from ringspark.estimators.launch.heartbeat import Beat
+from ringspark.pipelines import write_shards
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(not MASTER.startswith("local["), reason="hits processes of this host"),
+]
+
+ROWS, BATCH, EPOCHS, EVERY = 385, 16, 2, 5
+EPOCH_STEPS = -(-ROWS // BATCH)  # the last has one row
+TIMEOUT_SECONDS = 10.0
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ssp": {"consistency": {"name": "ssp", "staleness": 2}},
+    "asp": {"consistency": {"name": "asp", "correction": "staleness"}},
+    "hogwild": {"consistency": "hogwild"},
+    "average": {"localSteps": {"steps": 4, "optimizerState": "average"}},
+    "one-shot": {"localSteps": "training"},
+    "streaming": {
+        "localSteps": {"name": "diloco", "steps": 4, "fragments": 2, "delay": 1, "outerMomentum": 0.5}
+    },
+    "elastic": {"localSteps": {"name": "elastic", "steps": 3}},
+}
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+# Each rank serves a part of the table, so each is killed once; rank 0 writes the checkpoints besides.
+HITS = [
+    ("ssp", KILL, 0, "torch"),
+    ("asp", KILL, 1, "torch"),
+    ("asp", KILL, 0, "horovod"),
+    ("hogwild", KILL, 0, "torch"),
+    ("average", KILL, 1, "torch"),
+    ("one-shot", KILL, 0, "torch"),
+    ("streaming", KILL, 0, "horovod"),
+    ("elastic", KILL, 1, "torch"),
+    ("ssp", STOP, 1, "torch"),
+    ("asp", STOP, 0, "torch"),
+    ("hogwild", STOP, 1, "horovod"),
+    ("streaming", STOP, 1, "torch"),
+]
+
+
+@pytest.fixture(scope="module")
+def shards(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    features = "transform(sequence(1, 8), k -> cast(sin(id * k) as float)) as features"
+    frame = spark.range(0, ROWS, 1, 2).selectExpr("id", features)
+    frame = frame.selectExpr("*", "features[0] - features[1] as label")
+    uri = str(tmp_path_factory.mktemp("data") / "shards")
+    return write_shards(frame, uri, num_files=2, row_group_rows=50).uri
+
+
+def _estimator(root: Path, way: str, **changes: Any) -> TorchEstimator:
+    torch.manual_seed(0)
+    (root / "diary").mkdir(exist_ok=True)
+    params: dict[str, Any] = {
+        "model": Network(0.0),
+        "loss": "mse",
+        "inputCols": ["features", "id"],
+        "labelCol": "label",
+        "callbacks": [Diary(str(root / "diary"), 0.03)],
+        "optimizer": "momentum",
+        "learningRate": 0.01,
+        "epochs": EPOCHS,
+        "batchSize": BATCH,
+        "numWorkers": 2,
+        "collective": "torch",
+        "reader": "arrow",
+        "runUri": str(root / "run"),
+        "checkpointEverySteps": EVERY,
+        "maxRestarts": 2,
+        "timeoutSeconds": TIMEOUT_SECONDS,
+        "showProgress": False,
+    }
+    return TorchEstimator(**(params | WAYS[way] | changes))
+
+
+def _beat(run: Path, rank: int) -> Beat | None:
+    try:
+        return Beat.from_json((run / "heartbeat" / f"rank-{rank}.json").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def _hit(root: Path, rank: int, number: signal.Signals, draw: random.Random) -> Iterator[list[Beat]]:
+    """Sends a signal to the process of a rank at a step that is drawn; yields the beats of those hit."""
+    hits: list[Beat] = []
+    diaries = rows.Diaries(root / "diary")
+    step = draw.randrange(EVERY + 2, int(0.8 * EPOCHS * EPOCH_STEPS))
+
+    def hit() -> None:
+        try:
+            wait_for(f"step {step}", lambda: len(rows.steps_of(diaries.read(), rank)) >= step)
+            time.sleep(0.05 * draw.random())
+            beat = wait_for("a beat", lambda: _beat(root / "run", rank))
+            os.kill(beat.pid, number)
+            hits.append(beat)
+        finally:
+            (root / "diary" / STRUCK).touch()
+
+    thread = threading.Thread(target=hit)
+    thread.start()
+    try:
+        yield hits
+    finally:
+        thread.join()
+
+
+def _left_over(pids: list[int], collective: str) -> list[str]:
+    """Ports, and connections with each other, of ranks whose training has ended."""
+    found = []
+    for pid in pids:
+        process = psutil.Process(pid)
+        # A worker inherits the port of the daemon that has forked it.
+        daemon = process.parent()
+        inherited = {c.laddr.port for c in daemon.net_connections("tcp")} if daemon is not None else set()
+        found += [
+            f"{pid} listens on {c.laddr.port}"
+            for c in process.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.laddr.port not in inherited
+        ]
+    if collective == "horovod":
+        return found  # it keeps Gloo's connections after its shutdown, also of ranks in step
+    with sockets.between(pids) as connections:
+        found += [f"{c.getsockname()} with {c.getpeername()}" for c in connections]
+    return found
+
+
+@pytest.mark.parametrize(("way", "number", "rank", "collective"), HITS)
+def test_a_rank_that_is_hit_costs_no_row(
+    shards: str, tmp_path: Path, way: str, number: signal.Signals, rank: int, collective: str
+) -> None:
+    memory = set(os.listdir("/dev/shm"))
+    estimator = _estimator(tmp_path, way, collective=collective)
+    draw = random.Random(f"{way}, {number}, {rank}, {collective}")
+    with _hit(tmp_path, rank, number, draw) as hits:
+        model = estimator.fitOnShards(shards)
+    summary = model.summary
+    assert (len(hits), summary.restarts, len(summary.resumed_steps)) == (1, 1, 1)
+    if number == STOP:
+        assert f"rank {rank} on host " in summary.restart_reasons[0]
+        assert "has given no sign of life" in summary.restart_reasons[0]
+    assert (summary.steps, summary.rows) == (EPOCHS * EPOCH_STEPS, EPOCHS * ROWS)
+    assert not summary.checkpoint_errors
+    lines = rows.Diaries(tmp_path / "diary").read()
+    trained = rows.check(lines, ROWS)
+    assert (trained.problems, trained.steps) == ([], EPOCHS * EPOCH_STEPS)
+    losses = [epoch.train_loss for epoch in summary.epochs]
+    assert losses[-1] < losses[0]
+    wait_for("the end of the one that was hit", lambda: processes.has_ended(hits[0].pid))
+    pids = sorted({line["pid"] for line in lines if not processes.has_ended(line["pid"])})
+    assert _left_over(pids, collective) == []
+    assert {name for name in os.listdir("/dev/shm") if "ringspark" in name} <= memory
+
+
+class _Slow(Callback):
+    """Rank 1 takes longer for all steps of an epoch than a rank may be silent, but for none of them."""
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.rank == 1:
+            time.sleep(1.5 * TIMEOUT_SECONDS / EPOCH_STEPS)
+
+
+@pytest.mark.parametrize("way", ["ssp", "asp", "hogwild"])
+def test_who_waits_by_design_is_not_taken_for_hung(shards: str, tmp_path: Path, way: str) -> None:
+    estimator = _estimator(tmp_path, way, callbacks=[_Slow()], epochs=1, maxRestarts=0)
+    summary = estimator.fitOnShards(shards).summary
+    assert (summary.steps, summary.restarts) == (EPOCH_STEPS, 0)
+    assert summary.epochs[0].seconds > TIMEOUT_SECONDS

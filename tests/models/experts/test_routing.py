@@ -1,0 +1,204 @@
+"""Which expert gets which token: cases worked out by hand, and what holds for every router."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from ringspark.models.experts.routing import ROUTERS, Routing, Rule, expert_choice, gshard, switch, z_loss
+
+
+def logits_of(*preferences: list[float]) -> torch.Tensor:
+    """One row; the softmax of the logs of shares are the shares."""
+    return torch.tensor([preferences]).log()
+
+
+def all_real(logits: torch.Tensor) -> torch.Tensor:
+    return torch.ones(logits.shape[:2], dtype=torch.bool)
+
+
+def lists(routing: Routing, num_experts: int) -> list[list[int]]:
+    """The tokens of each expert, in the order of their places."""
+    pairs = list(zip(routing.experts.tolist(), routing.tokens.tolist(), strict=True))
+    return [[token for expert, token in pairs if expert == number] for number in range(num_experts)]
+
+
+# Six tokens, of which four want expert 0 most.
+SIX = logits_of(
+    [0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.5, 0.1, 0.4], [0.4, 0.35, 0.25], [0.1, 0.2, 0.7]
+)
+
+
+def test_capacity_counts_the_places_that_the_tokens_ask_for() -> None:
+    rule = Rule(capacity_factor=2, min_capacity=1)
+    assert rule.capacity(torch.tensor([8]), num_experts=2, choices=2).tolist() == [16]
+    assert rule.most(8, num_experts=2, choices=2) == 16
+    # 10 * 1.1 is 11, also where floating point has more.
+    assert Rule(capacity_factor=1.1, min_capacity=1).capacity(torch.tensor([10, 1, 0]), 1, 1).tolist() == [
+        11,
+        2,
+        1,
+    ]
+    assert Rule(capacity_factor=0.01, min_capacity=3).most(10, 4, 1) == 3
+
+
+def test_switch_fills_an_expert_in_the_order_of_tokens_and_drops_the_rest() -> None:
+    routing = switch(SIX, all_real(SIX), Rule(capacity_factor=1, min_capacity=1))  # 2 places each
+    assert lists(routing, 3) == [[0, 1], [2], [5]]
+    assert routing.dropped.tolist() == [2.0]
+    assert routing.asked.tolist() == [6.0]
+    assert routing.load.tolist() == [[4.0, 1.0, 1.0]]
+    assert torch.allclose(routing.weights, torch.tensor([0.7, 0.6, 0.8, 0.5, 0.4, 0.7]))
+
+
+def test_gshard_gives_places_to_all_first_choices_before_the_second_ones() -> None:
+    # ceil(2 * 6 / 3 * 0.75) = 3 places. First choices: 0 0 1 0 0 2; second ones: 1 1 0 2 1 1.
+    routing = gshard(SIX, all_real(SIX), Rule(capacity_factor=0.75, min_capacity=1))
+    assert lists(routing, 3) == [[0, 1, 3], [2, 0, 1], [5, 3]]
+    assert routing.dropped.tolist() == [12.0 - 8]
+
+
+def test_a_causal_queue_gives_places_token_by_token() -> None:
+    routing = gshard(SIX, all_real(SIX), Rule(capacity_factor=0.75, min_capacity=1, in_order=True))
+    assert lists(routing, 3) == [[0, 1, 2], [0, 1, 2], [3, 5]]
+
+
+def test_gshard_weights_are_those_of_two_experts_before_the_drop() -> None:
+    routing = gshard(SIX, all_real(SIX), Rule(capacity_factor=None))
+    first, second = routing.weights.view(2, 6)
+    assert torch.allclose(first + second, torch.ones(6))
+    assert torch.allclose(first[0], torch.tensor(7 / 9))
+
+
+def test_experts_choose_the_tokens_that_want_them_most() -> None:
+    routing = expert_choice(SIX, all_real(SIX), Rule(capacity_factor=1, min_capacity=1))  # 2 places each
+    assert lists(routing, 3) == [[0, 1], [2, 4], [5, 3]]
+    assert routing.dropped.tolist() == [0.0]
+    assert routing.balance.tolist() == [0.0]
+    one = expert_choice(SIX, all_real(SIX), Rule(capacity_factor=0.5, min_capacity=1))
+    assert lists(one, 3) == [[0], [2], [5]]
+    assert one.dropped.tolist() == [3.0]
+
+
+def test_equal_logits_go_to_the_first_expert_and_to_the_first_token() -> None:
+    even = torch.zeros(1, 4, 3)
+    rule = Rule(capacity_factor=1.5, min_capacity=1)
+    assert lists(switch(even, all_real(even), rule), 3) == [[0, 1], [], []]
+    assert lists(gshard(even, all_real(even), rule), 3) == [[0, 1, 2, 3], [0, 1, 2, 3], []]
+    assert lists(expert_choice(even, all_real(even), rule), 3) == [[0, 1]] * 3
+
+
+def test_the_balance_loss_is_one_for_an_even_load_and_the_number_of_experts_for_one_expert() -> None:
+    even = 50 * torch.eye(4)[None].repeat(1, 3, 1)
+    assert torch.allclose(switch(even, all_real(even), Rule()).balance, torch.ones(1))
+    one = torch.zeros(1, 12, 4).index_fill(2, torch.tensor([2]), 50.0)
+    assert torch.allclose(switch(one, all_real(one), Rule()).balance, torch.tensor([4.0]))
+
+
+def test_the_z_loss_is_the_squared_log_sum_of_tokens_alone() -> None:
+    logits = torch.zeros(1, 3, 4)
+    real = torch.tensor([[True, True, False]])
+    assert torch.allclose(z_loss(logits, real), torch.tensor([4.0]).log().square())
+
+
+def test_a_second_choice_by_chance_is_asked_for_by_twice_its_weight() -> None:
+    torch.manual_seed(0)
+    logits = torch.tensor([0.8, 0.2]).log().expand(1, 20_000, 2)
+    rule = Rule(capacity_factor=None, random_second=True)
+    routing = gshard(logits, all_real(logits), rule)
+    first, second = routing.load[0].tolist()
+    assert first == 20_000
+    assert second == pytest.approx(8_000, abs=300)  # 4 standard deviations
+    assert routing.dropped.tolist() == [0.0]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, seq, experts = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(2, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    # Few values, so that many are equal.
+    logits = torch.randint(-2, 3, (batch, seq, experts), generator=generator).float()
+    return logits, torch.rand(batch, seq, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.0]))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(
+    case=rows(),
+    factor=st.sampled_from([0.5, 1.0, 1.25, 2.0, None]),
+    least=st.integers(1, 4),
+    in_order=st.booleans(),
+)
+def test_places_and_weights_of_every_router(
+    name: str, case: tuple[torch.Tensor, torch.Tensor], factor: float | None, least: int, in_order: bool
+) -> None:
+    logits, real = case
+    if name == "expert_choice" and factor is None:
+        factor = 1.0
+    rule = Rule(capacity_factor=factor, min_capacity=least, in_order=in_order)
+    routing = ROUTERS[name](logits, real, rule)
+    batch, seq, experts = logits.shape
+    choices = {"switch": 1, "gshard": 2, "expert_choice": 1}[name]
+    is_used = routing.experts < experts
+    tokens, chosen, weights = (t[is_used] for t in (routing.tokens, routing.experts, routing.weights))
+    assert real.flatten()[tokens].all()  # padding takes no place
+    pairs = torch.stack([tokens, chosen], 1)
+    assert len(pairs.unique(dim=0)) == len(pairs)  # no token has the same expert twice
+    times = torch.bincount(tokens, minlength=batch * seq).view(batch, seq)
+    places = torch.zeros(batch, experts).index_put((tokens // seq, chosen), torch.ones(len(tokens)), True)
+    if factor is not None:
+        assert (places <= rule.capacity(real.sum(1), experts, choices)[:, None]).all()
+    assert (weights >= 0).all()
+    if name == "expert_choice":
+        assert torch.equal(places, routing.load)
+        assert torch.equal(routing.dropped, (real & (times == 0)).sum(1).float())
+        return
+    assert (times <= choices).all()
+    assert torch.equal(routing.asked, choices * real.sum(1).float())
+    assert torch.equal(routing.asked - routing.dropped, times.sum(1).float())
+    assert torch.equal(routing.load.sum(1), routing.asked)
+    if factor is None:
+        assert not routing.dropped.any()
+    total = torch.zeros(batch * seq).index_add(0, tokens, weights)
+    assert (total < 1 + 1e-5).all()
+    if name == "gshard" and factor is None:
+        assert torch.allclose(total, real.flatten().float())
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(case=rows())
+def test_a_row_is_routed_as_if_it_were_alone_and_without_padding(
+    name: str, case: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    logits, real = case
+    rule = Rule(capacity_factor=1.0, min_capacity=1)
+    seq, experts = logits.shape[1:]
+    together = ROUTERS[name](logits, real, rule)
+    for number in range(len(logits)):
+        kept = real[number].nonzero()[:, 0]
+        alone = ROUTERS[name](
+            logits[number : number + 1, kept], torch.ones(1, len(kept), dtype=torch.bool), rule
+        )
+        own = (together.tokens // seq == number) & (together.experts < experts)
+        found = zip(
+            (together.tokens[own] % seq).tolist(),
+            together.experts[own].tolist(),
+            together.weights[own].tolist(),
+            strict=True,
+        )
+        used = alone.experts < experts
+        wanted = zip(
+            kept[alone.tokens[used]].tolist(),
+            alone.experts[used].tolist(),
+            alone.weights[used].tolist(),
+            strict=True,
+        )
+        assert _close(sorted(found), sorted(wanted))
+        assert torch.allclose(together.balance[number], alone.balance[0])
+        assert together.dropped[number] == alone.dropped[0]
+
+
+def _close(found: list[tuple[int, int, float]], wanted: list[tuple[int, int, float]]) -> bool:
+    pairs = list(zip(found, wanted, strict=True))
+    return all(a[:2] == b[:2] and abs(a[2] - b[2]) < 1e-6 for a, b in pairs)
