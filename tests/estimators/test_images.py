@@ -85,7 +85,13 @@ def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: An
         for p in [picture(i)]
     ]
     schema = f"id long, content {ImageSchema.columnSchema.simpleString()}"
-    assert predicted(again.transform(table.sparkSession.createDataFrame(structs, schema))) == scored
+    same = predicted(again.transform(table.sparkSession.createDataFrame(structs, schema)))
+    assert {key: colour for key, (colour, _) in same.items()} == {
+        key: colour for key, (colour, _) in scored.items()
+    }
+    # That table lies in other partitions, and on some processors a batch of another size rounds otherwise.
+    for key, (_, scores) in same.items():
+        assert scores == pytest.approx(scored[key][1], abs=1e-6)
 
 
 @pytest.mark.slow
