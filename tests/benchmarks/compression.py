@@ -180,7 +180,7 @@ def main() -> None:
     options = harness.parse(
         __doc__,
         repeats=(3, 1),
-        epochs=(1, 1),
+        epochs=(3, 1),
         digits_epochs=(40, 1),
         compressors=(len(COMPRESSIONS), 2),
         steps=(5, 1),
