@@ -71,7 +71,7 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
         if action.kind is not Kind.WEIGHT:
             messages = profile.messages(rank, action.stage, action.kind is Kind.FORWARD, rows)
             for axis, found in messages.items():
-                # Ranks along tensor, the innermost axis, are neighbours, and lie between those along sequence.
+                # Ranks along tensor are neighbours, and lie between those along sequence.
                 reach = sizes[axis] * (1 if axis == "tensor" else sizes["tensor"])
                 seconds += machine.exchange(found, sizes[axis], reach)
             # Values come from the stage before, or go there as gradients.
