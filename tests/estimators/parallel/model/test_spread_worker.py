@@ -247,6 +247,8 @@ OVER_EXPERTS = [
     _slow({"expert": 4}),
     _slow({"data": 2, "expert": 2}, gradient_accumulation=2),
     _slow({"expert": 2, "tensor": 2}),
+    _slow({"pipeline": 2}, gradient_accumulation=2),
+    _slow({"sequence": 2}),
 ]
 
 
