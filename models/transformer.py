@@ -162,13 +162,14 @@ class _Trunk(nn.Module):
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
-        return {
+        plan: dict[str, Any] = {
             "tokens": "vocabulary",
             "blocks.*.attention.qkv": ["column", 3],
             "blocks.*.attention.out": "row",
-            "blocks.*.up": "column",
-            "blocks.*.down": "row",
         }
+        if any(isinstance(block, TransformerBlock) for block in self.blocks):
+            plan |= {"blocks.*.up": "column", "blocks.*.down": "row"}
+        return plan
 
     def _init_weights(self) -> None:
         # Embeddings start small, as in GPT-2: torch's variance of 1 would drown what the blocks add.
