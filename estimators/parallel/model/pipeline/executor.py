@@ -185,13 +185,14 @@ class Executor:
         kind, stage, micro = action
         live = self._live[stage, micro]
         if kind is not Kind.WEIGHT:
-            gradients = None
+            gradients: list[torch.Tensor] | None = None
             if stage != self._place.last:
-                gradients = self._arrived(False, stage, micro)
+                arrived: list[torch.Tensor] = self._arrived(False, stage, micro)
+                # A loss of the stage's own stands behind its outputs.
+                gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
             if live.sent is not None:
                 # Nobody sends gradients of what has not arrived, so this does not wait.
                 live.sent()
-                gradients += [torch.ones_like(own) for own in live.results[len(gradients) :]]
             live.gradients = gradients
         with self.recorder.span(action), self.weights(micro):
             if kind is Kind.INPUT:
