@@ -43,6 +43,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def check_state(state: Mapping[str, object]) -> None:
