@@ -105,9 +105,11 @@ class Program(nn.Module):
         entries.update(enumerate(inputs, start=first))
         device = next((tensor.device for tensor in inputs), torch.device("cpu"))
         for at, (function, args, kwargs, last_uses) in enumerate(self._steps, start=first + len(inputs)):
-            given = _given(args, entries, device)
-            named = {name: _given(arg, entries, device) for name, arg in kwargs.items()}
-            entries[at] = function(*given, **named)
+            # Without names for what is given, which would hold it until the next step has its own.
+            entries[at] = function(
+                *_given(args, entries, device),
+                **{name: _given(arg, entries, device) for name, arg in kwargs.items()},
+            )
             for index in last_uses:
                 entries.pop(index, None)
         outputs = tuple(_given(self._outputs, entries, device))

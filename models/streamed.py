@@ -11,13 +11,24 @@ A network that changes a fetched buffer in place while it predicts changes a cop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-# Fetches the tensor of a name of the state dict.
-Fetch = Callable[[str], torch.Tensor]
+
+class Source(Protocol):
+    """The tensors of a state dict, by name."""
+
+    def is_small(self, name: str) -> bool:
+        """Whether the tensor is better kept than fetched for each use."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns the tensor on the CPU, each time a new one."""
+
+    def announce(self, name: str) -> None:
+        """Says that all of the tensor will be used soon; returns at once."""
 
 
 class FetchedTensors(dict[str, Any]):
@@ -26,21 +37,19 @@ class FetchedTensors(dict[str, Any]):
     A tensor that the module sets itself is its own from then on.
     """
 
-    def __init__(self, known: dict[str, Any], names: dict[str, str], fetch: Callable[..., Any]) -> None:
+    def __init__(self, known: dict[str, Any], fetch: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Makes the dict.
 
         Args:
-            known: The module's tensors; those to fetch without numbers.
-            names: Name in the state dict, for each of those to fetch.
-            fetch: Called with a name and the tensor that stands in for it.
+            known: The module's tensors; those to fetch as stand-ins.
+            fetch: What fetches a tensor, for each of those to fetch.
         """
         super().__init__(known)
-        self._names = dict(names)
-        self._fetch = fetch
+        self._to_fetch = dict(fetch)
 
     def __getitem__(self, key: str) -> Any:
-        found = super().__getitem__(key)
-        return self._fetch(self._names[key], found) if key in self._names else found
+        fetch = self._to_fetch.get(key)
+        return super().__getitem__(key) if fetch is None else fetch()
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -52,26 +61,20 @@ class FetchedTensors(dict[str, Any]):
         return (self[key] for key in list(self))
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._names.pop(key, None)
+        self._to_fetch.pop(key, None)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: str) -> None:
-        self._names.pop(key, None)
+        self._to_fetch.pop(key, None)
         super().__delitem__(key)
 
 
-def stream(
-    module: nn.Module,
-    fetch: Fetch,
-    is_kept: Callable[[str], bool],
-    device: torch.device | str = "cpu",
-) -> None:
-    """Lets the module, which has no weights, fetch them whenever it uses them.
+def stream(module: nn.Module, source: Source, device: torch.device | str = "cpu") -> None:
+    """Lets the module, which has no weights, fetch them from the source whenever it uses them.
 
     Args:
         module: A skeleton, see `models.skeleton`. Tensors that no state dict holds move to `device`.
-        fetch: Returns a tensor on the CPU by its name in the state dict, each time a new one.
-        is_kept: Whether the tensor of a name is fetched now and kept.
+        source: Where the weights are; small ones are fetched now and kept.
         device: Device of the tensors that the module sees.
 
     Raises:
@@ -79,15 +82,12 @@ def stream(
     """
     names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
     kept: dict[int, torch.Tensor] = {}
+    stand_ins: list[torch.Tensor] = []
+    announced = _Announced(source, _looked_up(module, names))
 
-    def fetched(name: str, stand_in: torch.Tensor) -> torch.Tensor:
-        # As a loaded weight is in every respect, even outside of the inference that asks for it: torch (2.13)
-        # chooses by `requires_grad`, for one, whether it multiplies the rows of a batch at once.
-        with torch.inference_mode(False):
-            tensor = fetch(name).to(device, stand_in.dtype)
-            if isinstance(stand_in, nn.Parameter):
-                return nn.Parameter(tensor, requires_grad=stand_in.requires_grad)
-            return tensor
+    def fetch(name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        announced.use(name)
+        return read()
 
     for owner in module.modules():
         for group in ("_parameters", "_buffers"):
@@ -105,15 +105,93 @@ def stream(
                         "inferenceOffload='none'"
                     )
                 name = names[id(tensor)]
-                if not is_kept(name):
-                    to_fetch[key] = name
+                read = _reader(source, name, tensor, device)
+                if not source.is_small(name):
+                    to_fetch[key] = partial(fetch, name, read)
+                    stand_ins.append(tensor)
                     continue
                 if id(tensor) not in kept:
-                    kept[id(tensor)] = fetched(name, tensor)
+                    kept[id(tensor)] = read()
                 known[key] = kept[id(tensor)]
-            owner.__dict__[group] = FetchedTensors(known, to_fetch, fetched) if to_fetch else known
+            owner.__dict__[group] = FetchedTensors(known, to_fetch) if to_fetch else known
         if isinstance(owner, nn.RNNBase):
             _fetch_around(owner)
+    for tensor in stand_ins:
+        _bar(tensor)
+
+
+def _reader(
+    source: Source, name: str, stand_in: torch.Tensor, device: torch.device | str
+) -> Callable[[], torch.Tensor]:
+    """Returns what reads the tensor that a tensor without numbers stands for."""
+    dtype, needs_gradient = stand_in.dtype, stand_in.requires_grad
+    is_parameter = isinstance(stand_in, nn.Parameter)
+
+    def read() -> torch.Tensor:
+        # As a loaded weight is in every respect, even outside of the inference that asks for it: torch (2.13)
+        # chooses by `requires_grad`, for one, whether it multiplies the rows of a batch at once.
+        with torch.inference_mode(False):
+            tensor = source.read(name).to(device, dtype)
+            return nn.Parameter(tensor, requires_grad=needs_gradient) if is_parameter else tensor
+
+    return read
+
+
+class _Barred:
+    """Refuses to be used: torch (2.13) multiplies with a tensor on `meta` and gives numbers from nowhere."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> Any:
+        raise ValueError(
+            "the network uses a weight that it keeps beside its parameters and buffers, in a list or an "
+            "attribute, where inferenceOffload='disk' cannot fetch it; set inferenceOffload='none', or name "
+            "the weight in forward by its attribute"
+        )
+
+
+class _BarredTensor(_Barred, torch.Tensor):
+    """A stand-in for a buffer."""
+
+
+class _BarredParameter(_Barred, nn.Parameter):
+    """A stand-in for a parameter."""
+
+
+def _bar(stand_in: torch.Tensor) -> None:
+    """Makes a stand-in one that cannot be used, wherever else the network keeps it."""
+    if not isinstance(stand_in, _Barred):
+        # The object stays, as where torch makes parameters of uninitialized ones.
+        stand_in.__class__ = _BarredParameter if isinstance(stand_in, nn.Parameter) else _BarredTensor
+
+
+class _Announced:
+    """Has the source read a tensor at once, and the one that was used after it the last time.
+
+    Left to itself, a mapping reads a disk in the small pieces that are touched, and waits for each.
+    """
+
+    def __init__(self, source: Source, looked_up: set[str]) -> None:
+        """Makes it; of the tensors that are looked up, few rows are used, and the others stay where they are."""
+        self._source, self._looked_up = source, looked_up
+        self._following: dict[str, str] = {}
+        self._last: str | None = None
+
+    def use(self, name: str) -> None:
+        if self._last is not None:
+            self._following[self._last] = name
+        self._last = name
+        for each in (name, self._following.get(name)):
+            if each is not None and each not in self._looked_up:
+                self._source.announce(each)
+
+
+def _looked_up(module: nn.Module, names: dict[int, str]) -> set[str]:
+    """Returns the names of tables of embeddings that no other module has."""
+    tables, others = set(), set()
+    for owner in module.modules():
+        found = tables if isinstance(owner, nn.Embedding | nn.EmbeddingBag) else others
+        found.update(names.get(id(tensor), "") for tensor in owner.parameters(recurse=False))
+    return tables - others
 
 
 def _fetch_around(layer: nn.RNNBase) -> None:

@@ -71,6 +71,11 @@ class StreamedFile:
             for name, place in self.places.items()
         }
 
+    def announce(self, name: str) -> None:
+        """Lets the kernel read a tensor into its page cache, in large pieces and while this process goes on."""
+        place = self.places[name]
+        os.posix_fadvise(self._descriptor, place.start, place.num_bytes, os.POSIX_FADV_WILLNEED)
+
     def read(self, name: str) -> torch.Tensor:
         """Returns a tensor; a small one in memory of its own, any other as a view of a mapping of its own.
 

@@ -254,7 +254,7 @@ def stream_checkpoint(
         _check_still(uri, info)
         with _of_this_model(uri):
             fill(module, file.empty())
-    stream(module, file.read, file.is_small, device)
+    stream(module, file, device)
     return info
 
 
