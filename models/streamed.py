@@ -52,7 +52,10 @@ class FetchedTensors(dict[str, Any]):
         return super().__getitem__(key) if fetch is None else fetch()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         return ((key, self[key]) for key in list(self))
@@ -171,7 +174,7 @@ class _Announced:
     """
 
     def __init__(self, source: Source, looked_up: set[str]) -> None:
-        """Makes it; of the tensors that are looked up, few rows are used, and the others stay where they are."""
+        """Makes it; of the tensors that are looked up, few rows are used, and the rest stays where it is."""
         self._source, self._looked_up = source, looked_up
         self._following: dict[str, str] = {}
         self._last: str | None = None

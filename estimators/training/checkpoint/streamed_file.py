@@ -72,7 +72,7 @@ class StreamedFile:
         }
 
     def announce(self, name: str) -> None:
-        """Lets the kernel read a tensor into its page cache, in large pieces and while this process goes on."""
+        """Lets the kernel read a tensor into its page cache, in large pieces, while this process goes on."""
         place = self.places[name]
         os.posix_fadvise(self._descriptor, place.start, place.num_bytes, os.POSIX_FADV_WILLNEED)
 
@@ -98,8 +98,8 @@ class StreamedFile:
         except OSError as error:
             raise MemoryError(
                 f"the weights {name!r} have {place.num_bytes:,} bytes, which this process may not map "
-                f"({error}); even with inferenceOffload='disk' the largest tensor must fit in what a worker may "
-                "have, see spark.executor.pyspark.memory"
+                f"({error}); the largest tensor must fit in what a worker may have, also with "
+                "inferenceOffload='disk', see spark.executor.pyspark.memory"
             ) from error
         numbers = torch.frombuffer(memory, dtype=torch.uint8, count=place.num_bytes, offset=shift)
         return numbers.view(place.dtype).reshape(place.shape)

@@ -146,9 +146,9 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     except (OSError, RuntimeError, MemoryError) as error:
         if "Cannot allocate memory" in str(error):
             raise MemoryError(
-                f"{path} has {os.path.getsize(path):,} bytes, which this process may not map ({error}); give it "
-                "more memory, see spark.executor.pyspark.memory, or let transform map one tensor at a time by "
-                "inferenceOffload='disk'"
+                f"{path} has {os.path.getsize(path):,} bytes, which this process may not map ({error}); give "
+                "it more memory, see spark.executor.pyspark.memory, or let transform map one tensor at a "
+                "time by inferenceOffload='disk'"
             ) from error
         if isinstance(error, OSError):
             raise _unreadable(path, error) from error

@@ -129,9 +129,9 @@ INFERENCE_BATCH_SIZE = Setting(
 )
 INFERENCE_OFFLOAD = Setting[WeightOffload](
     name="inferenceOffload",
-    words="where transform leaves the weights: 'none' (all in the worker, on a CPU mapped from the file) or "
-    "'disk' (in the file, but for the tensor that the forward pass is at), for networks larger than a worker; "
-    "predictions are the same",
+    words="where transform leaves the weights: 'none' (all are in the worker, on a CPU mapped from the file) "
+    "or 'disk' (in the file, but for the tensor that the forward pass is at), for networks larger than a "
+    "worker's memory; predictions are the same",
     default="none",
     accepts=one_of(get_args(WeightOffload)),
 )

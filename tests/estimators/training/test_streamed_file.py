@@ -89,7 +89,7 @@ def test_a_tensor_without_room_is_one_sentence(tmp_path: Path) -> None:
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="is not of this model: .*size mismatch"):
+    with pytest.raises(ValueError, match=r"is not of this model: .*size mismatch"):
         stream_checkpoint(str(tmp_path), skeleton(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="holds the weights of another model by now"):
         stream_checkpoint(str(tmp_path), skeleton(nn.Linear(4, 3)), expected_id="other")
