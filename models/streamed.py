@@ -21,9 +21,6 @@ from torch import nn
 class Source(Protocol):
     """The tensors of a state dict, by name."""
 
-    def is_small(self, name: str) -> bool:
-        """Whether the tensor is better kept than fetched for each use."""
-
     def read(self, name: str) -> torch.Tensor:
         """Returns the tensor on the CPU, each time a new one."""
 
@@ -73,18 +70,17 @@ class FetchedTensors(dict[str, Any]):
 
 
 def stream(module: nn.Module, source: Source, device: torch.device | str = "cpu") -> None:
-    """Lets the module, which has no weights, fetch them from the source whenever it uses them.
+    """Lets the module fetch the weights that it lacks whenever it uses them.
 
     Args:
-        module: A skeleton, see `models.skeleton`. Tensors that no state dict holds move to `device`.
-        source: Where the weights are; small ones are fetched now and kept.
+        module: A skeleton, see `models.skeleton`. Tensors that have numbers stay, and move to `device`.
+        source: Where the others are.
         device: Device of the tensors that the module sees.
 
     Raises:
         ValueError: The module has a tensor without numbers that its state dict does not hold as it is.
     """
     names = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
-    kept: dict[int, torch.Tensor] = {}
     stand_ins: list[torch.Tensor] = []
     announced = _Announced(source, _looked_up(module, names))
 
@@ -99,7 +95,8 @@ def stream(module: nn.Module, source: Source, device: torch.device | str = "cpu"
                 if tensor is None:
                     continue
                 if not tensor.is_meta:
-                    known[key] = tensor.to(device)
+                    # The object stays, wherever else the network keeps it.
+                    tensor.data = tensor.data.to(device)
                     continue
                 if id(tensor) not in names:
                     raise ValueError(
@@ -108,15 +105,10 @@ def stream(module: nn.Module, source: Source, device: torch.device | str = "cpu"
                         "inferenceOffload='none'"
                     )
                 name = names[id(tensor)]
-                read = _reader(source, name, tensor, device)
-                if not source.is_small(name):
-                    to_fetch[key] = partial(fetch, name, read)
-                    stand_ins.append(tensor)
-                    continue
-                if id(tensor) not in kept:
-                    kept[id(tensor)] = read()
-                known[key] = kept[id(tensor)]
-            owner.__dict__[group] = FetchedTensors(known, to_fetch) if to_fetch else known
+                to_fetch[key] = partial(fetch, name, _reader(source, name, tensor, device))
+                stand_ins.append(tensor)
+            if to_fetch:
+                owner.__dict__[group] = FetchedTensors(known, to_fetch)
         if isinstance(owner, nn.RNNBase):
             _fetch_around(owner)
     for tensor in stand_ins:

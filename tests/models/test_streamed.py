@@ -28,8 +28,11 @@ class Memory:
         self.held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.most_held = 0
 
-    def is_small(self, name: str) -> bool:
-        return self.state[name].numel() <= self.small
+    def fill(self, module: nn.Module) -> nn.Module:
+        small = {name: tensor for name, tensor in self.state.items() if tensor.numel() <= self.small}
+        fill(module, {name: tensor.to("meta") for name, tensor in self.state.items()} | small)
+        stream(module, self)
+        return module
 
     def announce(self, name: str) -> None:
         self.announced.append(name)
@@ -108,15 +111,14 @@ def test_predictions_are_those_of_all_weights_to_the_bit(case: str, small: int) 
     build, inputs = CASES[case]
     whole = build().eval()
     source = Memory(whole.state_dict(), small)
-    streamed = skeleton(whole).eval()
-    stream(streamed, source)
-    kept = len(source.read_names)
+    streamed = source.fill(skeleton(whole)).eval()
     given = inputs()
     with torch.inference_mode():
         for _ in range(2):
             torch.testing.assert_close(streamed(*given), whole(*given), rtol=0, atol=0)
-    assert (kept > 0) == (small > 0)
-    assert len(source.read_names) > kept
+    wide = {name for name, tensor in source.state.items() if tensor.numel() > small}
+    assert set(source.read_names) <= wide
+    assert source.read_names
     assert {k: v.tolist() for k, v in streamed.state_dict().items()} == {
         k: v.tolist() for k, v in whole.state_dict().items()
     }
@@ -125,8 +127,7 @@ def test_predictions_are_those_of_all_weights_to_the_bit(case: str, small: int) 
 def test_a_weight_is_held_for_the_operation_that_uses_it() -> None:
     whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).eval()
     source = Memory(whole.state_dict())
-    streamed = skeleton(whole)
-    stream(streamed, source)
+    streamed = source.fill(skeleton(whole))
     with torch.inference_mode():
         streamed(torch.randn(2, 8))
     # Weight and bias of one layer, of 20 tensors.
@@ -143,7 +144,7 @@ def test_a_program_holds_its_weights_one_by_one_too() -> None:
     program = Program(text | {"outputs": [{"at": 20}], "tensors": layers, "steps": steps})
     whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(10))).eval()
     source = Memory(whole.state_dict())
-    stream(program, source)
+    source.fill(program)
     rows = torch.randn(2, 8)
     with torch.inference_mode():
         torch.testing.assert_close(program(rows), whole(rows), rtol=0, atol=0)
@@ -153,8 +154,7 @@ def test_a_program_holds_its_weights_one_by_one_too() -> None:
 def test_the_next_weights_are_announced_but_for_tables_of_which_rows_are_looked_up() -> None:
     whole = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     source = Memory(whole.state_dict())
-    streamed = skeleton(whole)
-    stream(streamed, source)
+    streamed = source.fill(skeleton(whole))
     with torch.inference_mode():
         streamed(words(3))
         assert source.announced == ["1.weight", "2.weight"]
@@ -167,12 +167,35 @@ def test_the_next_weights_are_announced_but_for_tables_of_which_rows_are_looked_
 def test_gradients_reach_the_inputs() -> None:
     """As a report asks for them."""
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    streamed = skeleton(whole)
-    stream(streamed, Memory(whole.state_dict()))
+    streamed = Memory(whole.state_dict()).fill(skeleton(whole))
     rows = torch.randn(3, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(whole(rows).sum(), rows)
     (found,) = torch.autograd.grad(streamed(rows).sum(), rows)
     assert torch.equal(found, expected)
+
+
+class Listed(nn.Module):
+    """Computes with its weights by a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.small = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(16, 2))
+        self.steps = [self.wide, self.small]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.steps:
+            x = x @ weight
+        return x
+
+
+def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> None:
+    """torch multiplies with a tensor without numbers, and gives numbers."""
+    whole, rows = Listed(), torch.randn(3, 4)
+    kept = Memory(whole.state_dict(), small=64).fill(skeleton(whole))
+    assert torch.equal(kept(rows), whole(rows))
+    for small in (0, 32):
+        with pytest.raises(ValueError, match=r"keeps beside its parameters and buffers, in a list"):
+            Memory(whole.state_dict(), small).fill(skeleton(whole))(rows)
 
 
 def test_a_weight_that_the_state_dict_changes_is_refused() -> None:
@@ -188,9 +211,6 @@ def test_a_weight_that_the_state_dict_changes_is_refused() -> None:
 
 def test_weights_get_the_dtype_of_the_network() -> None:
     half = nn.Linear(4, 2).to(torch.bfloat16)
-    streamed = skeleton(nn.Linear(4, 2))
-    state = half.state_dict()
-    fill(streamed, {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()})
-    stream(streamed, Memory(state))
+    streamed = Memory(half.state_dict()).fill(skeleton(nn.Linear(4, 2)))
     rows = torch.randn(3, 4)
     assert torch.equal(streamed(rows), half.float()(rows))

@@ -60,14 +60,12 @@ class StreamedFile:
                 f"{path} is no readable safetensors file ({error}); take another checkpoint"
             ) from error
 
-    def is_small(self, name: str) -> bool:
-        """Whether the tensor is better kept than mapped anew for each use."""
-        return self.places[name].num_bytes <= KEPT_BYTES
-
-    def empty(self) -> dict[str, torch.Tensor]:
-        """Returns tensors without numbers of all shapes and dtypes."""
+    def small(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors by name, but those that are not small without numbers."""
         return {
-            name: torch.empty(place.shape, dtype=place.dtype, device="meta")
+            name: self.read(name)
+            if place.num_bytes <= KEPT_BYTES
+            else torch.empty(place.shape, dtype=place.dtype, device="meta")
             for name, place in self.places.items()
         }
 
@@ -90,7 +88,7 @@ class StreamedFile:
         shift = place.start % mmap.ALLOCATIONGRANULARITY
         length, start = shift + place.num_bytes, place.start - shift
         try:
-            if self.is_small(name):
+            if place.num_bytes <= KEPT_BYTES:
                 memory = mmap.mmap(-1, length)
                 os.preadv(self._descriptor, [memoryview(memory)[shift:]], place.start)
             else:

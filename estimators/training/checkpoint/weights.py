@@ -253,7 +253,7 @@ def stream_checkpoint(
         file = StreamedFile(path)
         _check_still(uri, info)
         with _of_this_model(uri):
-            fill(module, file.empty())
+            fill(module, file.small())
     stream(module, file, device)
     return info
 
