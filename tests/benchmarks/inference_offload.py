@@ -1,18 +1,17 @@
 """What `inferenceOffload="disk"` costs: rows/s and memory of what a task of transform does, against "none".
 
-Each case runs in a process of its own, in turns: it loads the network, predicts once to begin with, then
-`passes` times. Memory is the highest above what the process had with all libraries and before the network:
-resident, and address space, which `spark.executor.pyspark.memory` limits. The last case drops the file from
+Each case runs in a process of its own, in turns, forked with all libraries as Spark forks its workers: it
+loads the network, predicts once to begin with, then `passes` times. Memory is the highest above what the
+process had before the network: resident, and address space, which `spark.executor.pyspark.memory` limits. The
+last case drops the file from
 the kernel's page cache before each pass, as a machine does whose memory cannot hold the file; so the disk's
 rate is in it.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
@@ -20,23 +19,22 @@ from pathlib import Path
 from statistics import median
 
 import harness
+import numpy as np
+import torch
+
+from ringspark.estimators import TorchRegressionModel
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, save_checkpoint
+from ringspark.models import ModelSpec
 
 MIB = 1 << 20
 NONE, DISK, COLD = "none", "disk", "disk, file not in the page cache"
 CASES = (NONE, DISK, COLD)
 
 
-def step(case: str, folder: str, width: int, layers: int, rows: int, passes: int) -> None:
-    """Predicts as a task does; prints rows/s and MiB as JSON."""
-    import numpy as np
-    import torch
-
-    from ringspark.estimators import TorchRegressionModel
-    from ringspark.estimators.training.checkpoint.weights import WEIGHTS
-
-    torch.set_num_threads(1)
+def step(case: str, folder: str, spec: ModelSpec, rows: int, passes: int) -> list[float]:
+    """Predicts as a task does; returns rows/s, MiB resident, MiB of address space, the predictions' sum."""
     offload = NONE if case == NONE else DISK
-    stage = TorchRegressionModel(model=spec(width, layers), inferenceOffload=offload, inferenceBatchSize=rows)
+    stage = TorchRegressionModel(model=spec, inferenceOffload=offload, inferenceBatchSize=rows)
     predictor = stage._set_trained(folder, [(1,)], None)._predictor()
     features = [np.random.default_rng(0).random((rows, harness.DIM), np.float32)]
     before = memory()
@@ -52,7 +50,8 @@ def step(case: str, folder: str, width: int, layers: int, rows: int, passes: int
         seconds += time.perf_counter() - start
         assert np.array_equal(found, expected)
     used = [(now - then) / MIB for now, then in zip(memory(), before, strict=True)]
-    print(json.dumps([passes * rows / seconds, *used, float(expected.sum())]))
+    os.close(descriptor)
+    return [passes * rows / seconds, *used, float(expected.sum())]
 
 
 def memory() -> tuple[int, int]:
@@ -62,36 +61,39 @@ def memory() -> tuple[int, int]:
     return int(found["VmHWM"].split()[0]) << 10, int(found["VmPeak"].split()[0]) << 10
 
 
-def spec(width: int, layers: int) -> harness.ModelSpec:
-    return harness.ModelSpec(
-        "mlp", {"in_features": harness.DIM, "hidden": [width] * (layers + 1), "out_features": 1}
-    )
-
-
-def measure(found: dict[tuple[str, int], list[list[float]]], case: str, rows: int, *options: str) -> float:
-    """Runs one case; returns its rows/s, and keeps all that it printed."""
-    command = [sys.executable, __file__, "--step", case, str(rows), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case} failed: {done.stderr[-2000:]}")
-    found.setdefault((case, rows), []).append(json.loads(done.stdout.splitlines()[-1]))
-    return float(found[case, rows][-1][0])
+def measure(
+    found: dict[tuple[str, int], list[list[float]]],
+    case: str,
+    folder: str,
+    spec: ModelSpec,
+    rows: int,
+    passes: int,
+) -> float:
+    """Runs one case in a process of its own; returns its rows/s, and keeps all that it found."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool:
+        result = pool.apply(step, (case, folder, spec, rows, passes))
+    found.setdefault((case, rows), []).append(result)
+    return result[0]
 
 
 def main() -> None:
     """Writes the weights, then measures in turns."""
-    from ringspark.estimators.training.checkpoint.weights import WEIGHTS, save_checkpoint
-
     options = harness.parse(__doc__, width=(4096, 256), layers=(8, 2), passes=(3, 1))
+    sizes = [options.width] * (options.layers + 1)
+    spec = ModelSpec("mlp", {"in_features": harness.DIM, "hidden": sizes, "out_features": 1})
+    # Before any work: a pool of threads does not live through a fork.
+    torch.set_num_threads(1)
     rows_per_pass = (4,) if options.tiny else (16, 256)
     found: dict[tuple[str, int], list[list[float]]] = {}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(folder, spec(options.width, options.layers).build())
+        save_checkpoint(folder, spec.build())
         size = os.path.getsize(Path(folder) / WEIGHTS) / MIB
-        given = [folder, str(options.width), str(options.layers), str(options.passes)]
         for rows in rows_per_pass:
-            cases = {case: partial(measure, found, case, rows, *given) for case in CASES}
+            cases = {
+                case: partial(measure, found, case, folder, spec, rows, options.passes) for case in CASES
+            }
             rates = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
             sums = {one[3] for case in CASES for one in found[case, rows]}
             assert len(sums) == 1, f"predictions differ: {sums}"
@@ -109,8 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--step"]:
-        case, rows, folder, width, layers, passes = sys.argv[2:]
-        step(case, folder, int(width), int(layers), int(rows), int(passes))
-    else:
-        main()
+    main()
