@@ -285,6 +285,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             batch_size=self._rows_per_pass(),
             prepare=b"" if prepare is None else user_code.dumps(prepare),
             use_gpu=self.getInferenceUseGpu(),
+            offload=self.getInferenceOffload(),
             layout=layout_of_inputs(self._inputs),
         )
 

@@ -101,14 +101,17 @@ class Program(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if len(inputs) != self.text["num_inputs"]:
             raise ValueError(f"the program takes {self.text['num_inputs']} inputs, got {len(inputs)}")
-        entries: dict[int, Any] = dict(enumerate([*self._tensors(), *inputs]))
+        entries, first = _Entries(self), len(self.text["tensors"])
+        entries.update(enumerate(inputs, start=first))
         device = next((tensor.device for tensor in inputs), torch.device("cpu"))
-        for at, (function, args, kwargs, last_uses) in enumerate(self._steps, start=len(entries)):
-            given = _given(args, entries, device)
-            named = {name: _given(arg, entries, device) for name, arg in kwargs.items()}
-            entries[at] = function(*given, **named)
+        for at, (function, args, kwargs, last_uses) in enumerate(self._steps, start=first + len(inputs)):
+            # Without names for what is given, which would hold it until the next step has its own.
+            entries[at] = function(
+                *_given(args, entries, device),
+                **{name: _given(arg, entries, device) for name, arg in kwargs.items()},
+            )
             for index in last_uses:
-                del entries[index]
+                entries.pop(index, None)
         outputs = tuple(_given(self._outputs, entries, device))
         return outputs[0] if self.text["single"] else outputs
 
@@ -125,10 +128,11 @@ class Program(nn.Module):
         else:
             owner.register_buffer(own, empty, persistent=kind == "buffer")
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for tensor in self.text["tensors"]:
-            get = self.get_parameter if tensor["kind"] == "parameter" else self.get_buffer
-            yield get(tensor["name"])
+    def tensor(self, index: int) -> torch.Tensor:
+        """Returns one of the tensors that the program names."""
+        tensor = self.text["tensors"][index]
+        get = self.get_parameter if tensor["kind"] == "parameter" else self.get_buffer
+        return get(tensor["name"])
 
     def _resolve(self) -> None:
         """Resolves the operators' names, and notes after which step an entry is of no more use."""
@@ -158,6 +162,17 @@ class Program(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._resolve()
+
+
+class _Entries(dict[int, Any]):
+    """The values so far by index; the program's tensors are looked up at each use and not held."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __missing__(self, index: int) -> torch.Tensor:
+        return self._program.tensor(index)
 
 
 def encode(value: Any) -> Any:

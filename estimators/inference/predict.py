@@ -29,9 +29,10 @@ from ringspark.estimators.inference.module_cache import ModuleCache
 from ringspark.estimators.inference.results import Results
 from ringspark.estimators.training.arguments import Layout, cut_rows, rows_in
 from ringspark.estimators.training.batch_transforms import Prepared
-from ringspark.estimators.training.checkpoint.weights import map_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint, stream_checkpoint
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.settings.choices import WeightOffload
 from ringspark.models import ModelSpec
 from ringspark.models.outputs import as_outputs
 from ringspark.models.skeleton import build_skeleton
@@ -56,6 +57,7 @@ class Predictor:
         output_widths: Values per row of each output (product of its shape).
         batch_size: Rows per forward pass.
         use_gpu: Whether to compute on a GPU.
+        offload: Whether all weights are loaded at once, "none", or each where it is used, "disk".
         keeps_rows: Whether one more column follows, which is false for rows that get no prediction.
         gives_vectors: Whether vectors leave Python as such, see `takes_vectors`; the driver decides for all.
     """
@@ -69,12 +71,13 @@ class Predictor:
     batch_size: int
     prepare: bytes = b""
     use_gpu: bool = False
+    offload: WeightOffload = "none"
     keeps_rows: bool = False
     gives_vectors: bool = True
     layout: Layout = ()
 
     def load(self, device: str = "cpu", cache: str | None = None) -> nn.Module:
-        """Returns the trained module in eval mode on `device`.
+        """Returns the trained module in eval mode, which computes on `device`.
 
         Raises:
             ValueError: The folder no longer holds a checkpoint, or holds another model's.
@@ -85,7 +88,8 @@ class Predictor:
         else:
             module = user_code.loads(self.model)
         # A task may start long after `transform` was called, when the folder holds another model.
-        map_checkpoint(self.weights_uri, module, device, cache, expected_id=self.weights_id)
+        load = stream_checkpoint if self.offload == "disk" else map_checkpoint
+        load(self.weights_uri, module, device, cache, expected_id=self.weights_id)
         if self.prepare:
             module = Prepared(user_code.loads(self.prepare), module, device)
         return module.eval()
@@ -114,8 +118,11 @@ modules: ModuleCache[nn.Module] = ModuleCache()
 
 
 def cached_module(predictor: Predictor) -> nn.Module:
-    """Returns the predictor's module on the CPU, from this process's cache if it is there."""
-    key = (predictor.weights_uri, predictor.weights_id, predictor.model, predictor.prepare)
+    """Returns the predictor's module for the CPU, from this process's cache if it is there."""
+    key = (
+        *(predictor.weights_uri, predictor.weights_id),
+        *(predictor.model, predictor.prepare, predictor.offload),
+    )
     return modules.get(key, lambda: predictor.load(cache=_cache_folder()))
 
 

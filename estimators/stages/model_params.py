@@ -33,6 +33,7 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
     predictionCols, getPredictionCols, setPredictionCols = declared(columns.PREDICTION_COLS)
     handleInvalid, getHandleInvalid, setHandleInvalid = declared(columns.HANDLE_INVALID)
     inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(columns.INFERENCE_BATCH_SIZE)
+    inferenceOffload, getInferenceOffload, setInferenceOffload = declared(columns.INFERENCE_OFFLOAD)
     inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(columns.INFERENCE_USE_GPU)
 
     def inputColumns(self) -> list[str]:

@@ -12,6 +12,7 @@ share them. The mapping is private, so a module that changes a buffer changes it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -43,6 +44,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def check_state(state: Mapping[str, object]) -> None:
@@ -137,14 +139,27 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
 
     Raises:
         ValueError: The file is not what `write` wrote.
+        MemoryError: This process may not map as much.
     """
     try:
         return load_file(path, device=device)
+    except (OSError, RuntimeError, MemoryError) as error:
+        if "Cannot allocate memory" in str(error):
+            raise MemoryError(
+                f"{path} has {os.path.getsize(path):,} bytes, which this process may not map ({error}); give "
+                "it more memory, see spark.executor.pyspark.memory, or let transform map one tensor at a "
+                "time by inferenceOffload='disk'"
+            ) from error
+        if isinstance(error, OSError):
+            raise _unreadable(path, error) from error
+        raise
     # The library checks lengths and offsets; the other errors come from dtypes that torch lacks.
-    except (SafetensorError, OSError, LookupError, TypeError, OverflowError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no readable safetensors file ({error}); take another checkpoint"
-        ) from error
+    except (SafetensorError, LookupError, TypeError, OverflowError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is no readable safetensors file ({error}); take another checkpoint")
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -29,8 +29,10 @@ from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.optimizer_state import part_of
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 from ringspark.models.lora import adapter_state, merged_state
 from ringspark.models.skeleton import fill
+from ringspark.models.streamed import stream
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
@@ -214,11 +216,7 @@ def map_checkpoint(
         ValueError: There is no checkpoint, it is damaged, its tensors are not this module's, or it is not
             the expected one.
     """
-    info = read_info(uri)
-    if expected_id is not None and info.checkpoint_id != expected_id:
-        raise _replaced(uri)
-    copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
-    with local_file(uri, WEIGHTS, tick) if copied is None else nullcontext(copied) as path:
+    with _held(uri, cache, expected_id, tick) as (info, path):
         state = _read(uri, path, info, device)
         # Record and tensors are two files: the folder may have been replaced between them.
         _check_still(uri, info)
@@ -226,6 +224,37 @@ def map_checkpoint(
             fill(module, state)
     if device != "cpu":
         module.to(device)
+    return info
+
+
+def stream_checkpoint(
+    uri: str,
+    module: nn.Module,
+    device: str = "cpu",
+    cache: str | None = None,
+    expected_id: str | None = None,
+) -> CheckpointInfo:
+    """Lets the module read the tensors of the checkpoint in folder `uri` where its forward pass uses them.
+
+    Small tensors are read once and kept. The file may be removed meanwhile.
+
+    Args:
+        uri: As `map_checkpoint` takes it.
+        module: A skeleton. Tensors that no checkpoint holds move to `device`.
+        device: Device on which the module finds its tensors.
+        cache: As `map_checkpoint` takes it.
+        expected_id: As `map_checkpoint` takes it.
+
+    Raises:
+        ValueError: Like `map_checkpoint`; or the module cannot fetch its tensors one by one.
+    """
+    with _held(uri, cache, expected_id) as (info, path):
+        _check_size(uri, path, info)
+        file = StreamedFile(path)
+        _check_still(uri, info)
+        with _of_this_model(uri):
+            fill(module, file.small())
+    stream(module, file, device)
     return info
 
 
@@ -255,6 +284,19 @@ def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> I
         path = os.path.join(folder, name)
         _download(storage.join(uri, name), path, tick)
         yield path
+
+
+@contextmanager
+def _held(
+    uri: str, cache: str | None, expected_id: str | None, tick: Callable[[], None] | None = None
+) -> Iterator[tuple[CheckpointInfo, str]]:
+    """Yields the record of the checkpoint that is expected, and a local path of its tensors."""
+    info = read_info(uri)
+    if expected_id is not None and info.checkpoint_id != expected_id:
+        raise _replaced(uri)
+    copied = None if cache is None or storage.is_local(uri) else _shared_copy(uri, info, cache)
+    with local_file(uri, WEIGHTS, tick) if copied is None else nullcontext(copied) as path:
+        yield info, path
 
 
 def _shared_copy(uri: str, info: CheckpointInfo, cache: str) -> str:
@@ -292,6 +334,11 @@ def _download(uri: str, path: str, tick: Callable[[], None] | None = None) -> No
 
 
 def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, torch.Tensor]:
+    _check_size(uri, path, info)
+    return tensor_file.read(path, device)
+
+
+def _check_size(uri: str, path: str, info: CheckpointInfo) -> None:
     if not os.path.exists(path):
         raise ValueError(f"{uri} holds no {WEIGHTS} any more; take another checkpoint")
     size = os.path.getsize(path)
@@ -300,7 +347,6 @@ def _read(uri: str, path: str, info: CheckpointInfo, device: str) -> dict[str, t
             f"{uri}/{WEIGHTS} has {size} bytes, {info.num_bytes} were written; "
             "the file is damaged, take another checkpoint"
         )
-    return tensor_file.read(path, device)
 
 
 @contextmanager

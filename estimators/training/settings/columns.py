@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ringspark.estimators.training.settings.choices import HandleInvalid
+from ringspark.estimators.training.settings.choices import HandleInvalid, WeightOffload
 from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, one_of
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
@@ -126,6 +126,14 @@ INFERENCE_BATCH_SIZE = Setting(
     # So the activations of a layer of a few hundred numbers stay in a core's cache.
     default=2048,
     accepts=at_least(1),
+)
+INFERENCE_OFFLOAD = Setting[WeightOffload](
+    name="inferenceOffload",
+    words="where transform leaves the weights: 'none' (all are in the worker, on a CPU mapped from the file) "
+    "or 'disk' (in the file, but for the tensor that the forward pass is at), for networks larger than a "
+    "worker's memory; predictions are the same",
+    default="none",
+    accepts=one_of(get_args(WeightOffload)),
 )
 INFERENCE_USE_GPU = Setting(
     name="inferenceUseGpu",

@@ -1,0 +1,132 @@
+"""`inferenceOffload="disk"`: the predictions of all weights, in a worker that cannot have all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import TorchModel, TorchRegressionModel
+from ringspark.estimators.inference.predict import Predictor
+from ringspark.estimators.training.checkpoint import streamed_file
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
+from ringspark.models import ModelSpec
+from ringspark.models.skeleton import build_skeleton, fill
+
+pytestmark = pytest.mark.spark
+
+NETWORK = ModelSpec("mlp", {"in_features": 2, "hidden": [256, 256], "out_features": 1})
+
+
+class Listed(nn.Module):
+    """Has its weights in a list of its own, too, and computes with that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.zeros(2, 20_000))
+        self.all = [self.wide]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.all[0]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    save_checkpoint(str(tmp_path / "checkpoint"), NETWORK.build())
+    return TorchRegressionModel(model=NETWORK)._set_trained(str(tmp_path / "checkpoint"), [(1,)], None)
+
+
+@pytest.fixture
+def rows(spark: Any) -> Any:
+    return spark.range(40).selectExpr("id", "array(id / 40, id % 7) as features")
+
+
+def predictions(model: Any, rows: Any) -> list[float]:
+    return [row.prediction for row in model.transform(rows).orderBy("id").collect()]
+
+
+def test_predictions_are_the_same_and_the_setting_is_saved(model: Any, rows: Any, tmp_path: Path) -> None:
+    expected = predictions(model, rows)
+    model.setInferenceOffload("disk").write().save(str(tmp_path / "model"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
+    assert loaded.getInferenceOffload() == "disk"
+    assert predictions(loaded, rows) == expected
+    features = [[i / 40, i % 7] for i in range(40)]
+    assert [loaded.predict(np.array(row)) for row in features] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_driver_maps_one_tensor_at_a_time_too(model: Any) -> None:
+    model.setInferenceOffload("disk").predict(np.array([0.5, 1.0]))
+    module = model._predictor().load()
+    state = {name: tensor.numel() * 4 for name, tensor in module.state_dict().items()}
+    names = [name for name, size in state.items() if size > streamed_file.KEPT_BYTES]
+    assert names
+    for name in names:
+        path, _, own = name.rpartition(".")
+        owner = module.get_submodule(path)
+        assert getattr(owner, own) is not getattr(owner, own)
+
+
+def test_a_weight_beside_the_parameters_is_one_sentence(tmp_path: Path) -> None:
+    save_checkpoint(str(tmp_path), Listed())
+    model = TorchModel(model=Listed(), inferenceOffload="disk")._set_trained(str(tmp_path), [(20_000,)], None)
+    predictor: Predictor = model._predictor()
+    with pytest.raises(ValueError, match="keeps beside its parameters and buffers"):
+        predictor.predict(predictor.load(), [np.ones((1, 2), np.float32)])
+
+
+LIMITED = """
+import json, sys
+from pyspark.sql import SparkSession
+from ringspark.estimators import TorchRegressionModel
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+spark = builder.config("spark.executor.pyspark.memory", "1300m").getOrCreate()
+spark.sparkContext.setLogLevel("OFF")
+rows = spark.range(0, 3, 1, 1).selectExpr("id", "array(id / 3, id) as features")
+model = TorchRegressionModel.load(sys.argv[1])
+found = {}
+for offload in ("disk", "none"):
+    result = model.setInferenceOffload(offload).transform(rows)
+    try:
+        found[offload] = [row.prediction for row in result.orderBy("id").collect()]
+    except Exception as error:
+        found[offload] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_have_all_weights_predicts_with_them(tmp_path: Path) -> None:
+    """`spark.executor.pyspark.memory` limits the worker's address space (RLIMIT_AS), libraries included."""
+    spec = ModelSpec("mlp", {"in_features": 2, "hidden": [4096] * 13, "out_features": 1})
+    network = build_skeleton(spec.build)
+    torch.manual_seed(0)
+    # Rows that are alike take no memory here, and are written out.
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    fill(network, {name: torch.randn(shape[-1]).mul_(0.02).expand(shape) for name, shape in shapes.items()})
+    save_checkpoint(str(tmp_path / "checkpoint"), network)
+    model = TorchRegressionModel(model=spec)._set_trained(str(tmp_path / "checkpoint"), [(1,)], None)
+    folder = str(tmp_path / "model")
+    model.write().save(folder)
+    # Libraries take some 830 MiB of address space.
+    assert os.path.getsize(tmp_path / "model" / "weights" / "model.safetensors") > 768 << 20
+    predictor = model._predictor()
+    rows = np.array([[i / 3, i] for i in range(3)], np.float32)
+    expected = predictor.predict(predictor.load(), [rows])[:, 0]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK_GATEWAY"))}
+    environment |= {"PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, folder], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["disk"] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert "inferenceOffload='disk'" in found["none"], found["none"]

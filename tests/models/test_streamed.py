@@ -1,0 +1,216 @@
+"""Networks that fetch their weights where they use them, against the same networks with all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import networks_of_a_user
+import pytest
+import torch
+from torch import nn
+
+from ringspark.models import ModelSpec
+from ringspark.models.program import Program
+from ringspark.models.skeleton import fill, skeleton
+from ringspark.models.streamed import stream
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Memory:
+    """The weights in a dict; counts those that are held by whom it gave them to."""
+
+    def __init__(self, state: Tensors, small: int = 0) -> None:
+        self.state, self.small = {name: tensor.clone() for name, tensor in state.items()}, small
+        self.read_names: list[str] = []
+        self.announced: list[str] = []
+        self.held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.most_held = 0
+
+    def fill(self, module: nn.Module) -> nn.Module:
+        small = {name: tensor for name, tensor in self.state.items() if tensor.numel() <= self.small}
+        fill(module, {name: tensor.to("meta") for name, tensor in self.state.items()} | small)
+        stream(module, self)
+        return module
+
+    def announce(self, name: str) -> None:
+        self.announced.append(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.read_names.append(name)
+        given = self.state[name].clone()
+        self.held.add(given.untyped_storage())
+        self.most_held = max(self.most_held, len(self.held))
+        return given
+
+
+class Tied(nn.Module):
+    """One matrix as a table and as a layer, used by its owner, by another and by the network itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.head.weight = self.table.weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(8))])
+        self.register_buffer("steady", torch.full((8,), 3.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(ids).mean(1) * self.scales[0] * self.steady
+        dtype = next(self.parameters()).dtype
+        return self.head(hidden) + nn.functional.linear(hidden.to(dtype), self.table.weight)
+
+
+class Counting(nn.Module):
+    """Sets a buffer of its own while it predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 1)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.line(x) + self.calls
+
+
+def own(name: str) -> nn.Module:
+    return getattr(networks_of_a_user, name)()  # type: ignore[no-any-return]
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 20, shape)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]]]] = {
+    "convolutions": (lambda: own("Residual"), lambda: [torch.randn(4, 3, 8, 8)]),
+    "fused encoder": (lambda: own("Encoder"), lambda: [words(4, 5), torch.ones(4, 5)]),
+    # Its second attention multiplies rows that are no whole matrix: by another kernel for other weights.
+    "encoder and decoder": (
+        lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+        lambda: [torch.randn(4, 5, 8), torch.randn(4, 3, 8)],
+    ),
+    "recurrent": (lambda: own("Recurrent"), lambda: [torch.randn(4, 7, 3)]),
+    "table": (lambda: own("Table"), lambda: [words(4), torch.randn(4, 3)]),
+    "tied": (Tied, lambda: [words(4, 6)]),
+    "counting": (Counting, lambda: [torch.randn(4, 64)]),
+    "language model": (
+        ModelSpec(
+            "transformer_lm",
+            {"vocab_size": 20, "max_seq_len": 6, "dim": 8, "depth": 2, "num_heads": 2},
+        ).build,
+        lambda: [words(3, 6)],
+    ),
+}
+
+
+@pytest.mark.parametrize("small", [0, 40])
+@pytest.mark.parametrize("case", CASES)
+def test_predictions_are_those_of_all_weights_to_the_bit(case: str, small: int) -> None:
+    torch.manual_seed(5)
+    build, inputs = CASES[case]
+    whole = build().eval()
+    source = Memory(whole.state_dict(), small)
+    streamed = source.fill(skeleton(whole)).eval()
+    given = inputs()
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(streamed(*given), whole(*given), rtol=0, atol=0)
+    wide = {name for name, tensor in source.state.items() if tensor.numel() > small}
+    assert set(source.read_names) <= wide
+    assert source.read_names
+    assert {k: v.tolist() for k, v in streamed.state_dict().items()} == {
+        k: v.tolist() for k, v in whole.state_dict().items()
+    }
+
+
+def test_a_weight_is_held_for_the_operation_that_uses_it() -> None:
+    whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).eval()
+    source = Memory(whole.state_dict())
+    streamed = source.fill(skeleton(whole))
+    with torch.inference_mode():
+        streamed(torch.randn(2, 8))
+    # Weight and bias of one layer, of 20 tensors.
+    assert source.most_held == 2
+    assert len(source.held) == 0
+
+
+def test_a_program_holds_its_weights_one_by_one_too() -> None:
+    layers = [
+        {"name": f"{i}.weight", "dtype": "float32", "shape": [8, 8], "kind": "parameter"} for i in range(10)
+    ]
+    steps = [["aten.linear.default", [{"at": 10 + i}, {"at": i}], {}] for i in range(10)]
+    text = {"format_version": 1, "torch": torch.__version__, "num_inputs": 1, "single": True}
+    program = Program(text | {"outputs": [{"at": 20}], "tensors": layers, "steps": steps})
+    whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(10))).eval()
+    source = Memory(whole.state_dict())
+    source.fill(program)
+    rows = torch.randn(2, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(program(rows), whole(rows), rtol=0, atol=0)
+    assert source.most_held == 1
+
+
+def test_the_next_weights_are_announced_but_for_tables_of_which_rows_are_looked_up() -> None:
+    whole = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    source = Memory(whole.state_dict())
+    streamed = source.fill(skeleton(whole))
+    with torch.inference_mode():
+        streamed(words(3))
+        assert source.announced == ["1.weight", "2.weight"]
+        source.announced.clear()
+        streamed(words(3))
+    # In the second pass it is known what comes next; after the last weight, the first of the next pass.
+    assert source.announced == ["1.weight", "1.weight", "2.weight", "2.weight"]
+
+
+def test_gradients_reach_the_inputs() -> None:
+    """As a report asks for them."""
+    whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    streamed = Memory(whole.state_dict()).fill(skeleton(whole))
+    rows = torch.randn(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(whole(rows).sum(), rows)
+    (found,) = torch.autograd.grad(streamed(rows).sum(), rows)
+    assert torch.equal(found, expected)
+
+
+class Listed(nn.Module):
+    """Computes with its weights by a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.small = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(16, 2))
+        self.steps = [self.wide, self.small]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.steps:
+            x = x @ weight
+        return x
+
+
+def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> None:
+    """torch multiplies with a tensor without numbers, and gives numbers."""
+    whole, rows = Listed(), torch.randn(3, 4)
+    kept = Memory(whole.state_dict(), small=64).fill(skeleton(whole))
+    assert torch.equal(kept(rows), whole(rows))
+    for small in (0, 32):
+        with pytest.raises(ValueError, match=r"keeps beside its parameters and buffers, in a list"):
+            Memory(whole.state_dict(), small).fill(skeleton(whole))(rows)
+
+
+def test_a_weight_that_the_state_dict_changes_is_refused() -> None:
+    class Packed(nn.Linear):
+        def _save_to_state_dict(self, destination: Tensors, prefix: str, keep_vars: bool) -> None:
+            destination[f"{prefix}weight"] = self.weight * 2
+            destination[f"{prefix}bias"] = self.bias
+
+    module = skeleton(Packed(2, 2))
+    with pytest.raises(ValueError, match="does not hold 'weight' of its Packed as it is"):
+        stream(module, Memory(Packed(2, 2).state_dict()))
+
+
+def test_weights_get_the_dtype_of_the_network() -> None:
+    half = nn.Linear(4, 2).to(torch.bfloat16)
+    streamed = Memory(half.state_dict()).fill(skeleton(nn.Linear(4, 2)))
+    rows = torch.randn(3, 4)
+    assert torch.equal(streamed(rows), half.float()(rows))
