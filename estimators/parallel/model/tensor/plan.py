@@ -5,6 +5,8 @@ its inputs, so that between them nothing is exchanged: one all-reduce in the for
 and one in the backward pass before the first. Attention is such a pair of whole heads. A table of embeddings
 is cut by its ids.
 
+Between such pairs, values are whole on every rank, or each has its part of the tokens (`between.py`).
+
 A plan says which layer is cut in which way: a pattern over names of modules -> a style, and for "column" how
 many blocks its outputs are. Networks of `models` have plans; a user gives her own for hers.
 """
@@ -17,111 +19,49 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.model.communication import copied, joined, summed
-from ringspark.estimators.parallel.model.cut import Cut, part_of
+from ringspark.estimators.parallel.model.cut import Cut
+from ringspark.estimators.parallel.model.tensor.between import PartRows, PartsBetween, WholeBetween
+from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
+from ringspark.estimators.parallel.model.tensor.hugging_face import PLAN as HUGGING_FACE
+from ringspark.estimators.parallel.model.tensor.hugging_face import check_heads, check_whole_blocks
+from ringspark.estimators.parallel.model.tensor.layers import (
+    ColumnLinear,
+    Region,
+    RowLinear,
+    VocabularyEmbedding,
+)
+from ringspark.estimators.parallel.model.tensor.loss import Scores
+from ringspark.models.reports import CountingLayer
+from ringspark.models.whole_rows import WholeRows
 
-AXIS = "tensor"
-
-
-class ColumnLinear(nn.Module):
-    """A linear layer of which this rank computes some outputs: (..., in) -> (..., part of out)."""
-
-    def __init__(
-        self, layer: nn.Linear, collective: Collective, blocks: int = 1, joins: bool = False
-    ) -> None:
-        super().__init__()
-        self._collective, self._joins = collective, joins
-        self._outputs = layer.out_features if blocks == 1 else None
-        cut = Cut(AXIS, 0, blocks)
-        self.weight = _parameter(layer.weight, cut, collective)
-        self.bias = None if layer.bias is None else _parameter(layer.bias, cut, collective)
-        self.cuts = {"weight": cut} if layer.bias is None else {"weight": cut, "bias": cut}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(copied(x, self._collective), self.weight, self.bias)
-        return joined(out, -1, self._collective, self._outputs) if self._joins else out
+# What the layers between cut ones work on.
+BETWEEN = ("whole", "parts")
 
 
-class RowLinear(nn.Module):
-    """A linear layer of which this rank has some inputs: (..., part of in) -> (..., out), whole."""
-
-    def __init__(self, layer: nn.Linear, collective: Collective) -> None:
-        super().__init__()
-        self._collective = collective
-        cut = Cut(AXIS, 1)
-        self.weight = _parameter(layer.weight, cut, collective)
-        self.bias = layer.bias
-        self.cuts = {"weight": cut}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = summed(F.linear(x, self.weight), self._collective)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
-
-
-class VocabularyEmbedding(nn.Module):
-    """A table of embeddings of which this rank has some ids: (...) -> (..., dim), whole."""
-
-    def __init__(self, layer: nn.Embedding, collective: Collective) -> None:
-        super().__init__()
-        if layer.max_norm is not None or layer.scale_grad_by_freq:
-            raise ValueError(
-                "a table of embeddings is cut by its ids, and max_norm or scale_grad_by_freq look at all of "
-                "them; make the layer without, or leave it out of the plan"
-            )
-        self.collective = collective
-        cut = Cut(AXIS, 0)
-        lengths = [len(part_of(layer.weight, cut, r, collective.size)) for r in range(collective.size)]
-        self._first = sum(lengths[: collective.rank])
-        self.num_ids = sum(lengths)
-        self._padding = layer.padding_idx
-        self.weight = _parameter(layer.weight, cut, collective)
-        self.cuts = {"weight": cut}
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        local = ids - self._first
-        is_here = (local >= 0) & (local < len(self.weight))
-        # An id that no rank has must fail on all of them, as in a whole table, and not count as zeros.
-        is_known = (ids >= 0) & (ids < self.num_ids)
-        found = F.embedding(torch.where(is_here, local, torch.where(is_known, 0, -1)), self.weight)
-        keeps = is_here if self._padding is None else is_here & (ids != self._padding)
-        if self._padding is not None:
-            # A padding row is looked up but never trained.
-            found = torch.where(keeps.unsqueeze(-1), found, found.detach())
-        return summed(found.masked_fill(~is_here.unsqueeze(-1), 0), self.collective)
-
-
-def scores(x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
-    """Compares (..., dim) with the embeddings of all ids, of which each rank has some: (..., ids), whole."""
-    assert isinstance(tokens, VocabularyEmbedding)
-    own = F.linear(copied(x, tokens.collective), tokens.weight)
-    return joined(own, -1, tokens.collective, tokens.num_ids)
-
-
-def _parameter(whole: torch.Tensor, cut: Cut, collective: Collective) -> nn.Parameter:
-    part = part_of(whole.detach(), cut, collective.rank, collective.size)
-    return nn.Parameter(part, requires_grad=whole.requires_grad)
-
-
-def _column(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+def _column(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     outputs = _linear(layer).out_features
     if blocks < 1 or outputs % blocks:
         raise ValueError(f"its {outputs} outputs are not {blocks} equal blocks")
-    return ColumnLinear(_linear(layer), collective, blocks)
+    return ColumnLinear(_linear(layer), region, blocks)
 
 
-def _column_joined(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+def _column_joined(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     # Parts of several blocks, one rank's after the other's, would be outputs in another order.
     _without_blocks("column_joined", blocks)
-    return ColumnLinear(_linear(layer), collective, joins=True)
+    if isinstance(region.between, PartsBetween):
+        raise ValueError(
+            "style 'column_joined' leaves all tokens on every worker, and 'between' \"parts\" gives each its "
+            "own; take 'column' and 'row' in pairs, or set 'between' to \"whole\""
+        )
+    return ColumnLinear(_linear(layer), region, joins=True)
 
 
-def _row(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+def _row(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     _without_blocks("row", blocks)
-    return RowLinear(_linear(layer), collective)
+    return RowLinear(_linear(layer), region)
 
 
 def _without_blocks(style: str, blocks: int) -> None:
@@ -129,11 +69,11 @@ def _without_blocks(style: str, blocks: int) -> None:
         raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
 
 
-def _vocabulary(layer: nn.Module, collective: Collective, blocks: int) -> nn.Module:
+def _vocabulary(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     _without_blocks("vocabulary", blocks)
     if not isinstance(layer, nn.Embedding):
         raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
-    return VocabularyEmbedding(layer, collective)
+    return VocabularyEmbedding(layer, region)
 
 
 def _linear(layer: nn.Module) -> nn.Linear:
@@ -150,23 +90,6 @@ STYLES: dict[str, Any] = {
     "vocabulary": _vocabulary,
 }
 
-# Patterns for networks of transformers: attention's projections, gated and plain perceptrons.
-HUGGING_FACE: dict[str, Any] = {
-    "*.q_proj": "column",
-    "*.k_proj": "column",
-    "*.v_proj": "column",
-    "*.o_proj": "row",
-    "*.gate_proj": "column",
-    "*.up_proj": "column",
-    "*.down_proj": "row",
-    "*.attention.self.query": "column",
-    "*.attention.self.key": "column",
-    "*.attention.self.value": "column",
-    "*.attention.output.dense": "row",
-    "*.intermediate.dense": "column",
-    "*.layer.*.output.dense": "row",
-}
-
 
 def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
     """Returns the plan of a network: its own `tensor_plan(num_ranks)`, or that of a network of transformers.
@@ -178,7 +101,8 @@ def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
     if callable(own):
         return dict(own(num_ranks))
     if type(module).__module__.startswith("transformers."):
-        _check_heads(module, num_ranks)
+        check_heads(module, num_ranks)
+        check_whole_blocks(module)
         return HUGGING_FACE
     raise ValueError(
         f"parallelism over 'tensor' needs a plan of which layers are cut, and {type(module).__name__} has "
@@ -187,17 +111,69 @@ def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
     )
 
 
-def _check_heads(module: Any, num_ranks: int) -> None:
-    config = getattr(module, "config", None)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % num_ranks:
-            raise ValueError(
-                f"parallelism's 'tensor' ({num_ranks}) must divide the network's {name}, got {heads}"
-            )
+def region_of(collective: Collective, between: str = "whole") -> Region:
+    """Returns what the cut layers of one network share.
+
+    Args:
+        between: One of `BETWEEN`.
+    """
+    if between == "parts":
+        # Every rank has other tokens between the regions, and other units inside.
+        return Region(collective, PartsBetween(collective))
+    return Region(collective, WholeBetween(collective), OwnDraws(collective))
 
 
-def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, Any]) -> dict[str, Cut]:
+def check_parts(module: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Refuses, of a whole network, parts of the tokens between cut layers; needs no rank.
+
+    Args:
+        sizes: Number of ranks along each axis.
+
+    Raises:
+        ValueError: The network or another axis does not go with it.
+    """
+    name = type(module).__name__
+    if not isinstance(getattr(module, "rows", None), WholeRows):
+        raise ValueError(
+            f"model {name} cannot have parts of the tokens between its cut layers: it needs an attribute "
+            "`rows`, a WholeRows of ringspark.models.whole_rows that it asks for its tokens; take "
+            "transformer_classifier or transformer_lm, or set parallelism's 'between' to \"whole\""
+        )
+    counting = [key for key, layer in module.named_modules() if isinstance(layer, CountingLayer)]
+    if counting:
+        raise ValueError(
+            f"parallelism's 'between' \"parts\" leaves each worker a part of what layer {counting[0]!r} adds "
+            'to the loss of whole rows; set it to "whole", or take a network without experts'
+        )
+    if sizes["pipeline"] > 1:
+        raise ValueError(
+            "parallelism has 'between' \"parts\" and a 'pipeline', and a stage does not know how long the "
+            "rows are of which it gets a part; set 'between' to \"whole\", or 'pipeline' to 1"
+        )
+
+
+def spread_between(module: nn.Module, region: Region) -> None:
+    """Has the layers between the cut ones work on parts of the tokens, if the region's values are such.
+
+    Runs after `spread_tensor`, and after the rows are spread otherwise.
+
+    Raises:
+        ValueError: The plan leaves a layer whole that looks at all tokens.
+    """
+    if isinstance(region.between, PartsBetween):
+        for name, layer in module.named_modules():
+            gathers = any(isinstance(part, ColumnLinear) for part in layer.modules())
+            if callable(getattr(layer, "attend", None)) and not gathers:
+                raise ValueError(
+                    f"parallelism's 'between' \"parts\" leaves layer {name!r} a part of the tokens, and it "
+                    "looks at all of them; have 'plan' cut it too, or set 'between' to \"whole\""
+                )
+        is_cut = isinstance(getattr(module, "tokens", None), VocabularyEmbedding)
+        module.rows = PartRows(module.rows, region.between, is_table_cut=is_cut)  # type: ignore[arg-type, assignment]
+        OwnDraws(region.collective).watch(module, always=True)
+
+
+def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> dict[str, Cut]:
     """Replaces the layers of a plan by this rank's parts, in place; returns the cut parameters by name.
 
     Args:
@@ -244,17 +220,23 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
                     f"parallelism's plan cuts {name!r}, whose weights another layer uses too; leave it out"
                 )
             try:
-                part = STYLES[style](layer, collective, blocks)
+                part = STYLES[style](layer, region, blocks)
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot cut {name!r}: {error}") from None
             smallest = min(p.shape[cut.dim] for p, cut in _cut_parameters(part))
             if smallest < 1:
-                raise ValueError(
-                    f"parallelism gives 'tensor' {collective.size} workers, more than {name!r} has parts"
-                )
+                size = region.collective.size
+                raise ValueError(f"parallelism gives 'tensor' {size} workers, more than {name!r} has parts")
             part.train(layer.training)
-            if isinstance(part, VocabularyEmbedding) and hasattr(module, "scores"):
-                vars(module)["scores"] = scores
+            if isinstance(part, VocabularyEmbedding):
+                is_tokens = layer is getattr(module, "tokens", None)
+                if is_tokens and callable(getattr(module, "scores", None)):
+                    vars(module)["scores"] = Scores(part)
+                if not is_tokens and isinstance(region.between, PartsBetween):
+                    raise ValueError(
+                        f"parallelism's plan cuts {name!r} by ids, which with 'between' \"parts\" only "
+                        "`tokens` can be; leave it out"
+                    )
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, part)
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}
@@ -263,6 +245,8 @@ def spread_tensor(module: nn.Module, collective: Collective, plan: Mapping[str, 
         raise ValueError(f"parallelism's plan names {unused[0]!r}, which fits no layer; leave it out")
     if not cuts:
         raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
+    if region.draws is not None:
+        region.draws.watch(module)
     return cuts
 
 

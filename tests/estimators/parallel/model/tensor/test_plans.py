@@ -11,7 +11,7 @@ from torch import nn
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.spread import check_spread
-from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding
+from ringspark.estimators.parallel.model.tensor import Region, VocabularyEmbedding
 
 
 class Shared(nn.Module):
@@ -47,7 +47,7 @@ def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], m
 
 @pytest.mark.parametrize("wrong", [5, -1])
 def test_an_id_beyond_the_table_is_refused_where_the_table_is_cut(wrong: int) -> None:
-    table = VocabularyEmbedding(nn.Embedding(5, 3), LocalCollective())
+    table = VocabularyEmbedding(nn.Embedding(5, 3), Region.of(LocalCollective()))
     assert table(torch.tensor([[0, 4]])).shape == (1, 2, 3)
     with pytest.raises(IndexError):
         table(torch.tensor([[0, wrong]]))
