@@ -180,6 +180,10 @@ def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
 # One axis of 2 and of 4 ranks, and every pair of axes that a network can be spread over.
 OVER_TEXT = [
     _quick({"tensor": 2}),
+    _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
+    _slow({"tensor": 4, "between": "parts"}, gradient_checkpointing="all"),
+    _slow({"data": 2, "tensor": 2, "between": "parts"}, gradient_accumulation=2, sharding="gradients"),
+    _slow({"sequence": 2, "tensor": 2, "between": "parts"}),
     _quick({"pipeline": 2}, gradient_accumulation=2),
     _quick({"sequence": 2}),
     _slow({"tensor": 4}, gradient_checkpointing="all"),
