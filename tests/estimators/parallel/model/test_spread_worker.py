@@ -216,14 +216,24 @@ def test_a_mesh_trains_a_transformer_as_one_worker_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", [{"sequence": 2}, {"data": 2}, {}])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"sequence": 2}, {"sequence": 2}),
+        ({"sequence": 2}, {"data": 2}),
+        ({"sequence": 2}, {}),
+        ({"tensor": 2}, {"tensor": 2}),
+        ({"tensor": 2, "between": "parts"}, {"tensor": 2, "between": "parts"}),
+        ({"tensor": 2, "between": "parts"}, {}),
+    ],
+)
 def test_a_training_of_spread_rows_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, then: dict[str, int]
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
-    """To the bit over the same mesh, though each rank drops parts of its own tokens."""
-    first = {"sequence": 2}
+    """To the bit over the same mesh, though each rank drops parts of its own tokens, or of its own heads."""
     dropout = 0.2 if then == first else 0.0
-    spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout})
+    attention = {"attention_dropout": dropout} if "tensor" in first else {}
+    spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout, **attention})
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
     spread = replace(config, num_workers=2, parallelism=first)
     straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))

@@ -1,9 +1,10 @@
-"""A network cut over 'tensor' is one worker's, to rounding: gradients, loss of cut logits, and what is sent."""
+"""A network cut over 'tensor' is one worker's, to rounding: gradients and losses; and what is sent for it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +15,22 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.layout import layout_of
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor.between import PartsBetween
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.phase import Status
 from ringspark.models import TransformerClassifier, TransformerLM
+from ringspark.models.experts.layer import MixtureOfExperts
+from ringspark.models.reports import collected
 from ringspark.models.transformer import TransformerBlock
 
 pytestmark = pytest.mark.distributed
 SIZES = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
+PAIRS = {"attention.qkv": ["column", 3], "attention.out": "row", "up": "column", "down": "row"}
 
 
 class Counting:
@@ -33,20 +39,26 @@ class Counting:
     def __init__(self, inner: Collective) -> None:
         self._inner = inner
         self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.found: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         if name not in ("all_reduce", "all_gather", "start_reduce_scatter", "all_to_all"):
             return found
 
-        def counted(tensor: Any, *rest: Any, **named: Any) -> Any:
+        def counted(*rest: Any, **named: Any) -> Any:
             self.calls[name] += 1
-            tensors = tensor if isinstance(tensor, list) else [tensor]
-            self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
-            return found(tensor, *rest, **named)
+            return found(*rest, **named)
 
         return counted
+
+    def noted(self, work: Callable[[], Any]) -> Any:
+        """Runs something; `found` is then its calls by kind, and the bytes that this rank sent."""
+        self.calls.clear()
+        sent = self._inner.bytes_sent
+        result = work()
+        self.found = [dict(self.calls), self._inner.bytes_sent - sent]
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
         return self
@@ -117,38 +129,45 @@ def _counts(collective: Collective, device: str, status: Status) -> str:
         counting: Any = Counting(collective)
         block = TransformerBlock(16, 4, 64, 0.0, 0.0, causal=True)
         region = region_of(counting, between)
-        spread_tensor(
-            block, region, {"attention.qkv": ["column", 3], "attention.out": "row", "up": "column", "down": "row"}
-        )
+        spread_tensor(block, region, PAIRS)
         tokens = 8
         if between == "parts":
-            region.between.length = tokens  # type: ignore[attr-defined]
+            assert isinstance(region.between, PartsBetween)
+            region.between.length = tokens
             tokens //= collective.size
         x = torch.randn(3, tokens, 16, requires_grad=True)
-        out = block(x)
-        found[f"{between} forward"] = [counting.calls.copy(), counting.bytes.copy()]
-        counting.calls.clear()
-        counting.bytes.clear()
-        out.sum().backward()
-        found[f"{between} backward"] = [counting.calls.copy(), counting.bytes.copy()]
+        out = counting.noted(lambda: block(x))  # noqa: B023
+        found[f"{between} forward"] = counting.found
+        counting.noted(lambda: out.sum().backward())  # noqa: B023
+        found[f"{between} backward"] = counting.found
+    counting = Counting(collective)
+    mixture = MixtureOfExperts(16, num_experts=4, mlp_dim=32)
+    spread_experts(mixture, counting)
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    with collected():
+        out = counting.noted(lambda: mixture(x))
+    found["experts forward"] = counting.found[0]
+    counting.noted(lambda: out.sum().backward())
+    found["experts backward"] = counting.found[0]
     return json.dumps(found)
 
 
-def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums() -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: int) -> None:
     """One for attention and one for the perceptron: Megatron-LM's f and g, and g with its conjugate."""
-    size, whole = 2, 3 * 8 * 16 * 4  # bytes of (batch, seq, dim)
-    sums = [{"all_reduce": 2}, {"all_reduce": 2 * whole}]
-    parts = [
-        {"all_gather": 2, "start_reduce_scatter": 2},
-        # Of a gather each rank gives its part, of a scattered sum all that it has.
-        {"all_gather": 2 * whole // size, "start_reduce_scatter": 2 * whole},
-    ]
+    whole = 3 * 8 * 16 * 4  # bytes of (batch, seq, dim)
+    sent = 4 * (size - 1) * whole // size  # either way
+    sums = [{"all_reduce": 2}, sent]
+    parts = [{"all_gather": 2, "start_reduce_scatter": 2}, sent]
     for text in run_spawned(size, "torch", _counts):
         assert json.loads(text) == {
             "whole forward": sums,
             "whole backward": sums,
             "parts forward": parts,
             "parts backward": parts,
+            # Tokens to their experts and back; before, how many there are.
+            "experts forward": {"all_gather": 1, "all_to_all": 2},
+            "experts backward": {"all_to_all": 2},
         }
 
 
@@ -161,14 +180,13 @@ def _cut_loss(collective: Collective, device: str, status: Status) -> str:
     ids, label = _batch("lm", 7)
     logits = network(ids)
     found["shape"] = list(logits.shape)
-    counting.calls.clear()
-    counting.bytes.clear()
-    rows = criterion.rows([logits], [label])
-    rows.sum().backward()
-    found["calls"], found["bytes"] = counting.calls.copy(), counting.bytes.copy()
+    rows = counting.noted(lambda: criterion.rows([logits], [label]))
+    found["forward"] = counting.found
+    counting.noted(lambda: rows.sum().backward())
+    found["backward"] = counting.found
     (whole,) = criterion.whole([logits])
     reference = F.cross_entropy(whole, label, reduction="none").mean(1)
-    found["loss"] = float((rows[:, 0] - reference).abs().max())
+    found["loss"] = float((rows[:, 0] - reference).detach().abs().max())
     with criterion.whole_outputs():
         found["same"] = torch.equal(network(ids), whole)
     label[0, 0] = 23
@@ -193,9 +211,10 @@ def test_the_loss_of_cut_logits_sends_three_numbers_a_position_and_its_metrics_s
     for rank, text in enumerate(run_spawned(2, "torch", _cut_loss)):
         found = json.loads(text)
         assert found["shape"] == [5, 12 if rank == 0 else 11, 7]
-        # Forward the largest, and then sum and target together; backward the gradient of what was compared.
-        assert found["calls"] == {"all_reduce": 3}
-        assert found["bytes"] == {"all_reduce": 4 * 5 * 7 * (3 + 16)}
+        # The largest, and then sum and target together.
+        assert found["forward"] == [{"all_reduce": 2}, 4 * 5 * 7 * 3]
+        # The gradient of what was compared, (batch, seq, dim), as with gathered logits.
+        assert found["backward"] == [{"all_reduce": 1}, 4 * 5 * 7 * 16]
         assert found["loss"] < 1e-6
         assert found["same"]
         assert found["error"] == "Target 23 is out of bounds."
