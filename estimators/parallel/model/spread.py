@@ -18,6 +18,7 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions,
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
 from ringspark.estimators.parallel.model.tensor import (
+    MeshGrids,
     PartialGradients,
     PartRows,
     check_parts,
@@ -119,7 +120,7 @@ def spread(
     cuts: dict[str, Cut] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
-        region = region_of(mesh.axes["tensor"], options.get("between", BETWEEN))
+        region = region_of(mesh.axes["tensor"], options.get("between", BETWEEN), MeshGrids(mesh))
         cuts |= spread_tensor(module, region, plan)
     if mesh.sizes["expert"] > 1:
         cuts |= spread_experts(module, mesh.axes["expert"])

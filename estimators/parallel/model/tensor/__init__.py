@@ -1,6 +1,7 @@
 """Tensor parallelism: each rank has a part of every large matrix, and computes with all rows."""
 
 from ringspark.estimators.parallel.model.tensor.between import PartRows
+from ringspark.estimators.parallel.model.tensor.grid import MeshGrids
 from ringspark.estimators.parallel.model.tensor.layers import Region, VocabularyEmbedding
 from ringspark.estimators.parallel.model.tensor.loss import CutCrossEntropy, Scores, scores_of
 from ringspark.estimators.parallel.model.tensor.partial import PartialGradients
@@ -14,6 +15,7 @@ from ringspark.estimators.parallel.model.tensor.plan import (
 
 __all__ = [
     "CutCrossEntropy",
+    "MeshGrids",
     "PartRows",
     "PartialGradients",
     "Region",

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.communication import joined
 from ringspark.estimators.parallel.model.cut import Cut, part_of
-from ringspark.estimators.parallel.model.tensor.between import Between, WholeBetween
+from ringspark.estimators.parallel.model.tensor.between import Between
 from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
+from ringspark.estimators.parallel.model.tensor.grid import Grids
 
 AXIS = "tensor"
 
@@ -28,16 +29,13 @@ class Region:
         collective: The ranks along the axis.
         between: How values enter and leave the regions.
         draws: Who draws what inside of them; None where each rank draws its own everywhere.
+        grids: Makes grids of the ranks, for matrices that are cut along both dimensions.
     """
 
     collective: Collective
     between: Between
-    draws: OwnDraws | None = None
-
-    @classmethod
-    def of(cls, collective: Collective) -> Region:
-        """Returns regions between whole values."""
-        return cls(collective, WholeBetween(collective), OwnDraws(collective))
+    draws: OwnDraws | None
+    grids: Grids
 
 
 class ColumnLinear(nn.Module):

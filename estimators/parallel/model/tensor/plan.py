@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -25,6 +24,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.cut import Cut
 from ringspark.estimators.parallel.model.tensor.between import PartRows, PartsBetween, WholeBetween
 from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
+from ringspark.estimators.parallel.model.tensor.grid import GridLinear, Grids, grids_without_peers
 from ringspark.estimators.parallel.model.tensor.hugging_face import PLAN as HUGGING_FACE
 from ringspark.estimators.parallel.model.tensor.hugging_face import check_heads, check_whole_blocks
 from ringspark.estimators.parallel.model.tensor.layers import (
@@ -51,17 +51,28 @@ def _column(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
 def _column_joined(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     # Parts of several blocks, one rank's after the other's, would be outputs in another order.
     _without_blocks("column_joined", blocks)
-    if isinstance(region.between, PartsBetween):
-        raise ValueError(
-            "style 'column_joined' leaves all tokens on every worker, and 'between' \"parts\" gives each its "
-            "own; take 'column' and 'row' in pairs, or set 'between' to \"whole\""
-        )
+    _without_parts("column_joined", region)
     return ColumnLinear(_linear(layer), region, joins=True)
 
 
 def _row(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     _without_blocks("row", blocks)
     return RowLinear(_linear(layer), region)
+
+
+def _grid(layer: nn.Module, region: Region, grid: tuple[int, int]) -> nn.Module:
+    if grid == 1:
+        raise ValueError("style 'grid' takes workers along outputs and inputs, as ['grid', [2, 2]]")
+    _without_parts("grid", region)
+    return GridLinear(_linear(layer), region.collective, region.grids, grid)
+
+
+def _without_parts(style: str, region: Region) -> None:
+    if isinstance(region.between, PartsBetween):
+        raise ValueError(
+            f"style {style!r} leaves all tokens on every worker, and 'between' \"parts\" gives each its own; "
+            "take 'column' and 'row' in pairs, or set 'between' to \"whole\""
+        )
 
 
 def _without_blocks(style: str, blocks: int) -> None:
@@ -87,6 +98,7 @@ STYLES: dict[str, Any] = {
     "column": _column,
     "column_joined": _column_joined,
     "row": _row,
+    "grid": _grid,
     "vocabulary": _vocabulary,
 }
 
@@ -111,16 +123,18 @@ def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
     )
 
 
-def region_of(collective: Collective, between: str = "whole") -> Region:
+def region_of(collective: Collective, between: str = "whole", grids: Grids | None = None) -> Region:
     """Returns what the cut layers of one network share.
 
     Args:
         between: One of `BETWEEN`.
+        grids: Makes grids of the ranks; None for a rank whose peers are not there.
     """
+    grids = grids or grids_without_peers(collective)
     if between == "parts":
         # Every rank has other tokens between the regions, and other units inside.
-        return Region(collective, PartsBetween(collective))
-    return Region(collective, WholeBetween(collective), OwnDraws(collective))
+        return Region(collective, PartsBetween(collective), None, grids)
+    return Region(collective, WholeBetween(collective), OwnDraws(collective), grids)
 
 
 def check_parts(module: nn.Module, sizes: Mapping[str, int]) -> None:
@@ -177,7 +191,7 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
     """Replaces the layers of a plan by this rank's parts, in place; returns the cut parameters by name.
 
     Args:
-        plan: Pattern over names of modules -> style, or [style, blocks].
+        plan: Pattern over names of modules -> style, [style, blocks], or ["grid", [rows, columns]].
 
     Raises:
         ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be cut that way.
@@ -223,8 +237,7 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
                 part = STYLES[style](layer, region, blocks)
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot cut {name!r}: {error}") from None
-            smallest = min(p.shape[cut.dim] for p, cut in _cut_parameters(part))
-            if smallest < 1:
+            if any(getattr(part, key).numel() < 1 for key in part.cuts):
                 size = region.collective.size
                 raise ValueError(f"parallelism gives 'tensor' {size} workers, more than {name!r} has parts")
             part.train(layer.training)
@@ -250,16 +263,20 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
     return cuts
 
 
-def _style(pattern: str, given: Any) -> tuple[Any, int]:
-    """Returns the style and the number of blocks that a plan gives for a pattern."""
+def _style(pattern: str, given: Any) -> tuple[Any, Any]:
+    """Returns the style and the number of blocks, or the grid, that a plan gives for a pattern."""
     if not isinstance(given, list | tuple):
         return given, 1
+    if len(given) == 2 and given[0] == "grid":
+        sizes = given[1] if isinstance(given[1], list | tuple) else []
+        if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+            raise ValueError(
+                f"parallelism's plan for {pattern!r} must give workers along outputs and inputs, as "
+                f"['grid', [2, 2]], got {list(given)!r}"
+            )
+        return "grid", tuple(sizes)
     if len(given) != 2 or not isinstance(given[1], int):
         raise ValueError(
             f"parallelism's plan for {pattern!r} must be a style or [style, blocks], got {list(given)!r}"
         )
     return given[0], given[1]
-
-
-def _cut_parameters(part: Any) -> list[tuple[torch.Tensor, Cut]]:
-    return [(getattr(part, name), cut) for name, cut in part.cuts.items()]

@@ -47,6 +47,12 @@ def _difference(first: Any, second: Any, spec: ModelSpec = MLP) -> float:
     return float((weights_of(first, spec.build()) - weights_of(second, spec.build())).abs().max())
 
 
+# None of these sizes is a multiple of 2 in both dimensions.
+GRIDS = {
+    "trunk.0.linear": ["grid", [2, 2]],
+    "trunk.1.linear": ["grid", [2, 2]],
+    "trunk.2.linear": ["grid", [4, 1]],
+}
 MESHES = [
     pytest.param({"tensor": 2}, 2, {}, id="tensor2"),
     pytest.param({"pipeline": 2}, 2, {"gradient_accumulation": 4}, id="pipeline2"),
@@ -68,6 +74,14 @@ MESHES = [
     ),
     pytest.param({"tensor": 4}, 4, {}, id="tensor4", marks=pytest.mark.slow),
     pytest.param({"data": 2, "tensor": 2}, 4, {}, id="data2-tensor2", marks=pytest.mark.slow),
+    pytest.param({"tensor": 4, "plan": GRIDS}, 4, {}, id="tensor4-grid", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "tensor": 2, "plan": {"trunk.1.linear": ["grid", [1, 2]], "head": ["grid", [1, 2]]}},
+        4,
+        {},
+        id="data2-tensor2-grid",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         {"data": 2, "tensor": 2}, 4, {"sharding": "gradients"}, id="zero2-tensor2", marks=pytest.mark.slow
     ),
@@ -76,7 +90,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "workers", "changes"), MESHES)
 def test_a_mesh_trains_what_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, int], workers: int, changes: dict[str, Any]
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], workers: int, changes: dict[str, Any]
 ) -> None:
     """51 steps of AdamW with row weights and clipping, three epochs with a short last batch each."""
     config = _config(make_shards, tmp_path / "one")
@@ -114,10 +128,11 @@ class Fails(Callback):
         ({"tensor": 2}, {"data": 2}),
         ({"data": 2}, {"tensor": 2}),
         ({"tensor": 2}, {}),
+        ({"tensor": 2, "plan": {"trunk.1.linear": ["grid", [1, 2]]}}, {"tensor": 2}),
     ],
 )
 def test_a_training_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
     config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=5, ema_decay=0.9)
     straight = train_gang(

@@ -11,7 +11,7 @@ from torch import nn
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.spread import check_spread
-from ringspark.estimators.parallel.model.tensor import Region, VocabularyEmbedding
+from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, region_of
 
 
 class Shared(nn.Module):
@@ -37,6 +37,12 @@ class Shared(nn.Module):
         ({"down": "row", "*.nothing": "row"}, "names '\\*.nothing', which fits no layer"),
         ({"down": ["column", 3]}, "'down': its 4 outputs are not 3 equal blocks"),
         ({"down": ["row", 2]}, "'down': style 'row' takes no blocks"),
+        ({"down": ["grid", [2, 2]]}, r"'down': style 'grid' \[2, 2\] is of 4 workers, and 'tensor' has 2"),
+        (
+            {"down": ["grid", 2]},
+            r"'down' must give workers along outputs and inputs, as \['grid', ",
+        ),
+        ({"down": "grid"}, "'down': style 'grid' takes workers along outputs and inputs"),
         ({"down": ["column"]}, r"'down' must be a style or \[style, blocks\], got \['column'\]"),
     ],
 )
@@ -47,7 +53,8 @@ def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], m
 
 @pytest.mark.parametrize("wrong", [5, -1])
 def test_an_id_beyond_the_table_is_refused_where_the_table_is_cut(wrong: int) -> None:
-    table = VocabularyEmbedding(nn.Embedding(5, 3), Region.of(LocalCollective()))
+    collective: Any = LocalCollective()
+    table = VocabularyEmbedding(nn.Embedding(5, 3), region_of(collective))
     assert table(torch.tensor([[0, 4]])).shape == (1, 2, 3)
     with pytest.raises(IndexError):
         table(torch.tensor([[0, wrong]]))
