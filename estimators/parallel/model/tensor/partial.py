@@ -25,6 +25,10 @@ class PartialGradients:
 
     def add(self) -> None:
         """Makes the gradients whole, in place. Runs on every rank, after the last backward pass of a step."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                # The ranks looked up other rows.
+                parameter.grad = parameter.grad.to_dense()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             own = [gradient for gradient in gradients if gradient.dtype == dtype]
