@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, region_of
+from ringspark.models import TransformerLM
 
 
 class Shared(nn.Module):
@@ -49,6 +51,41 @@ class Shared(nn.Module):
 def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_spread(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": plan})
+
+
+SIZES = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2}
+PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
+
+
+@pytest.mark.parametrize(
+    ("network", "changes", "plan", "message"),
+    [
+        (
+            Shared,
+            {},
+            {"down": "column"},
+            "Shared cannot have parts of the tokens .* set parallelism's 'between'",
+        ),
+        (
+            lambda: TransformerLM(**SIZES, experts={"num_experts": 2}),
+            {},
+            None,
+            "adds to the loss of whole rows",
+        ),
+        (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know how long the rows"),
+        # Attention that no rank gathers the tokens for would see its own alone.
+        (lambda: TransformerLM(**SIZES), {}, PAIR, "'blocks.0.attention' a part of the tokens"),
+        # Ranks look up other positions, so none could take the others' part of the sum.
+        (lambda: TransformerLM(**SIZES), {}, {"positions": "vocabulary"}, "cuts 'positions' by ids"),
+        (lambda: TransformerLM(**SIZES), {}, {"blocks.0.up": "column_joined"}, "leaves all tokens on every"),
+    ],
+)
+def test_parts_of_the_tokens_between_are_refused_where_they_would_be_wrong(
+    network: Callable[[], nn.Module], changes: dict[str, int], plan: dict[str, Any] | None, message: str
+) -> None:
+    sizes = dict.fromkeys(AXES, 1) | {"tensor": 2} | changes
+    with pytest.raises(ValueError, match=message):
+        check_spread(network(), sizes, {"plan": plan, "between": "parts"})
 
 
 @pytest.mark.parametrize("wrong", [5, -1])
