@@ -110,6 +110,9 @@ class PartRows(WholeRows):
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
         return self._rows.mask(mask, seq)
 
+    def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor | None:
+        return self._rows.told(tokens, seq)
+
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
         # Behind it every rank has an equal share of the gradient; see `alike`.
         own = _with_gradient(x, self._between.collective.size)
