@@ -122,7 +122,8 @@ class _CrossEntropy(torch.autograd.Function):
         total, target = collective.all_reduce(torch.stack([exponentials.sum(1), own]))
         # Kept in place of the logits: the backward pass needs nothing else.
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), local, is_here, kept)
-        return (total.log() - target).where(kept, 0.0)
+        losses: torch.Tensor = (total.log() - target).where(kept, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

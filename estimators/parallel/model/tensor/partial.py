@@ -33,6 +33,6 @@ class PartialGradients:
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             own = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = self._collective.all_reduce(torch.cat([gradient.reshape(-1) for gradient in own]))
-            pieces = flat.split([gradient.numel() for gradient in own])
+            pieces = torch.split(flat, [gradient.numel() for gradient in own])
             for gradient, piece in zip(own, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
