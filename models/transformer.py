@@ -198,7 +198,7 @@ class _Trunk(nn.Module):
         if seq > self.max_seq_len:
             raise ValueError(f"sequences must have at most max_seq_len={self.max_seq_len} tokens, got {seq}")
         positions = self.rows.own(torch.arange(seq, device=ids.device), 0)
-        x = self.tokens(self.rows.own(ids.long(), 1)) + self.positions(positions)
+        x = self.rows.embedded(self.tokens, ids.long()) + self.positions(positions)
         out: torch.Tensor = self.dropout(x)
         return out
 

@@ -9,6 +9,7 @@ attribute `attend` of its modules.
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -32,6 +33,16 @@ class WholeRows:
             dim: The dimension of the tokens.
         """
         return x
+
+    def embedded(self, table: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings of this rank's tokens, (batch, own tokens, dim).
+
+        Args:
+            table: Maps ids to embeddings.
+            ids: (batch, seq), of all tokens. A pass of the network begins here.
+        """
+        found: torch.Tensor = table(self.own(ids, 1))
+        return found
 
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor | None:
         """Returns what `attend` gets as its mask: of all tokens, and something also where there was none.

@@ -23,9 +23,14 @@ from ringspark.estimators.parallel.model.pipeline.cutting import (
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
-from ringspark.estimators.parallel.model.spread import CONTEXT
+from ringspark.estimators.parallel.model.spread import BETWEEN, CONTEXT
 from ringspark.estimators.parallel.model.stand_in import StandIn
-from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor import (
+    plan_of,
+    region_of,
+    spread_between,
+    spread_tensor,
+)
 from ringspark.estimators.training.probe import PROBE_ROWS
 from ringspark.models.chain import links_of
 from ringspark.models.skeleton import skeleton
@@ -88,10 +93,13 @@ def cut_network(
     if sizes["tensor"] > 1:
         stand_ins["tensor"] = stand_in = StandIn(0, sizes["tensor"])
         plan = options.get("plan") or plan_of(whole, sizes["tensor"])
-        spread_tensor(whole, stand_in, plan)  # type: ignore[arg-type]
+        region = region_of(stand_in, options.get("between", BETWEEN))  # type: ignore[arg-type]
+        spread_tensor(whole, region, plan)
     if sizes["sequence"] > 1:
         stand_ins["sequence"] = stand_in = StandIn(0, sizes["sequence"])
         spread_sequence(whole, stand_in, options.get("context", CONTEXT))  # type: ignore[arg-type]
+    if sizes["tensor"] > 1:
+        spread_between(whole, region)
     if sizes["pipeline"] == 1:
         alone = RankPart(module=whole, stages=(0,))
         return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), stand_ins=stand_ins)

@@ -188,7 +188,7 @@ class FakeStep:
         self.sync = PlainSync(self.module, optimizer)
         self.recipe = Recipe(
             config=config,
-            criterion=Criterion(make_heads(config, objects), device),
+            criterion=Criterion(make_heads(config, objects), device, self.module),
             scaler=LossScaler(config.precision, device),
             device=device,
         )

@@ -14,6 +14,7 @@ from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
+from ringspark.estimators.parallel.model.tensor import PartialGradients
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import Seen
 from ringspark.estimators.training.precision import autocast
@@ -77,15 +78,24 @@ class WholePasses:
 
     steps_under_way = 0
 
-    def __init__(self, recipe: Recipe, sync: GradientSync, counting: Counting, measure: Measure) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        sync: GradientSync,
+        counting: Counting,
+        measure: Measure,
+        partial_gradients: PartialGradients | None = None,
+    ) -> None:
         """Stands before the first step.
 
         Args:
             counting: Returns a context for the passes of a micro-batch.
             measure: Called after each micro-batch with its number from 1, their number, and its rows.
+            partial_gradients: Gradients of which the ranks of one copy have parts; None for none.
         """
         self._recipe, self._sync = recipe, sync
         self._counting, self._measure = counting, measure
+        self._partial = partial_gradients
 
     def train(
         self,
@@ -100,13 +110,18 @@ class WholePasses:
                 self._sync.backward_without_rows(inputs)
         seen, count = [], len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, 1):
-            with self._sync.micro_batch(last=number == count), self._counting(micro_batch):
+            # Gradients must not leave for other copies before they are whole in this one.
+            last = number == count and self._partial is None
+            with self._sync.micro_batch(last=last), self._counting(micro_batch):
                 seen.append(
                     forward_backward(
                         self._recipe, self._sync, micro_batch, divisor, keeps_outputs=keeps_outputs
                     )
                 )
             self._measure(number, count, micro_batch.num_rows)
+        if self._partial is not None and count:
+            with self._recipe.timeline.span("exchange"), backward_errors():
+                self._partial.add()
         return seen
 
     def drain(self) -> None:

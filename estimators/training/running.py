@@ -12,6 +12,7 @@ import torch
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
+from ringspark.estimators.parallel.model.spread import partial_gradients
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepared, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
@@ -87,7 +88,7 @@ class Running:
         self.scaler = LossScaler(config.precision, device, combine, guards=config.on_non_finite != "stop")
         self.recipe = Recipe(
             config=config,
-            criterion=Criterion(heads, device),
+            criterion=Criterion(heads, device, sync.network),
             scaler=self.scaler,
             device=device,
             timeline=observation.timeline,
@@ -107,7 +108,8 @@ class Running:
             self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
         else:
             measure = _nothing if self.noise is None else self.noise.micro_batch
-            self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure)
+            parts = partial_gradients(sync.network)
+            self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure, parts)
         self.average = Average(sync.network, config.ema_decay)
         self.state = TrainingState(
             rank=mesh.world.rank,

@@ -133,7 +133,8 @@ def judged(
     if keeps_outputs:
         # A CUDA graph writes its outputs anew in every pass, and metrics may hold them for longer.
         own = torch.clone if config.compile and recipe.device.type == "cuda" else torch.Tensor.detach
-        pairs = [(own(output.detach()), label) for output, label in zip(outputs, batch.labels, strict=True)]
+        whole = criterion.whole(outputs)
+        pairs = [(own(output.detach()), label) for output, label in zip(whole, batch.labels, strict=True)]
     seen = Seen(losses.detach(), _own_weights(recipe, batch), pairs, reports.counts)
     if reports.losses:
         losses = losses + of_layers(recipe, reports, batch)

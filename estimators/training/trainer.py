@@ -341,7 +341,8 @@ class Trainer:
     def _call(self, event: str) -> None:
         if len(self._running.callbacks):
             self._status.phase = f"callbacks, {event}, epoch {self._state.epoch}"
-            self._running.callbacks.call(event, self._state)
+            with self._running.recipe.criterion.whole_outputs():
+                self._running.callbacks.call(event, self._state)
 
     def _all_stop(self) -> bool:
         """Returns whether a callback of any rank wants to stop. Runs on every rank."""

@@ -21,7 +21,7 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
-from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.parallel.model.spread import partial_gradients, spread
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -229,9 +229,10 @@ def _tied(
     if is_frozen:
         # A stage that is frozen whole, on all ranks that have it.
         return PlainSync(module, own_optimizer(config, objects, module))
-    if is_staged and exchange.sharding == "gradients":
-        # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
-        # tied weights at the end, and a schedule may release them after the next step's passes.
+    is_partial = partial_gradients(module) is not None
+    if (is_staged or is_partial) and exchange.sharding == "gradients":
+        # Gradients must not leave in the backward pass of a micro-batch: other stages, or ranks that had
+        # other tokens, add theirs at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
     strategy = STRATEGIES[exchange.strategy]()
     return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)

@@ -19,26 +19,43 @@ class Cut:
         dim: Dimension that is cut.
         blocks: The dimension is so many equal blocks end to end, each of which is cut by itself, as queries,
             keys and values that one layer computes.
+        grid: Ranks along the first and the second dimension of a matrix that is cut along both; the places
+            of the axis lie in the grid row by row. `dim` and `blocks` then say nothing.
     """
 
     axis: str
     dim: int
     blocks: int = 1
+    grid: tuple[int, int] | None = None
 
 
 def part_of(whole: torch.Tensor, cut: Cut, place: int, size: int) -> torch.Tensor:
     """Returns a copy of the part at a place of the axis; without an axis of several places, of all."""
+    if cut.grid is not None and size > 1:
+        (rows, columns), (row, column) = cut.grid, divmod(place, cut.grid[1])
+        return _narrowed(_narrowed(whole, 0, row, rows), 1, column, columns).clone(
+            memory_format=torch.contiguous_format
+        )
     blocks = whole.chunk(cut.blocks, cut.dim)
     return torch.cat([_narrowed(block, cut.dim, place, size) for block in blocks], cut.dim).contiguous()
 
 
-def length_of(whole: int, cut: Cut, place: int, size: int) -> int:
-    """Returns the length of the cut dimension of a part."""
-    return cut.blocks * length_of_part(whole // cut.blocks, place, size)
+def shape_of(whole: Sequence[int], cut: Cut, place: int, size: int) -> list[int]:
+    """Returns the shape of the part at a place."""
+    shape = list(whole)
+    if cut.grid is not None and size > 1:
+        at = divmod(place, cut.grid[1])
+        shape[:2] = [length_of_part(shape[dim], at[dim], cut.grid[dim]) for dim in (0, 1)]
+        return shape
+    shape[cut.dim] = cut.blocks * length_of_part(shape[cut.dim] // cut.blocks, place, size)
+    return shape
 
 
 def join(parts: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
     """Reverses `part_of`: puts the parts of all places together, in their order."""
+    if cut.grid is not None and len(parts) > 1:
+        columns = cut.grid[1]
+        return torch.cat([torch.cat(list(parts[i : i + columns]), 1) for i in range(0, len(parts), columns)])
     by_block = zip(*(part.chunk(cut.blocks, cut.dim) for part in parts), strict=True)
     return torch.cat([piece for block in by_block for piece in block], cut.dim)
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.parallel.model.cut import Cut, join, length_of, part_of
+from ringspark.estimators.parallel.model.cut import Cut, join, part_of, shape_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
@@ -210,8 +210,8 @@ class ModelLayout:
         cut = self.cuts.get(parameter)
         if cut is None:
             return None
-        shape = list(self.shapes[parameter])
-        shape[cut.dim] = length_of(shape[cut.dim], cut, self.mesh.places[cut.axis], self.mesh.sizes[cut.axis])
+        place, size = self.mesh.places[cut.axis], self.mesh.sizes[cut.axis]
+        shape = shape_of(self.shapes[parameter], cut, place, size)
         return cut if list(tensor.shape) == shape else None
 
     def _place_on_axis(self, name: str, tensor: torch.Tensor) -> int:
@@ -248,8 +248,8 @@ class ModelLayout:
         cut = self.cuts.get(self._parameter_of(name)) if len(place.holders) > 1 else None
         shapes = [list(place.shape) for _ in place.holders]
         if cut is not None:
-            for index, shape in enumerate(shapes):
-                shape[cut.dim] = length_of(place.shape[cut.dim], cut, index, len(place.holders))
+            places = range(len(place.holders))
+            shapes = [shape_of(place.shape, cut, index, len(place.holders)) for index in places]
         counts = [0] * parts.size
         for holder, shape in zip(place.holders, shapes, strict=True):
             counts[holder] = torch.Size(shape).numel()

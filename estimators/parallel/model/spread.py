@@ -12,16 +12,27 @@ from torch import nn
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.cut import Cut
 from ringspark.estimators.parallel.model.expert import spread_experts
-from ringspark.estimators.parallel.model.layout import ModelLayout
+from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_by_names, cut_stages
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
-from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor import (
+    MeshGrids,
+    PartialGradients,
+    PartRows,
+    check_parts,
+    plan_of,
+    region_of,
+    spread_between,
+    spread_tensor,
+)
 from ringspark.models.chain import links_of
 
 # How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
 CONTEXT = "ring"
+# What the layers between those that 'tensor' cuts work on: one of `tensor.plan.BETWEEN`.
+BETWEEN = "whole"
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,12 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
     """
     if sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, sizes["tensor"])
+        between = options.get("between", BETWEEN)
+        if between == "parts":
+            check_parts(module, sizes)
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
-        spread_tensor(module, seat, plan)
+        region = region_of(seat, between)
+        spread_tensor(module, region, plan)
     if sizes["pipeline"] > 1:
         virtual = options.get("virtual", 1)
         owners = schedule_of(options.get("schedule", "1f1b"), virtual).owners(sizes["pipeline"], virtual)
@@ -58,6 +73,8 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
         spread_experts(module, last)
+    if sizes["tensor"] > 1 and sizes["sequence"] == 1:
+        spread_between(module, region)
     if sizes["sequence"] > 1:
         check_sequence(module, options.get("context", CONTEXT))
 
@@ -90,11 +107,14 @@ def spread(
     cuts: dict[str, Cut] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, mesh.sizes["tensor"])
-        cuts |= spread_tensor(module, mesh.axes["tensor"], plan)
+        region = region_of(mesh.axes["tensor"], options.get("between", BETWEEN), MeshGrids(mesh))
+        cuts |= spread_tensor(module, region, plan)
     if mesh.sizes["expert"] > 1:
         cuts |= spread_experts(module, mesh.axes["expert"])
     if mesh.sizes["sequence"] > 1:
         spread_sequence(module, mesh.axes["sequence"], options.get("context", CONTEXT))
+    if mesh.sizes["tensor"] > 1:
+        spread_between(module, region)
     pipeline = None
     if mesh.sizes["pipeline"] > 1:
         chosen = PipelineOptions(
@@ -109,6 +129,14 @@ def spread(
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
     ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
     return pipeline
+
+
+def partial_gradients(module: nn.Module) -> PartialGradients | None:
+    """Returns what sums the gradients of which ranks along 'tensor' have parts; None where they are whole."""
+    layout = layout_of(module)
+    if layout is None or not isinstance(getattr(module, "rows", None), PartRows):
+        return None
+    return PartialGradients(module, tuple(layout.cuts), layout.mesh.axes["tensor"])
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
+from ringspark.estimators.parallel.model.tensor import scores_of
+from ringspark.estimators.training.objective.cut_classes import of_cut_classes
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
     ClassLoss,
@@ -43,13 +46,20 @@ class Criterion:
         loss = criterion.total(means)
     """
 
-    def __init__(self, heads: Sequence[Head], device: torch.device | None = None) -> None:
+    def __init__(
+        self, heads: Sequence[Head], device: torch.device | None = None, network: nn.Module | None = None
+    ) -> None:
         """Resolves the heads' losses.
 
         Args:
             device: Device for class weights and the state of a user's loss.
+            network: This rank's part of the network. If it compares with a table that is cut by its classes,
+                and the loss can do with a part of them, it returns those of this rank from now on.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
+        self._scores = None if network is None else scores_of(network)
+        if self._scores is not None:
+            self._losses = [of_cut_classes(loss, self._scores) for loss in self._losses]
         self._factors = tuple(head.weight for head in heads)
         self._is_plain_sum = all(factor == 1 for factor in self._factors)
         pairs = zip(self._losses, heads, strict=True)
@@ -58,6 +68,14 @@ class Criterion:
     @property
     def num_losses(self) -> int:
         return len(self._losses)
+
+    def whole(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns the outputs of all classes, for who looks at them without gradients. Runs on every rank."""
+        return outputs if self._scores is None else [self._scores.whole(output) for output in outputs]
+
+    def whole_outputs(self) -> AbstractContextManager[None]:
+        """Returns a context in which the network itself returns them, as one that is not cut does."""
+        return nullcontext() if self._scores is None else self._scores.joined()
 
     def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the value of each loss per row, (batch, num_losses), before loss weights."""

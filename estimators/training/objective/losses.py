@@ -88,10 +88,12 @@ class ClassLoss:
 
     Attributes:
         ignored: Class number of rows and positions that do not count.
+        unreduced: The torch loss with reduction "none".
     """
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
-        self._loss = _unreduced(loss)
+        self.unreduced = _unreduced(loss)
+        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.unreduced
         self._class_weights: torch.Tensor | None = loss.weight
         self.ignored: int = loss.ignore_index
 
@@ -109,6 +111,12 @@ class ClassLoss:
         elif label.dim() == output.dim() and label.shape[-1] == 1:
             label = label.squeeze(-1)
         return _row_means(self._loss(output, label))
+
+    def computed_by(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> ClassLoss:
+        """Returns this loss with another function for the values of rows and positions."""
+        other = copy.copy(self)
+        other._loss = loss
+        return other
 
     def row_weights(self, label: torch.Tensor) -> torch.Tensor:
         label = self._numbers(label)

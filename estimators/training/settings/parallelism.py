@@ -17,8 +17,17 @@ MODEL_AXES = ("tensor", "pipeline", "expert", "sequence")
 SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream", "2bw")
 # Those of `parallel.model.sequence`, which imports torch.
 CONTEXT_NAMES = ("ring", "gather", "ulysses")
+# Those of `parallel.model.tensor.plan`, which imports torch.
+BETWEEN_NAMES = ("whole", "parts")
 # Option -> its default: the ways of the axes.
-OPTIONS: dict[str, Any] = {"plan": None, "schedule": "1f1b", "virtual": 1, "cuts": (), "context": "ring"}
+OPTIONS: dict[str, Any] = {
+    "plan": None,
+    "between": "whole",
+    "schedule": "1f1b",
+    "virtual": 1,
+    "cuts": (),
+    "context": "ring",
+}
 
 
 # Has the planner choose; never in the config of a training, which has what was chosen.
@@ -78,6 +87,15 @@ def _context(value: Any) -> str:
     return str(value)
 
 
+def _between(value: Any) -> str:
+    if value not in BETWEEN_NAMES:
+        raise ValueError(
+            f"parallelism's 'between' must be one of {', '.join(BETWEEN_NAMES)}, got {value!r}"
+            f"{nearest(str(value), BETWEEN_NAMES)}"
+        )
+    return str(value)
+
+
 def _virtual(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
@@ -97,6 +115,7 @@ def _cuts(value: Any) -> list[str]:
 
 _CHECKS: dict[str, Any] = {
     "plan": _plan,
+    "between": _between,
     "schedule": _schedule,
     "virtual": _virtual,
     "cuts": _cuts,
@@ -129,9 +148,10 @@ PARALLELISM = Setting[dict[str, Any] | str](
     words="how the workers share one network: workers along 'data' (whole copies, other rows), 'shard' (the "
     "same, weights in parts), 'tensor' (parts of matrices), 'pipeline' (some blocks each), 'expert' (other "
     "experts) and 'sequence' (parts of every row), such as {'data': 2, 'tensor': 2}; 'plan' says which "
-    "layers 'tensor' cuts in a network of your own; 'schedule', 'virtual' and 'cuts' say how a pipeline "
-    "runs, whose micro-batches are those of gradientAccumulation; 'auto' has them planned by memory and time "
-    "before the workers start, with gradientAccumulation where that is not set",
+    "layers 'tensor' cuts in a network of your own, 'between' whether the others work on 'whole' rows or "
+    "'parts' of their tokens; 'schedule', 'virtual' and 'cuts' say how a pipeline runs, whose micro-batches "
+    "are those of gradientAccumulation; 'auto' has them planned by memory and time before the workers start, "
+    "with gradientAccumulation where that is not set",
     default={},
     default_words="`{}`: all along 'data'",
     convert=_parallelism,

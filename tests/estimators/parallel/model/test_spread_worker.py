@@ -47,6 +47,13 @@ def _difference(first: Any, second: Any, spec: ModelSpec = MLP) -> float:
     return float((weights_of(first, spec.build()) - weights_of(second, spec.build())).abs().max())
 
 
+# Every layer, as one that is left out is computed, and counted, by all ranks.
+GRIDS: dict[str, Any] = {
+    "trunk.0.linear": ["grid", [2, 2]],
+    "trunk.1.linear": ["grid", [2, 2]],
+    "trunk.2.linear": ["grid", [4, 1]],
+    "head": ["grid", [1, 4]],
+}
 MESHES = [
     pytest.param({"tensor": 2}, 2, {}, id="tensor2"),
     pytest.param({"pipeline": 2}, 2, {"gradient_accumulation": 4}, id="pipeline2"),
@@ -68,6 +75,14 @@ MESHES = [
     ),
     pytest.param({"tensor": 4}, 4, {}, id="tensor4", marks=pytest.mark.slow),
     pytest.param({"data": 2, "tensor": 2}, 4, {}, id="data2-tensor2", marks=pytest.mark.slow),
+    pytest.param({"tensor": 4, "plan": GRIDS}, 4, {}, id="tensor4-grid", marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 2, "tensor": 2, "plan": {"*linear": ["grid", [2, 1]], "head": ["grid", [1, 2]]}},
+        4,
+        {},
+        id="data2-tensor2-grid",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         {"data": 2, "tensor": 2}, 4, {"sharding": "gradients"}, id="zero2-tensor2", marks=pytest.mark.slow
     ),
@@ -76,7 +91,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "workers", "changes"), MESHES)
 def test_a_mesh_trains_what_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, int], workers: int, changes: dict[str, Any]
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], workers: int, changes: dict[str, Any]
 ) -> None:
     """51 steps of AdamW with row weights and clipping, three epochs with a short last batch each."""
     config = _config(make_shards, tmp_path / "one")
@@ -114,10 +129,11 @@ class Fails(Callback):
         ({"tensor": 2}, {"data": 2}),
         ({"data": 2}, {"tensor": 2}),
         ({"tensor": 2}, {}),
+        ({"tensor": 2, "plan": {"trunk.1.linear": ["grid", [1, 2]]}}, {"tensor": 2}),
     ],
 )
 def test_a_training_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
     config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=5, ema_decay=0.9)
     straight = train_gang(
@@ -191,6 +207,10 @@ def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
 # One axis of 2 and of 4 ranks, and every pair of axes that a network can be spread over.
 OVER_TEXT = [
     _quick({"tensor": 2}),
+    _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
+    _slow({"tensor": 4, "between": "parts"}, gradient_checkpointing="all"),
+    _slow({"data": 2, "tensor": 2, "between": "parts"}, gradient_accumulation=2, sharding="gradients"),
+    _slow({"sequence": 2, "tensor": 2, "between": "parts"}),
     _quick({"pipeline": 2}, gradient_accumulation=2),
     _quick({"sequence": 2}),
     _slow({"tensor": 4}, gradient_checkpointing="all"),
@@ -226,14 +246,24 @@ def test_a_mesh_trains_a_transformer_as_one_worker_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", [{"sequence": 2}, {"data": 2}, {}])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"sequence": 2}, {"sequence": 2}),
+        ({"sequence": 2}, {"data": 2}),
+        ({"sequence": 2}, {}),
+        ({"tensor": 2}, {"tensor": 2}),
+        ({"tensor": 2, "between": "parts"}, {"tensor": 2, "between": "parts"}),
+        ({"tensor": 2, "between": "parts"}, {}),
+    ],
+)
 def test_a_training_of_spread_rows_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, then: dict[str, int]
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
-    """To the bit over the same mesh, though each rank drops parts of its own tokens."""
-    first = {"sequence": 2}
+    """To the bit over the same mesh, though each rank drops parts of its own tokens, or of its own heads."""
     dropout = 0.2 if then == first else 0.0
-    spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout})
+    attention = {"attention_dropout": dropout} if "tensor" in first else {}
+    spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout, **attention})
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
     spread = replace(config, num_workers=2, parallelism=first)
     straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))

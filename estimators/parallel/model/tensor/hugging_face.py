@@ -1,0 +1,97 @@
+"""The plan for networks of the transformers library, and which of them it fits.
+
+It goes by the names of layers, so that it fits many networks that the library has, and those that it will
+have. It must not fit one by half: a block of which some layers are cut and others are not would compute with
+shapes that do not fit, or, worse, with gradients of which each rank has but a part.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+# Attention's projections, gated and plain perceptrons.
+PLAN: dict[str, Any] = {
+    "*.q_proj": "column",
+    "*.k_proj": "column",
+    "*.v_proj": "column",
+    "*.o_proj": "row",
+    "*.gate_proj": "column",
+    "*.up_proj": "column",
+    "*.down_proj": "row",
+    "*.attention.self.query": "column",
+    "*.attention.self.key": "column",
+    "*.attention.self.value": "column",
+    "*.attention.output.dense": "row",
+    "*.intermediate.dense": "column",
+    "*.layer.*.output.dense": "row",
+}
+
+
+def check_heads(module: Any, num_ranks: int) -> None:
+    """Refuses a number of ranks that leaves no whole heads to each.
+
+    Raises:
+        ValueError: The number of heads is no multiple of it.
+    """
+    config = getattr(module, "config", None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % num_ranks:
+            raise ValueError(
+                f"parallelism's 'tensor' ({num_ranks}) must divide the network's {name}, got {heads}"
+            )
+
+
+def check_whole_blocks(module: nn.Module) -> None:
+    """Refuses a network that the plan fits by half.
+
+    Of each block that the plan touches, it must cut all layers with matrices; and beside a layer that is cut
+    by its outputs there must be no other parameters, because each rank would train them by its own outputs.
+
+    Raises:
+        ValueError: A layer is left over.
+    """
+    layers = dict(module.named_modules())
+    cut = {name: style for name in layers if (style := _style(name)) is not None}
+    for name in cut:
+        owner = name.rpartition(".")[0]
+        for left in _holders(layers[owner], owner):
+            if cut[name] == "column" and left not in cut:
+                _refuse(module, name, left)
+    for block in _blocks(module):
+        own = [name for name in cut if name.startswith(f"{block}.")]
+        for left in _holders(layers[block], block):
+            is_matrix = any(p.dim() > 1 for p in layers[left].parameters(recurse=False))
+            if own and is_matrix and left not in cut:
+                _refuse(module, own[0], left)
+
+
+def _refuse(module: nn.Module, cut: str, left: str) -> None:
+    raise ValueError(
+        f"parallelism's plan for networks of transformers cuts {cut!r} of {type(module).__name__} and does "
+        f"not know {left!r} beside it; set 'plan' to one of your own that cuts whole blocks, or leave "
+        "'tensor' out"
+    )
+
+
+def _style(name: str) -> Any:
+    return next((style for pattern, style in PLAN.items() if fnmatchcase(name, pattern)), None)
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    """Returns the names of the outermost items of lists of layers."""
+    lists = [name for name, layer in module.named_modules() if isinstance(layer, nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [f"{name}.{key}" for name in outer for key, _ in module.get_submodule(name).named_children()]
+
+
+def _holders(module: nn.Module, prefix: str) -> list[str]:
+    """Returns the names of a layer and those in it that hold parameters themselves."""
+    return [
+        name
+        for name, layer in module.named_modules(prefix=prefix)
+        if any(True for _ in layer.parameters(recurse=False))
+    ]

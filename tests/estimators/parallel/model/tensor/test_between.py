@@ -1,0 +1,221 @@
+"""A network cut over 'tensor' is one worker's, to rounding: gradients and losses; and what is sent for it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert import spread_experts
+from ringspark.estimators.parallel.model.layout import layout_of
+from ringspark.estimators.parallel.model.spread import partial_gradients, spread
+from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor.between import PartsBetween
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.phase import Status
+from ringspark.models import TransformerClassifier, TransformerLM
+from ringspark.models.experts.layer import MixtureOfExperts
+from ringspark.models.reports import collected
+from ringspark.models.transformer import TransformerBlock
+
+pytestmark = pytest.mark.distributed
+SIZES = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
+PAIRS = {"attention.qkv": ["column", 3], "attention.out": "row", "up": "column", "down": "row"}
+
+
+class Counting:
+    """Passes on to a collective, and counts what it is asked for inside networks."""
+
+    def __init__(self, inner: Collective) -> None:
+        self._inner = inner
+        self.calls: Counter[str] = Counter()
+        self.found: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("all_reduce", "all_gather", "start_reduce_scatter", "all_to_all"):
+            return found
+
+        def counted(*rest: Any, **named: Any) -> Any:
+            self.calls[name] += 1
+            return found(*rest, **named)
+
+        return counted
+
+    def noted(self, work: Callable[[], Any]) -> Any:
+        """Runs something; `found` is then its calls by kind, and the bytes that this rank sent."""
+        self.calls.clear()
+        sent = self._inner.bytes_sent
+        result = work()
+        self.found = [dict(self.calls), self._inner.bytes_sent - sent]
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
+        return self
+
+
+def _network(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    made = (
+        TransformerLM(**SIZES)
+        if kind == "lm"
+        else TransformerClassifier(**SIZES, out_features=3, padding_id=0)
+    )
+    return made.double()
+
+
+def _batch(kind: str, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seq)
+    ids = torch.randint(1, 23, (5, seq), generator=made)
+    ids[0, seq // 2 :] = 0
+    if kind != "lm":
+        return ids, ids.sum(1) % 3
+    label = ids.roll(-1, 1)
+    label[:, -1] = -100
+    return ids, label
+
+
+def _gradients(network: nn.Module, kind: str, seq: int) -> tuple[float, dict[str, torch.Tensor]]:
+    ids, label = _batch(kind, seq)
+    criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, network)
+    loss = criterion.rows([network(ids)], [label]).sum()
+    network.zero_grad()
+    loss.backward()
+    parts = partial_gradients(network)
+    if parts is not None:
+        parts.add()
+    return float(loss.detach()), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
+
+
+def _all(collective: Collective, device: str, status: Status) -> str:
+    mesh = Mesh.of(collective, {"tensor": collective.size})
+    worst: dict[str, float] = {}
+    for kind in ("lm", "classifier"):
+        for between in ("whole", "parts"):
+            network = _network(kind)
+            spread(network, mesh, {"between": between})
+            layout = layout_of(network)
+            assert layout is not None
+            for seq in (7, 1):
+                want, whole = _gradients(_network(kind), kind, seq)
+                got, own = _gradients(network, kind, seq)
+                assert own.keys() == whole.keys()
+                found = [abs(want - got)]
+                found += [float((own[n] - layout.own(n, g)).abs().max()) for n, g in whole.items()]
+                worst[f"{kind} {between} {seq}"] = max(found)
+    return json.dumps(worst)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_one_worker_whether_values_between_are_whole_or_parts(size: int) -> None:
+    """Rows of 7 tokens divide by no number of ranks, and rows of one leave ranks without a token."""
+    for text in run_spawned(size, "torch", _all):
+        assert all(value < 1e-12 for value in json.loads(text).values()), text
+
+
+def _counts(collective: Collective, device: str, status: Status) -> str:
+    found = {}
+    for between in ("whole", "parts"):
+        counting: Any = Counting(collective)
+        block = TransformerBlock(16, 4, 64, 0.0, 0.0, causal=True)
+        region = region_of(counting, between)
+        spread_tensor(block, region, PAIRS)
+        tokens = 8
+        if between == "parts":
+            assert isinstance(region.between, PartsBetween)
+            region.between.length = tokens
+            tokens //= collective.size
+        x = torch.randn(3, tokens, 16, requires_grad=True)
+        out = counting.noted(lambda: block(x))  # noqa: B023
+        found[f"{between} forward"] = counting.found
+        counting.noted(lambda: out.sum().backward())  # noqa: B023
+        found[f"{between} backward"] = counting.found
+    counting = Counting(collective)
+    mixture = MixtureOfExperts(16, num_experts=4, mlp_dim=32)
+    spread_experts(mixture, counting)
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    with collected():
+        out = counting.noted(lambda: mixture(x))
+    found["experts forward"] = counting.found[0]
+    counting.noted(lambda: out.sum().backward())
+    found["experts backward"] = counting.found[0]
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: int) -> None:
+    """One for attention and one for the perceptron: Megatron-LM's f and g, and g with its conjugate."""
+    whole = 3 * 8 * 16 * 4  # bytes of (batch, seq, dim)
+    sent = 4 * (size - 1) * whole // size  # either way
+    sums = [{"all_reduce": 2}, sent]
+    parts = [{"all_gather": 2, "start_reduce_scatter": 2}, sent]
+    for text in run_spawned(size, "torch", _counts):
+        assert json.loads(text) == {
+            "whole forward": sums,
+            "whole backward": sums,
+            "parts forward": parts,
+            "parts backward": parts,
+            # Tokens to their experts and back; before, how many there are.
+            "experts forward": {"all_gather": 1, "all_to_all": 2},
+            "experts backward": {"all_to_all": 2},
+        }
+
+
+def _cut_loss(collective: Collective, device: str, status: Status) -> str:
+    counting: Any = Counting(collective)
+    found = {}
+    network = TransformerLM(**SIZES)
+    spread_tensor(network, region_of(counting), {"tokens": "vocabulary"})
+    criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, network)
+    ids, label = _batch("lm", 7)
+    logits = network(ids)
+    found["shape"] = list(logits.shape)
+    rows = counting.noted(lambda: criterion.rows([logits], [label]))
+    found["forward"] = counting.found
+    counting.noted(lambda: rows.sum().backward())
+    found["backward"] = counting.found
+    (whole,) = criterion.whole([logits])
+    reference = F.cross_entropy(whole, label, reduction="none").mean(1)
+    found["loss"] = float((rows[:, 0] - reference).detach().abs().max())
+    with criterion.whole_outputs():
+        found["same"] = torch.equal(network(ids), whole)
+    label[0, 0] = 23
+    try:
+        criterion.rows([network(ids)], [label])
+    except IndexError as error:
+        found["error"] = str(error)
+    # A loss that looks at all classes gets them.
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    Criterion([Head(label="y", loss=smooth)], None, other := _cut(counting))
+    found["other"] = list(other(ids).shape)
+    return json.dumps(found)
+
+
+def _cut(collective: Any) -> nn.Module:
+    network = TransformerLM(**SIZES)
+    spread_tensor(network, region_of(collective), {"tokens": "vocabulary"})
+    return network
+
+
+def test_the_loss_of_cut_logits_sends_three_numbers_a_position_and_its_metrics_see_all() -> None:
+    for rank, text in enumerate(run_spawned(2, "torch", _cut_loss)):
+        found = json.loads(text)
+        assert found["shape"] == [5, 12 if rank == 0 else 11, 7]
+        # The largest, and then sum and target together.
+        assert found["forward"] == [{"all_reduce": 2}, 4 * 5 * 7 * 3]
+        # The gradient of what was compared, (batch, seq, dim), as with gathered logits.
+        assert found["backward"] == [{"all_reduce": 1}, 4 * 5 * 7 * 16]
+        assert found["loss"] < 1e-6
+        assert found["same"]
+        assert found["error"] == "Target 23 is out of bounds."
+        assert found["other"] == [5, 23, 7]

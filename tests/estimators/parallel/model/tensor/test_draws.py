@@ -1,0 +1,110 @@
+"""What a rank drops inside of cut layers is its own, and what it drops outside of them is everybody's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ringspark.estimators.parallel.model.tensor import region_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
+from ringspark.models import apply_activation_checkpoint
+
+
+class Seat:
+    """A rank whose peers are not there: sums are its own part."""
+
+    name = "alone"
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, 2
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor.clone()
+
+
+class Block(nn.Module):
+    """Notes which units are dropped inside, between the cut layers, and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.inside: list[torch.Tensor] = []
+        self.outside: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(torch.ones_like(self.up(x)))
+        self.inside.append(hidden.detach().clone())
+        out = self.dropout(torch.ones_like(self.down(hidden)) * x)
+        self.outside.append((out == 0).detach().clone())
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _run(rank: int, seed: int = 0, recompute: object = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(1)
+    network = Net()
+    seat: object = Seat(rank)
+    spread_tensor(network, region_of(seat), {"*.up": "column", "*.down": "row"})  # type: ignore[arg-type]
+    if recompute is not None:
+        apply_activation_checkpoint(network, recompute)  # type: ignore[arg-type]
+    torch.manual_seed(seed)
+    x = torch.ones(4, 8, requires_grad=True)
+    for _ in range(2):
+        network(x).sum().backward()
+    blocks = [m for m in network.modules() if isinstance(m, Block)]
+    return [t for b in blocks for t in b.inside], [t for b in blocks for t in b.outside]
+
+
+def _differ(tensors: list[torch.Tensor]) -> bool:
+    return all(not torch.equal(a, b) for i, a in enumerate(tensors) for b in tensors[:i])
+
+
+def test_ranks_drop_other_units_inside_and_the_same_outside() -> None:
+    with torch.random.fork_rng():
+        first, second = _run(0), _run(1)
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    # Blocks and steps differ from each other too.
+    assert _differ([*first[0], *second[0]])
+    assert _differ(first[1])
+
+
+def test_a_block_that_is_recomputed_drops_the_same_again() -> None:
+    with torch.random.fork_rng():
+        inside, outside = _run(1, recompute="all")
+        plain, plain_outside = _run(1)
+    # Forward and again in the backward pass, for two steps of each block.
+    assert len(inside) == 2 * len(plain) == 8
+    assert all(torch.equal(a, b) for a, b in zip(inside[::2], inside[1::2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(inside[::2], plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outside, plain_outside, strict=True))
+
+
+def test_a_layer_that_is_left_open_and_restored_begins_anew() -> None:
+    """As where only the layer that is cut by its outputs is recomputed."""
+    cpu = torch.device("cpu")
+    seat: object = Seat(1)
+    draws = OwnDraws(seat)  # type: ignore[arg-type]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        draws.begin(cpu)
+        inside = torch.rand(4)
+        torch.set_rng_state(before)
+        draws.begin(cpu)
+        assert torch.equal(torch.rand(4), inside)
+        draws.end()
+        outside = torch.rand(4)
+        torch.set_rng_state(before)
+        torch.randint(2**62, ())
+        assert torch.equal(torch.rand(4), outside)

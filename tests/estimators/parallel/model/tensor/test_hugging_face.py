@@ -1,0 +1,69 @@
+"""The plan by names fits a network of transformers wholly, or says which layer it does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators.parallel.model.tensor import plan_of, region_of, spread_tensor
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "vocab_size": 20,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+BART = {f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("layers", 1), ("ffn_dim", 32))}
+BART |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+
+
+class Seat:
+    """The place of a rank; nothing is exchanged here."""
+
+    name, rank, size = "nobody", 1, 2
+
+
+def _network(name: str, sizes: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
+
+
+def _cuts(network: Any) -> set[str]:
+    seat: Any = Seat()
+    return set(spread_tensor(network, region_of(seat), plan_of(network, 2)))
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("Llama", GROUPED), ("Qwen2", GROUPED), ("Bert", SIZES)])
+def test_all_matrices_of_every_block_are_cut(name: str, sizes: dict[str, Any]) -> None:
+    network = _network(name, sizes)
+    inside = {n for n, p in network.named_parameters() if "layer" in n and p.dim() > 1}
+    inside = {n for n in inside if "embed" not in n}
+    assert len(inside) in (2 * 6, 2 * 7)
+    assert inside <= _cuts(network)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "left"),
+    [
+        # Columns without the row that would sum them.
+        ("OPT", {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16}, "decoder.layers.0.self_attn.out_proj"),
+        ("Bart", {**BART, "d_model": 16, "vocab_size": 20}, "encoder.layers.0.self_attn.out_proj"),
+        ("Phi", SIZES, "layers.0.self_attn.dense"),
+        # A row without its columns.
+        ("Phi3", SIZES, "layers.0.self_attn.qkv_proj"),
+        # Weights that each rank would train by its own heads.
+        ("Qwen3", {**GROUPED, "head_dim": 4}, "layers.0.self_attn.q_norm"),
+    ],
+)
+def test_a_block_that_would_be_cut_by_half_is_refused(name: str, sizes: dict[str, Any], left: str) -> None:
+    network = _network(name, sizes)
+    with pytest.raises(ValueError, match=f"{name}Model and does not know '{left}' beside it; set 'plan'"):
+        plan_of(network, 2)
