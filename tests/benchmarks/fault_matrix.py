@@ -56,19 +56,21 @@ def main() -> int:
         timeout_seconds=(round(TIMEOUT_SECONDS), 30),
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, or cells as 'row/column'")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="rows, cells as 'row/column', columns, or meshes"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="for faults.json, which is gone on with, and faults.png"
     )
     args = parser.parse_args()
     # What was started ends with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    faults = [f for f in FAULTS if not args.only or {f.target, f"{f.target}/{f.kind}"} & set(args.only)]
+    faults = [f for f in FAULTS if not args.only or names_of(f) & set(args.only)]
     faults = faults[: args.cells]
     if not faults:
         parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
     # Those of one place follow each other: every change of it costs a start of Spark.
-    faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
+    faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place, bool(f.mesh), f.mesh))
     cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
     with Lab(epochs=args.epochs, timeout_seconds=args.timeout_seconds) as lab:
@@ -89,6 +91,12 @@ def main() -> int:
         draw(cells, args.output / "faults.png")
     wrong = [problem for moments in cells.values() for m in moments for problem in m.problems]
     return 1 if wrong or lab.problems else 0
+
+
+def names_of(fault: Fault) -> set[str]:
+    """By which `--only` knows it."""
+    names = {fault.target, f"{fault.target}/{fault.kind}", fault.kind}
+    return names | ({fault.mesh, f"{fault.mesh}/{fault.kind}"} if fault.mesh else set())
 
 
 def chunks(seeds: list[int], size: int) -> list[list[int]]:
