@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +122,68 @@ def test_the_bits_are_those_of_a_training_that_lost_no_rank(
     _check_rows(diary)
 
 
+class _Killer(threading.Thread):
+    """Ends the process of rank 0 when it has written some files of a checkpoint, and not the last one.
+
+    Attributes:
+        hit: The folder of the checkpoint; None while there was no such moment.
+    """
+
+    def __init__(self, run: Path, diary: Path) -> None:
+        super().__init__(daemon=True)
+        self._root, self._diaries = run / "checkpoints", rows.Diaries(diary)
+        self._over = threading.Event()
+        self.hit: Path | None = None
+
+    def run(self) -> None:
+        # After one whole checkpoint.
+        while not self._over.is_set() and not list(self._root.glob("step-*/checkpoint.json")):
+            time.sleep(0.01)
+        pid = rows.steps_of(self._diaries.read())[-1]["pid"]
+        while self.hit is None and not self._over.is_set():
+            # An old one loses that file before the others when it is removed.
+            for folder in sorted(self._root.glob("step-*"))[-1:]:
+                if (folder / "model.safetensors").exists() and not (folder / "checkpoint.json").exists():
+                    os.kill(pid, signal.SIGKILL)
+                    self.hit = folder
+                    break
+
+    def end(self) -> None:
+        """Gives up."""
+        self._over.set()
+        self.join()
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    mesh = {"pipeline": 2}
+    # Of some megabytes, so that its files take their time.
+    model = ModelSpec("transformer_classifier", {**TEXT, "dim": 128, "dropout": 0.2})
+    config = _leg(_config(make_shards, tmp_path / "run", model, checkpoint_every_steps=2), mesh)
+    straight = train_gang(
+        replace(config, run_uri=str(tmp_path / "straight")), _objects(tmp_path / "undisturbed", mesh)
+    )
+    diary = tmp_path / "disturbed"
+    objects = _objects(diary, mesh)
+    killer = _Killer(tmp_path / "run", diary)
+    killer.start()
+    try:
+        with pytest.raises(WorkerError, match="exit code -9"):
+            train_gang(config, objects)
+    finally:
+        killer.end()
+    assert killer.hit is not None
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    resumed = train_gang(config, objects)
+    # The process may have written the last file before the signal reached it.
+    (step,) = resumed.resumed_steps
+    assert f"step-{step:010d}" in left[-2:]
+    assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
+    _check_rows(diary)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "meshes"),
@@ -139,16 +203,18 @@ def test_four_ranks_two_one_and_four_train_what_one_does(
     straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), _objects(tmp_path / "other", {}))
     diary = tmp_path / "diary"
     resumed: list[int] = []
+    result = None
     for number, mesh in enumerate(meshes):
-        last = (number + 1) * EPOCH_STEPS + 3
+        last = (number + 1) * EPOCH_STEPS + 3  # of the last leg, a step that never comes
         lost = Lost(tmp_path / f"lost {number}", rank=_ranks(mesh) - 1, step=last)
         leg = replace(_leg(config, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
-        if number < len(meshes) - 1:
-            with pytest.raises(WorkerError, match="exit code -9"):
-                train_gang(leg, _objects(diary, mesh, lost))
-            resumed.append(last - last % EVERY)
-        else:
-            result = train_gang(leg, _objects(diary, mesh))
+        if number == len(meshes) - 1:
+            result = train_gang(leg, _objects(diary, mesh, lost))
+            break
+        with pytest.raises(WorkerError, match="exit code -9"):
+            train_gang(leg, _objects(diary, mesh, lost))
+        resumed.append(last - last % EVERY)
+    assert result is not None
     # Or the one before, where the last was in the middle of its writing.
     found = result.resumed_steps
     assert len(found) == 3
