@@ -79,13 +79,12 @@ def main() -> int:
                 skipped[fault.target, fault.kind] = reason
                 continue
             known = {moment.seed for moment in cells[fault.target, fault.kind]}
-            seeds = range(args.seed, args.seed + args.repeats)
-            for number, chunk in enumerate(chunks(list(seeds), trials.most_hits(lab, fault, args.hits))):
-                if known.isdisjoint(chunk):
-                    hits = run(lab, fault, chunk, ("torch", "horovod")[number % 2])
-                    cells[fault.target, fault.kind] += hits
-                    print(*(line_of(moment, fault) for moment in hits), sep="\n", flush=True)
-                    save(args.output, cells)
+            seeds = [seed for seed in range(args.seed, args.seed + args.repeats) if seed not in known]
+            for number, chunk in enumerate(chunks(seeds, trials.most_hits(lab, fault, args.hits))):
+                hits = run(lab, fault, chunk, ("torch", "horovod")[number % 2])
+                cells[fault.target, fault.kind] += hits
+                print(*(line_of(moment, fault) for moment in hits), sep="\n", flush=True)
+                save(args.output, cells)
     report(cells, skipped, lab.problems)
     if args.output is not None:
         draw(cells, args.output / "faults.png")

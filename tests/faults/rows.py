@@ -111,9 +111,9 @@ def check(lines: list[Line], num_rows: int) -> Trained:
         last = tries[-1]
         if len(last) != next(iter(last.values()))["size"]:
             problems.append(f"step {step} was trained last by the ranks {sorted(last)} only")
-        shares = {line.get("share", rank): line["ids"] for rank, line in last.items()}
-        for rank, line in last.items():
-            if line["ids"] != shares[line.get("share", rank)]:
+        shares: dict[int, list[int]] = {}
+        for rank, line in sorted(last.items()):
+            if line["ids"] != shares.setdefault(line.get("share", rank), line["ids"]):
                 problems.append(f"rank {rank} saw other rows in step {step} than others of its copy")
         ids = [row for own in shares.values() for row in own]
         epochs.setdefault(epoch, []).extend(ids)
