@@ -219,14 +219,17 @@ def _tied(
     device: torch.device,
 ) -> GradientSync:
     """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
-    if mesh.sizes["expert"] > 1:
+    is_staged = mesh.sizes["pipeline"] > 1
+    is_frozen = not any(p.requires_grad for p in module.parameters())
+    if mesh.sizes["expert"] > 1 and not (is_staged and is_frozen):
         around = partial(autocast, config.precision, device)
         optimizer = own_optimizer(config, objects, module)
-        return ExpertSum(module, optimizer, mesh, rounds=config.gradient_accumulation, around=around)
-    if not any(p.requires_grad for p in module.parameters()):
+        rounds = 0 if is_staged else config.gradient_accumulation
+        return ExpertSum(module, optimizer, mesh, rounds=rounds, around=around)
+    if is_frozen:
         # A stage that is frozen whole, on all ranks that have it.
         return PlainSync(module, own_optimizer(config, objects, module))
-    if mesh.sizes["pipeline"] > 1 and exchange.sharding == "gradients":
+    if is_staged and exchange.sharding == "gradients":
         # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
         # tied weights at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")

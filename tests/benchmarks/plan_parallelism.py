@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -34,7 +34,8 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.scaling import plan_parallelism
-from ringspark.estimators.scaling.meshes import MeshPlan, ParallelismPlan
+from ringspark.estimators.scaling.meshes import ParallelismPlan
+from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.driver_check import own_optimizer
@@ -68,7 +69,7 @@ class Network:
     def batch(self) -> tuple[Any, Any]:
         return tuple(((self.rows, *shape), dtype) for shape, dtype in (self.inputs, self.labels))  # type: ignore[return-value]
 
-    def config(self, mesh: MeshPlan) -> TrainConfig:
+    def config(self, parallelism: Mapping[str, Any], num_micro: int, ranks: int = RANKS) -> TrainConfig:
         return TrainConfig(
             shards_uri="",
             run_uri="",
@@ -77,9 +78,9 @@ class Network:
             label_columns=("y",),
             losses=(self.loss,),
             batch_size=self.rows,
-            num_workers=RANKS,
-            parallelism=mesh.parallelism,
-            gradient_accumulation=mesh.num_micro,
+            num_workers=ranks,
+            parallelism=dict(parallelism),
+            gradient_accumulation=num_micro,
             collective="torch",
             reader="arrow",
         )
@@ -111,7 +112,7 @@ def networks(rows: int, *, tiny: bool) -> list[Network]:
 
 
 @dataclass(frozen=True)
-class Steps:
+class Rounds:
     """What each rank runs: every mesh in turns. Returns seconds of steps by mesh and round, and peaks."""
 
     network: Network
@@ -163,17 +164,17 @@ class Steps:
         sync.ranks_differ |= mesh.cuts_network
         log = opened.enter_context(RunLog(folder, writes=False))
         observation = opened.enter_context(Observation.of(config, mesh, place))
-        status = Status()
+        status, steps = Status(), Steps(config.batch_sizes, 3 * config.batch_size)
         running = Running(
             config,
             mesh,
             make_heads(config, UserObjects()),
             sync,
-            make_rates("constant", sync.optimizer, 3, 0),
+            make_rates("constant", sync.optimizer, steps.total, 0),
             Callbacks([]),
             log,
             observation,
-            3,
+            steps,
             place,
             UserObjects(),
             pipeline,
@@ -212,7 +213,8 @@ def compare(
     plan = plan_parallelism(network.spec, network.batch, RANKS, loss=network.loss, repeats=max(3, rounds))
     meshes = [mesh for mesh in plan.meshes if mesh.fits]
     plan = replace(plan, meshes=tuple(meshes))
-    work = Steps(network, [network.config(mesh) for mesh in meshes], rounds, steps)
+    configs = [network.config(mesh.parallelism, mesh.num_micro) for mesh in meshes]
+    work = Rounds(network, configs, rounds, steps)
     texts = run_spawned(RANKS, "torch", work, timeout_seconds=300)
     found = [json.loads(text) for text in texts]
     peaks = [max(peaks[index] for _, peaks in found) for index in range(len(meshes))]

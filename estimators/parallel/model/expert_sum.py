@@ -39,7 +39,8 @@ class ExpertSum(SummedGradients):
 
         Args:
             module: This rank's part of the network; `spread_experts` has cut it.
-            rounds: Most micro-batches of a step on any rank.
+            rounds: Most micro-batches of a step on any rank; 0 where whoever runs the passes, those of a
+                pipeline, runs those without rows too.
             around: Makes the context of a forward pass, autocast, for passes without rows.
             bucket_bytes: See `SummedGradients`.
         """
@@ -57,7 +58,8 @@ class ExpertSum(SummedGradients):
         self._round = 0
         self._around = around
         self._like: list[torch.Tensor] = []
-        module.register_forward_pre_hook(self._remember)
+        if rounds:
+            module.register_forward_pre_hook(self._remember)
 
     def _remember(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._like = [values[:0].detach() for values in inputs]
