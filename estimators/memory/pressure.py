@@ -26,6 +26,7 @@ from ringspark.estimators.memory.columns import column_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.row_cache import settle_cache
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
+from ringspark.estimators.parallel.mesh import share_of
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.kept_rows import reading_needs
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -83,8 +84,11 @@ def check_on_rank(
     """
     size, local_size = collective.size, collective.member.local_size
     limits = [of_process(), of_machine(local_size)]
-    left = check(replace(config, num_workers=size), objects, manifest, limits)
-    config = settle_cache(config, manifest, collective.rank, size, local_size, left)
+    config_here = replace(config, num_workers=size)
+    left = check(config_here, objects, manifest, limits)
+    # Ranks of one copy of the network read, and keep, the same rows.
+    share, num_shares = share_of(config_here.axes, collective.rank)
+    config = settle_cache(config, manifest, share, num_shares, local_size, left)
     # No rank allocates before all have looked: they may share a host.
     collective.barrier()
     return config

@@ -37,6 +37,8 @@ def settle_cache(
     """Returns the config with what "auto" means for this rank. Runs on every rank.
 
     Args:
+        rank: Which share of a global batch this rank reads.
+        size: How many shares there are.
         local_size: Number of ranks on this host, which share its disk.
         memory: As for `choose_cache`.
     """

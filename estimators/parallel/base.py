@@ -181,22 +181,25 @@ class PlainSync:
     def clip_gradients(self, max_norm: float) -> None:
         # Only trained parameters count: others may keep gradients, which differ by rank.
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        layout = layout_of(self.network)
-        if layout is not None:
-            mine = {n: p for n, p in self.network.named_parameters() if p.grad is not None}
-            kept = set(trained)
-            named = {n: p.grad for n, p in mine.items() if p in kept and p.grad is not None}
-            nn.utils.clip_grads_with_norm_(trained, max_norm, layout.norm(named).float())
-            return
-        if not any(p.grad is not None and p.grad.is_sparse for p in trained):
-            nn.utils.clip_grad_norm_(trained, max_norm)
-            return
         # torch has no norm of a sparse tensor. What it holds has one, once no row comes twice.
         for parameter in trained:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        held = held_values([p.grad for p in trained if p.grad is not None])
-        norm = nn.utils.get_total_norm(held)
+        with_gradients = [p for p in trained if p.grad is not None]
+        held = held_values([p.grad for p in with_gradients if p.grad is not None])
+        is_dense = not any(p.grad is not None and p.grad.is_sparse for p in trained)
+        layout = layout_of(self.network)
+        if layout is not None:
+            names = {parameter: name for name, parameter in self.network.named_parameters()}
+            norm = layout.norm({names[p]: g for p, g in zip(with_gradients, held, strict=True)}).float()
+            if is_dense:
+                nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+                return
+        elif is_dense:
+            nn.utils.clip_grad_norm_(trained, max_norm)
+            return
+        else:
+            norm = nn.utils.get_total_norm(held)
         torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def step(self, scaler: Scaler) -> None:

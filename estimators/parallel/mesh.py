@@ -170,6 +170,15 @@ def groups_over(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     return list(groups.values())
 
 
+def share_of(sizes: Mapping[str, int], rank: int) -> tuple[int, int]:
+    """Returns which share of a global batch a rank reads, and how many there are; makes no groups."""
+    places = _places(sizes)[rank]
+    index, number = 0, 1
+    for axis in ROWS:
+        index, number = index * sizes[axis] + places[axis], number * sizes[axis]
+    return index, number
+
+
 class _Maker:
     """Makes each group of ranks once, whatever roles it has."""
 

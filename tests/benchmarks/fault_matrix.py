@@ -56,19 +56,21 @@ def main() -> int:
         timeout_seconds=(round(TIMEOUT_SECONDS), 30),
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, or cells as 'row/column'")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="rows, cells as 'row/column', columns, or meshes"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="for faults.json, which is gone on with, and faults.png"
     )
     args = parser.parse_args()
     # What was started ends with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    faults = [f for f in FAULTS if not args.only or {f.target, f"{f.target}/{f.kind}"} & set(args.only)]
+    faults = [f for f in FAULTS if not args.only or names_of(f) & set(args.only)]
     faults = faults[: args.cells]
     if not faults:
         parser.error(f"--only names no row; rows are {', '.join(TARGETS)}")
     # Those of one place follow each other: every change of it costs a start of Spark.
-    faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place))
+    faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place, bool(f.mesh), f.mesh))
     cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
     with Lab(epochs=args.epochs, timeout_seconds=args.timeout_seconds) as lab:
@@ -77,18 +79,23 @@ def main() -> int:
                 skipped[fault.target, fault.kind] = reason
                 continue
             known = {moment.seed for moment in cells[fault.target, fault.kind]}
-            seeds = range(args.seed, args.seed + args.repeats)
-            for number, chunk in enumerate(chunks(list(seeds), trials.most_hits(lab, fault, args.hits))):
-                if known.isdisjoint(chunk):
-                    hits = run(lab, fault, chunk, ("torch", "horovod")[number % 2])
-                    cells[fault.target, fault.kind] += hits
-                    print(*(line_of(moment, fault) for moment in hits), sep="\n", flush=True)
-                    save(args.output, cells)
+            seeds = [seed for seed in range(args.seed, args.seed + args.repeats) if seed not in known]
+            for number, chunk in enumerate(chunks(seeds, trials.most_hits(lab, fault, args.hits))):
+                hits = run(lab, fault, chunk, ("torch", "horovod")[number % 2])
+                cells[fault.target, fault.kind] += hits
+                print(*(line_of(moment, fault) for moment in hits), sep="\n", flush=True)
+                save(args.output, cells)
     report(cells, skipped, lab.problems)
     if args.output is not None:
         draw(cells, args.output / "faults.png")
     wrong = [problem for moments in cells.values() for m in moments for problem in m.problems]
     return 1 if wrong or lab.problems else 0
+
+
+def names_of(fault: Fault) -> set[str]:
+    """By which `--only` knows it."""
+    names = {fault.target, f"{fault.target}/{fault.kind}", fault.kind}
+    return names | ({fault.mesh, f"{fault.mesh}/{fault.kind}"} if fault.mesh else set())
 
 
 def chunks(seeds: list[int], size: int) -> list[list[int]]:

@@ -20,13 +20,17 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchEstimator
+from ringspark.estimators.parallel.mesh import AXES, share_of
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.models import ModelSpec
 
 ANSWER = "ANSWER "
 # In the folder of the lines: the fault has come, or none will.
 STRUCK = "struck"
 LONGEST_WAIT_SECONDS = 120.0
 NUM_FEATURES = 8
+# The first tokens of a row are the digits of its number plus one, the last digit first.
+BASE, NUM_DIGITS, NUM_TOKENS = 22, 3, 8
 
 
 class Network(nn.Module):
@@ -58,13 +62,11 @@ class Diary(Callback):
         self.pause_seconds = pause_seconds
 
     def on_train_start(self, state: TrainingState) -> None:
-        state.module.ids = []
+        self._take_ids(state)
         self._write(state, "start")
 
     def on_step_end(self, state: TrainingState) -> None:
-        # A rank without rows in this step did not call the network.
-        ids, state.module.ids = state.module.ids, []
-        self._write(state, "step", ids=ids)
+        self._write(state, "step", ids=self._take_ids(state))
         request = Path(self.folder, f"raise-{state.rank}")
         if state.step == state.num_steps:
             self._wait_for_the_fault(request)
@@ -72,6 +74,12 @@ class Diary(Callback):
             request.unlink()
             raise ValueError("a failure on request")
         time.sleep(self.pause_seconds)
+
+    def _take_ids(self, state: TrainingState) -> list[int]:
+        # A rank without rows in this step did not call the network.
+        ids: list[int] = getattr(state.module, "ids", [])
+        state.module.ids = []  # type: ignore[assignment]
+        return ids
 
     def _wait_for_the_fault(self, request: Path) -> None:
         # A busy harness may be late: the training does not end before the fault has come.
@@ -94,6 +102,33 @@ class Diary(Callback):
         # Opened each time: one write of one line, which a kill can cut but never mix with another.
         with open(os.path.join(self.folder, f"rank-{state.rank}-{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class MeshDiary(Diary):
+    """The diary of a rank that has a part of the network: notes the rows where they are read.
+
+    Args:
+        parallelism: The setting; ranks that are one copy of the network are to read the same rows.
+    """
+
+    def __init__(self, folder: str, pause_seconds: float, parallelism: dict[str, int]) -> None:
+        super().__init__(folder, pause_seconds)
+        self._sizes = {axis: parallelism.get(axis, 1) for axis in AXES}
+        self._ids: list[int] = []
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """For `transformBatch`, which sees the rows on every rank; returns them as they are."""
+        numbers = (tokens[:, :NUM_DIGITS] - 1) @ torch.tensor([BASE**k for k in range(NUM_DIGITS)])
+        # Of a rank without rows, one of zeros stands for their shape.
+        self._ids = [number for number in numbers.tolist() if number >= 0]
+        return tokens
+
+    def _take_ids(self, state: TrainingState) -> list[int]:
+        ids, self._ids = self._ids, []
+        return ids
+
+    def _write(self, state: TrainingState, what: str, **more: Any) -> None:
+        super()._write(state, what, share=share_of(self._sizes, state.rank)[0], **more)
 
 
 def session(conf: dict[str, str]) -> Any:
@@ -137,11 +172,20 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
         "showProgress": False,
         **command["settings"],
     }
-    network = Network(command["dropout"])
-    diary = Diary(command["diary"], command["pause_seconds"])
+    notes = command["diary"], command["pause_seconds"]
+    if command["network"] is None:
+        settings |= {"model": Network(command["dropout"]), "callbacks": [Diary(*notes)]}
+    else:
+        diary = MeshDiary(*notes, settings["parallelism"])
+        settings |= {
+            "model": ModelSpec("transformer_classifier", command["network"]),
+            "callbacks": [diary],
+            "inputCols": ["tokens"],
+            "transformBatch": diary.read,
+        }
     start = time.time()
     try:
-        model = TorchEstimator(model=network, callbacks=[diary], **settings).fitOnShards(command["shards"])
+        model = TorchEstimator(**settings).fitOnShards(command["shards"])
         weights = {name: value.tolist() for name, value in model.module().state_dict().items()}
         return {
             "ok": True,
@@ -149,6 +193,7 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
             "end": time.time(),
             "weights": weights,
             "checkpoint_errors": model.summary.checkpoint_errors,
+            "restart_reasons": model.summary.restart_reasons,
         }
     # Ctrl-C ends the fit, not this program: the harness asks for a resume next.
     except (Exception, KeyboardInterrupt) as error:
@@ -172,10 +217,16 @@ def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
 
     features = F.array(*[F.rand(seed).cast("float") for seed in range(NUM_FEATURES)]).alias("features")
     padding = F.array(*[F.rand(NUM_FEATURES + seed) for seed in range(64)]).alias("padding")
-    frame = spark.range(0, command["rows"], 1, 2).select("id", features, padding)
+    digits = [F.floor(F.col("id") / BASE**k) % BASE for k in range(NUM_DIGITS)]
+    others = [F.col("id") * k % BASE for k in range(NUM_DIGITS + 1, NUM_TOKENS + 1)]
+    tokens = F.array(*[(number + 1).cast("int") for number in (*digits, *others)]).alias("tokens")
+    frame = spark.range(0, command["rows"], 1, 2).select("id", features, padding, tokens)
     label = (F.col("features")[0] - F.col("features")[1]).cast("float").alias("label")
     write_shards(
-        frame.select("id", "features", label, "padding"), command["uri"], num_files=2, row_group_rows=100
+        frame.select("id", "features", label, "padding", "tokens"),
+        command["uri"],
+        num_files=2,
+        row_group_rows=100,
     )
     return {"ok": True}
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import meshes
 import rows
 import sockets
 import stores
@@ -32,7 +33,10 @@ _DRIVERS: dict[Place, str] = {
     "s3 run": "s3",
     "s3 shards": "s3",
     "no shared memory": "network",
+    "four slots": "mesh",
 }
+# Nothing of Spark's is hit there, so one JVM will do.
+MESH_MASTER = "local[4]"
 
 
 def names_below(folder: Path) -> set[str]:
@@ -40,8 +44,11 @@ def names_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def _reference(collective: str, place: Place) -> str:
-    return f"reference-{collective}" + ("-by-network" if place == "no shared memory" else "")
+def _reference(plan: Plan, place: Place) -> str:
+    if plan.network is not None:
+        axes = plan.more["parallelism"].items()
+        return "reference-" + "-".join(f"{axis}{size}" for axis, size in axes)
+    return f"reference-{plan.collective}" + ("-by-network" if place == "no shared memory" else "")
 
 
 class Lab:
@@ -114,7 +121,7 @@ class Lab:
                 self._end(other)
             self._drivers[name] = self._start(name)
         driver = self._drivers[name]
-        driver.wait_for_executors(NUM_WORKERS)
+        driver.wait_for_executors(0 if name == "mesh" else NUM_WORKERS)
         return driver
 
     def heal(self, place: Place) -> None:
@@ -148,11 +155,12 @@ class Lab:
             next(iter(self._drivers.values())).write_shards(str(folder))
         return folder
 
-    def reference(self, driver: Driver, collective: str, place: Place) -> dict[str, Any]:
+    def reference(self, driver: Driver, like: Plan, place: Place) -> dict[str, Any]:
         """The weights of the undisturbed training, whose ranks sum in the same order."""
-        key = _reference(collective, place)
+        key = _reference(like, place)
         if key not in self._references:
-            plan = self.plan(key, collective)
+            folder = self.root / key
+            plan = replace(like, run=str(folder / "run"), diary=folder / "diary")
             plan.nothing_comes()
             answer = driver.fit(plan)
             assert answer["ok"], answer
@@ -161,14 +169,27 @@ class Lab:
             self._references[key] = answer["weights"]
         return self._references[key]
 
-    def names(self, collective: str, place: Place) -> set[str]:
+    def names(self, plan: Plan, place: Place) -> set[str]:
         """What the undisturbed training has left in its run's folder."""
-        return names_below(self.root / _reference(collective, place) / "run")
+        return names_below(self.root / _reference(plan, place) / "run")
 
-    def plan(self, name: str, collective: str, max_restarts: int = 3) -> Plan:
-        """A training with files of its own."""
+    def plan(self, name: str, collective: str, max_restarts: int = 3, mesh: str = "") -> Plan:
+        """A training with files of its own.
+
+        Args:
+            mesh: A key of `meshes.MESHES`; without one, every rank has the whole of a small network.
+        """
         folder = self.root / name
+        more: dict[str, Any] = {}
+        if mesh:
+            spread = meshes.MESHES[mesh]
+            more = {
+                "network": spread.network(),
+                "more": spread.settings(),
+                "num_workers": meshes.NUM_WORKERS,
+            }
         return Plan(
+            **more,
             run=str(folder / "run"),
             shards=str(self.root / "shards"),
             diary=folder / "diary",
@@ -200,6 +221,8 @@ class Lab:
             return Driver(self._cluster.url, keepers=self._cluster.pids, mark=self._cluster.mark)
         if name == "s3":
             return Driver(LOCAL_CLUSTER, self.bucket().environment)
+        if name == "mesh":
+            return Driver(MESH_MASTER)
         return Driver(LOCAL_CLUSTER, {"RINGSPARK_SHARED_MEMORY": "0"} if name == "network" else None)
 
     def _end(self, name: str) -> None:

@@ -18,7 +18,7 @@ import processes
 import rows
 from lab import Lab, names_below
 from scenarios import Fault, Scene
-from trainings import END_SECONDS, EPOCH_STEPS, NUM_ROWS, Driver, Plan, difference
+from trainings import END_SECONDS, NUM_ROWS, Driver, Plan, difference
 from waiting import wait_for
 
 # Steps without a fault at either end of a training: a checkpoint before, and room to train on after.
@@ -88,16 +88,18 @@ def run(lab: Lab, fault: Fault, seeds: Sequence[int], collective: str | None = N
     """
     draws = [random.Random(f"{fault.target}, {fault.kind}, {seed}") for seed in seeds]
     drawn = draws[0].choice(["torch", "horovod"])
+    if fault.mesh:
+        collective = "torch"  # Horovod has no parts of a gang
     driver = lab.driver(fault.place)
     name = f"{fault.target}-{fault.kind}-{seeds[0]}-{time.monotonic_ns()}".replace(" ", "-")
     lab.shards()
-    reference = lab.reference(driver, collective or drawn, fault.place)
-    plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2)
+    plan = lab.plan(name, collective or drawn, max_restarts=len(seeds) + 2, mesh=fault.mesh)
+    reference = lab.reference(driver, plan, fault.place)
     if fault.an_epoch_each:
         # Early enough in each for the harness to be late.
-        steps = [int((number + 0.8 * draw.random()) * EPOCH_STEPS) for number, draw in enumerate(draws)]
+        steps = [int((number + 0.8 * draw.random()) * plan.epoch_steps) for number, draw in enumerate(draws)]
     else:
-        part = (lab.epochs * EPOCH_STEPS - FIRST_STEPS - LAST_STEPS) / len(seeds)
+        part = (lab.epochs * plan.epoch_steps - FIRST_STEPS - LAST_STEPS) / len(seeds)
         steps = [FIRST_STEPS + int((number + draw.random()) * part) for number, draw in enumerate(draws)]
         # Where training goes on meanwhile, its end must not come before the last fault has.
         plan = replace(plan, pause_seconds=max(plan.pause_seconds, fault.lasts * MARGIN / part))
@@ -117,6 +119,7 @@ class _Hit:
     ended: str = ""
     spark_seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
+    rank: int | None = None
 
 
 class Training:
@@ -164,8 +167,12 @@ class Training:
                 hit.problems.append("nobody was started after it: the fault did nothing")
             if self._fault.blamed not in hit.ended:
                 hit.problems.append(f"no error named {self._fault.blamed}: {hit.ended!r}")
-            if hit.step >= self._lab.epochs * EPOCH_STEPS - 1:
+            if hit.step >= self._lab.epochs * self._plan.epoch_steps - 1:
                 hit.problems.append("it came after the last step but one: nothing was left to train")
+            reasons = answer.get("restart_reasons", [])
+            named = f"rank {hit.rank} on host "
+            if hit.rank is not None and not any(named in r and "no sign of life" in r for r in reasons):
+                hit.problems.append(f"rank {hit.rank} was stopped, and the restarts name others: {reasons}")
             pause = rows.longest_pause(lines, hit.began, end)
             moments.append(
                 Moment(
@@ -192,10 +199,11 @@ class Training:
         hit = _Hit(seed=seed, step=last, began=time.time())
         self._hits.append(hit)
         bucket = self._lab.bucket() if self._fault.place.startswith("s3") else None
-        self._fault.act(
-            Scene(driver=self._driver, plan=self._plan, pids=pids, draw=draw, undo=self._undo, bucket=bucket)
+        scene = Scene(
+            driver=self._driver, plan=self._plan, pids=pids, draw=draw, undo=self._undo, bucket=bucket
         )
-        hit.done = time.time()
+        self._fault.act(scene)
+        hit.done, hit.rank = time.time(), scene.stopped
 
     def _wait_for_step(self, step: int) -> dict[int, int]:
         """Until that step is trained, by ranks that have got over the last hit; their process ids."""
@@ -280,7 +288,7 @@ class Training:
         problems += [f"left over after the driver: {line}" for line in self._lab.closed()]
         # The temporary files of this process's own, and what a committed run must not hold.
         if Path(plan.run).is_absolute():
-            left = names_below(Path(plan.run)) - self._lab.names(plan.collective, self._fault.place)
+            left = names_below(Path(plan.run)) - self._lab.names(plan, self._fault.place)
             # What a rank said of its end, and the losses of one more start, are to stay.
             left = {name for name in left if not name.startswith(("logs/rank-", "steps/"))}
             problems += [f"left over in the finished run: {name}" for name in sorted(left)]

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+# Ranks that are one copy of a network have the same `share` of the rows; without one, each has its own.
 Line = dict[str, Any]
 
 
@@ -110,7 +111,11 @@ def check(lines: list[Line], num_rows: int) -> Trained:
         last = tries[-1]
         if len(last) != next(iter(last.values()))["size"]:
             problems.append(f"step {step} was trained last by the ranks {sorted(last)} only")
-        ids = [row for line in last.values() for row in line["ids"]]
+        shares: dict[int, list[int]] = {}
+        for rank, line in sorted(last.items()):
+            if line["ids"] != shares.setdefault(line.get("share", rank), line["ids"]):
+                problems.append(f"rank {rank} saw other rows in step {step} than others of its copy")
+        ids = [row for own in shares.values() for row in own]
         epochs.setdefault(epoch, []).extend(ids)
         problems += _differences(step, tries)
     for epoch, ids in epochs.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import damage
+import meshes
 import processes
 import psutil
 import sockets
@@ -30,7 +31,9 @@ from waiting import wait_for
 Kind = Literal["kill", "hang", "error", "corruption"]
 KINDS: tuple[Kind, ...] = ("kill", "hang", "error", "corruption")
 # Where the training runs, and where its files are.
-Place = Literal["local-cluster", "standalone", "s3 run", "s3 shards", "small disk", "no shared memory"]
+Place = Literal[
+    "local-cluster", "standalone", "s3 run", "s3 shards", "small disk", "no shared memory", "four slots"
+]
 
 
 @dataclass(kw_only=True)
@@ -41,6 +44,7 @@ class Scene:
         pids: Of each rank's process.
         draw: What the fault draws from: the same seed hits the same thing.
         undo: Closed before the training is resumed or hit again: repairs what was broken for good.
+        stopped: The rank that was stopped, where the reason of the restart must name it.
     """
 
     driver: Driver
@@ -49,6 +53,7 @@ class Scene:
     draw: random.Random
     undo: ExitStack
     bucket: stores.Bucket | None = None
+    stopped: int | None = None
 
     def some_rank(self) -> int:
         """A rank other than 0."""
@@ -65,6 +70,7 @@ class Fault:
         blamed: What the error must name; the fit must end with one.
         restarts: The ranks cannot go on: whoever trains after the fault was started after it.
         lasts: Seconds for which training may go on until the fault is over or told.
+        mesh: What the network is spread over, a key of `meshes.MESHES`; "" for a whole one on each rank.
         an_epoch_each: The next epoch's beginning meets it: one an epoch, none in the last.
     """
 
@@ -78,6 +84,7 @@ class Fault:
     restarts: bool = True
     lasts: float = 0.0
     an_epoch_each: bool = False
+    mesh: str = ""
 
 
 FAULTS: list[Fault] = []
@@ -217,6 +224,29 @@ def _stop_for(stopped: list[psutil.Process], seconds: float) -> None:
     time.sleep(seconds)
     for process in stopped:
         send(process, signal.SIGCONT)
+
+
+# Ranks that have a part of the network, or of the rows: nobody else has it, and all others wait for it.
+
+
+def _rank_of(scene: Scene, ranks: tuple[int, ...]) -> int:
+    return scene.draw.choice(ranks)
+
+
+def _stop_rank(scene: Scene, ranks: tuple[int, ...]) -> None:
+    scene.stopped = _rank_of(scene, ranks)
+    send(scene.pids[scene.stopped], signal.SIGSTOP)
+
+
+for _mesh, _training in meshes.MESHES.items():
+    for _role, _ranks in _training.roles.items():
+        _in_mesh: dict[str, Any] = {"place": "four slots", "mesh": _mesh}
+        fault(meshes.target_of(_mesh, _role), "kill", "SIGKILL", **_in_mesh)(
+            lambda scene, ranks=_ranks: send(scene.pids[_rank_of(scene, ranks)], signal.SIGKILL)
+        )
+        fault(meshes.target_of(_mesh, _role), "hang", "SIGSTOP, for ever", **_in_mesh)(
+            lambda scene, ranks=_ranks: _stop_rank(scene, ranks)
+        )
 
 
 # Stores. What a training waits for, or goes on from, must have met a fault of writes.

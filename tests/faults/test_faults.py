@@ -31,6 +31,7 @@ SELECTION = [
     ("network between ranks", "kill", 0),
     ("checkpoint file", "corruption", 0),
     ("driver", "kill", 2),
+    ("pipeline2 x data2: first stage", "kill", 0),
 ]
 
 
@@ -194,6 +195,15 @@ def test_the_diaries_tell_lost_and_repeated_rows() -> None:
     assert rows.check(apart, 4).problems == []
     after = [*_lines([[0]], 0, 2), *_lines([[1]], 1, 2, 0.5), *apart]
     assert rows.check(after, 4) == rows.Trained(problems=[], steps=2, repeated=1)
+    # Of two copies of two ranks each, each copy reads its rows once, and all of it the same ones.
+    copies = [
+        {**line, "share": rank // 2}
+        for rank in range(4)
+        for line in _lines([[[0], [1]], [[2], [3]]][rank // 2], rank, 4, rank / 10)
+    ]
+    assert rows.check(copies, 4).problems == []
+    copies[-1]["ids"] = [0]
+    assert rows.check(copies, 4).problems == ["rank 3 saw other rows in step 2 than others of its copy"]
     lonely = rows.check(_lines([[0, 2], [1, 3]], size=2), 4)
     assert lonely.problems == [f"step {step} was trained last by the ranks [0] only" for step in (1, 2)]
 

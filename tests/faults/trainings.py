@@ -31,7 +31,6 @@ HERE = Path(__file__).resolve().parent
 # As driver.py, which imports torch, has them.
 ANSWER, STRUCK = "ANSWER ", "struck"
 NUM_ROWS, BATCH, EPOCHS = 1447, 24, 3
-EPOCH_STEPS = -(-NUM_ROWS // BATCH)
 EVERY_STEPS = 10
 NUM_WORKERS = 3
 TIMEOUT_SECONDS = 8.0
@@ -60,6 +59,7 @@ class Plan:
         run: Folder or URI of the run.
         diary: Local folder that the ranks write their steps to.
         more: Params beside these.
+        network: Arguments of a transformer over tokens, see `meshes`; None for the small network.
     """
 
     run: str
@@ -74,6 +74,12 @@ class Plan:
     timeout_seconds: float = TIMEOUT_SECONDS
     keep_checkpoints: int = 2
     more: Mapping[str, Any] = field(default_factory=dict)
+    network: Mapping[str, Any] | None = None
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch."""
+        return -(-NUM_ROWS // int(self.more.get("batchSize", BATCH)))
 
     def command(self, resume: bool) -> dict[str, Any]:
         """What the driver reads."""
@@ -100,6 +106,7 @@ class Plan:
             "diary": str(self.diary),
             "dropout": self.dropout,
             "pause_seconds": self.pause_seconds,
+            "network": None if self.network is None else dict(self.network),
         }
 
     def nothing_comes(self) -> None:

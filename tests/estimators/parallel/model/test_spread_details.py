@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,8 @@ from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.memory import check_on_rank
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -167,3 +170,40 @@ def test_ranks_with_other_tokens_or_blocks_have_random_numbers_of_their_own(
     seeds.mkdir()
     train_gang(_over(config, {axis: 2}), UserObjects(callbacks=(Seeds(seeds),)))
     assert len({path.read_text() for path in seeds.iterdir()}) == streams
+
+
+def test_rows_of_embeddings_are_clipped_in_a_stage_as_in_one_worker(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """The same id many times in a batch: its gradient is a sparse tensor that names its row as often."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(5, 8, sparse=True), nn.Flatten(), nn.Linear(32, 1))
+    ids = np.random.default_rng(0).integers(0, 5, (120, 4))
+    manifest = make_shards({"x": ids, "y": (ids.sum(1) - 8).astype(np.float32)})
+    config = config_of(
+        manifest,
+        tmp_path / "one",
+        batch_size=20,
+        optimizer="sgd",
+        max_grad_norm=0.1,
+        learning_rate=0.5,
+        collective="torch",
+    )
+    objects = UserObjects(module=network)
+    one = train_gang(config, objects)
+    many = train_gang(_over(config, {"pipeline": 2}, run_uri=str(tmp_path / "mesh")), objects)
+    difference = weights_of(one, copy.deepcopy(network)) - weights_of(many, copy.deepcopy(network))
+    assert float(difference.abs().max()) < 1e-6
+
+
+def test_ranks_of_one_copy_keep_the_same_rows(make_shards: MakeShards, tmp_path: Path) -> None:
+    x = np.zeros((40, 8), np.float32)
+    manifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=40)
+    config = _over(config_of(manifest, tmp_path / "run", collective="torch"), {"tensor": 2}, cache="auto")
+
+    def settled(collective: Any, device: str, status: Any) -> str:
+        return check_on_rank(config, UserObjects(module=_network()), manifest, collective).cache
+
+    # With a share each, one would have the only row group and the other nothing to keep.
+    first, second = run_spawned(2, "torch", settled)
+    assert first == second != "none"

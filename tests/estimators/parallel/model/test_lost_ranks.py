@@ -1,0 +1,231 @@
+"""Ranks of a mesh that are lost, and others that go on without them over other meshes.
+
+Under Spark's supervisor, with every role of five meshes: `make faults ARGS="--only kill hang"`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rows
+from driver import BASE, NUM_DIGITS, NUM_TOKENS, STRUCK, MeshDiary
+from small_training import config_of, train_gang, weights_of
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+
+pytestmark = pytest.mark.distributed
+MakeShards = Callable[..., ShardManifest]
+ROWS, BATCH, EPOCHS, EVERY = 150, 20, 4, 5
+EPOCH_STEPS = -(-ROWS // BATCH)  # the last has ten rows
+TEXT = {
+    "vocab_size": 1 + BASE,
+    "max_seq_len": NUM_TOKENS,
+    "dim": 16,
+    "depth": 2,
+    "num_heads": 4,
+    "out_features": 1,
+}
+EXPERTS = {"experts": {"num_experts": 4, "router": "gshard"}}
+
+
+def _config(make_shards: MakeShards, folder: Path, model: ModelSpec, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 1 + BASE, (ROWS, NUM_TOKENS))
+    for digit in range(NUM_DIGITS):
+        tokens[:, digit] = 1 + np.arange(ROWS) // BASE**digit % BASE
+    label = (tokens.sum(1) % 5).astype(np.float32)
+    manifest = make_shards({"x": tokens, "y": label}, row_group_rows=25)
+    settings: dict[str, Any] = {
+        "model": model.to_json(),
+        "batch_size": BATCH,
+        "epochs": EPOCHS,
+        "optimizer": "momentum",
+        "learning_rate": 0.01,
+        "max_grad_norm": 1.0,
+        "collective": "torch",
+        "checkpoint_every_steps": EVERY,
+    }
+    return config_of(manifest, folder, **settings | changes)
+
+
+class Lost(Callback):
+    """Ends one rank's process after a step, once: nothing of it is told, closed or written."""
+
+    def __init__(self, mark: Path, rank: int, step: int) -> None:
+        self._mark, self._rank, self._step = mark, rank, step
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if (state.rank, state.step) == (self._rank, self._step) and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _objects(folder: Path, mesh: dict[str, int], *more: Callback) -> UserObjects:
+    """Notes in the folder which rows each rank reads."""
+    folder.mkdir(exist_ok=True)
+    (folder / STRUCK).touch()
+    diary = MeshDiary(str(folder), 0.0, mesh)
+    return UserObjects(callbacks=(diary, *more), transform_batch=diary.read)
+
+
+def _leg(config: TrainConfig, mesh: dict[str, int]) -> TrainConfig:
+    return replace(config, num_workers=int(np.prod(list(mesh.values()))), parallelism=mesh)
+
+
+def _check_rows(folder: Path) -> None:
+    trained = rows.check(rows.Diaries(folder).read(), ROWS)
+    assert (trained.problems, trained.steps) == ([], EPOCHS * EPOCH_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "lost"),
+    [
+        pytest.param({"pipeline": 2}, 1, id="first stage"),
+        pytest.param({"pipeline": 2}, 0, id="last stage, writer", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, 1, id="tensor place", marks=pytest.mark.slow),
+        pytest.param({"sequence": 2}, 1, id="second part of rows", marks=pytest.mark.slow),
+        pytest.param({"expert": 2}, 1, id="other experts", marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_are_those_of_a_training_that_lost_no_rank(
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, int], lost: int
+) -> None:
+    """Each rank drops other numbers of its own part, so all random states must come back with the weights."""
+    model = ModelSpec(
+        "transformer_classifier", {**TEXT, "dropout": 0.2, **(EXPERTS if "expert" in mesh else {})}
+    )
+    config = _leg(_config(make_shards, tmp_path / "run", model, epochs=EPOCHS), mesh)
+    straight = train_gang(
+        replace(config, run_uri=str(tmp_path / "straight")), _objects(tmp_path / "undisturbed", mesh)
+    )
+    diary = tmp_path / "disturbed"
+    objects = _objects(diary, mesh, Lost(tmp_path / "lost", lost, 2 * EVERY + 2))
+    with pytest.raises(WorkerError, match=f"rank {lost} .*exit code -9"):
+        train_gang(config, objects)
+    resumed = train_gang(config, objects)
+    # The last checkpoint may have been in the middle of its writing.
+    assert resumed.resumed_steps in ((EVERY,), (2 * EVERY,))
+    assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
+    _check_rows(diary)
+
+
+class _Killer(threading.Thread):
+    """Ends the process of rank 0 when it has written some files of a checkpoint, and not the last one.
+
+    Attributes:
+        hit: The folder of the checkpoint; None while there was no such moment.
+    """
+
+    def __init__(self, run: Path, diary: Path) -> None:
+        super().__init__(daemon=True)
+        self._root, self._diaries = run / "checkpoints", rows.Diaries(diary)
+        self._over = threading.Event()
+        self.hit: Path | None = None
+
+    def run(self) -> None:
+        # After one whole checkpoint.
+        while not self._over.is_set() and not list(self._root.glob("step-*/checkpoint.json")):
+            time.sleep(0.01)
+        pid = rows.steps_of(self._diaries.read())[-1]["pid"]
+        while self.hit is None and not self._over.is_set():
+            # An old one loses that file before the others when it is removed.
+            for folder in sorted(self._root.glob("step-*"))[-1:]:
+                if (folder / "model.safetensors").exists() and not (folder / "checkpoint.json").exists():
+                    os.kill(pid, signal.SIGKILL)
+                    self.hit = folder
+                    break
+
+    def end(self) -> None:
+        """Gives up."""
+        self._over.set()
+        self.join()
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    mesh = {"pipeline": 2}
+    # Of some megabytes, so that its files take their time.
+    model = ModelSpec("transformer_classifier", {**TEXT, "dim": 128, "dropout": 0.2})
+    config = _leg(_config(make_shards, tmp_path / "run", model, checkpoint_every_steps=2), mesh)
+    straight = train_gang(
+        replace(config, run_uri=str(tmp_path / "straight")), _objects(tmp_path / "undisturbed", mesh)
+    )
+    diary = tmp_path / "disturbed"
+    objects = _objects(diary, mesh)
+    killer = _Killer(tmp_path / "run", diary)
+    killer.start()
+    try:
+        with pytest.raises(WorkerError, match="exit code -9"):
+            train_gang(config, objects)
+    finally:
+        killer.end()
+    assert killer.hit is not None
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    resumed = train_gang(config, objects)
+    # The process may have written the last file before the signal reached it.
+    (step,) = resumed.resumed_steps
+    assert f"step-{step:010d}" in left[-2:]
+    assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
+    _check_rows(diary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "meshes"),
+    [
+        pytest.param({}, [{"pipeline": 2, "tensor": 2}, {"data": 2}, {}, {"sequence": 4}], id="transformer"),
+        pytest.param(
+            EXPERTS, [{"expert": 2, "tensor": 2}, {"data": 2}, {}, {"data": 2, "expert": 2}], id="mixture"
+        ),
+    ],
+)
+def test_four_ranks_two_one_and_four_train_what_one_does(
+    make_shards: MakeShards, tmp_path: Path, more: dict[str, Any], meshes: list[dict[str, int]]
+) -> None:
+    """Each mesh trains an epoch and some steps, until a rank is lost; the next goes on from there."""
+    model = ModelSpec("transformer_classifier", {**TEXT, **more})
+    config = _config(make_shards, tmp_path / "run", model, ema_decay=0.9)
+    straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), _objects(tmp_path / "other", {}))
+    diary = tmp_path / "diary"
+    resumed: list[int] = []
+    result = None
+    for number, mesh in enumerate(meshes):
+        last = (number + 1) * EPOCH_STEPS + 3  # of the last leg, a step that never comes
+        lost = Lost(tmp_path / f"lost {number}", rank=_ranks(mesh) - 1, step=last)
+        leg = replace(_leg(config, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
+        if number == len(meshes) - 1:
+            result = train_gang(leg, _objects(diary, mesh, lost))
+            break
+        with pytest.raises(WorkerError, match="exit code -9"):
+            train_gang(leg, _objects(diary, mesh, lost))
+        resumed.append(last - last % EVERY)
+    assert result is not None
+    # Or the one before, where the last was in the middle of its writing.
+    found = result.resumed_steps
+    assert len(found) == 3
+    assert all(step in (last, last - EVERY) for step, last in zip(found, resumed, strict=True))
+    _check_rows(diary)
+    assert [record.rows for record in result.history] == [ROWS] * EPOCHS
+    for record, other in zip(result.history, straight.history, strict=True):
+        assert record.train_loss == pytest.approx(other.train_loss, rel=1e-6)
+    difference = weights_of(result, model.build()) - weights_of(straight, model.build())
+    assert float(difference.abs().max()) < 1e-6
+
+
+def _ranks(mesh: dict[str, int]) -> int:
+    return int(np.prod(list(mesh.values())))
