@@ -90,7 +90,8 @@ def stream(module: nn.Module, source: Source, device: torch.device | str = "cpu"
 
     for owner in module.modules():
         for group in ("_parameters", "_buffers"):
-            known, to_fetch = dict(getattr(owner, group)), {}
+            known: dict[str, Any] = dict(getattr(owner, group))
+            to_fetch: dict[str, Callable[[], torch.Tensor]] = {}
             for key, tensor in known.items():
                 if tensor is None:
                     continue
@@ -182,7 +183,8 @@ class _Announced:
 
 def _looked_up(module: nn.Module, names: dict[int, str]) -> set[str]:
     """Returns the names of tables of embeddings that no other module has."""
-    tables, others = set(), set()
+    tables: set[str] = set()
+    others: set[str] = set()
     for owner in module.modules():
         found = tables if isinstance(owner, nn.Embedding | nn.EmbeddingBag) else others
         found.update(names.get(id(tensor), "") for tensor in owner.parameters(recurse=False))
@@ -193,7 +195,7 @@ def _fetch_around(layer: nn.RNNBase) -> None:
     """Fetches a recurrent layer's weights for each call, because it keeps a list of them beside the dicts."""
 
     def before(layer: nn.RNNBase, _: object) -> None:
-        layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]  # type: ignore[misc]
+        layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
         layer.flatten_parameters()
 
     def after(layer: nn.RNNBase, *_: object) -> None:

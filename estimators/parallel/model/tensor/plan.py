@@ -60,8 +60,8 @@ def _row(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     return RowLinear(_linear(layer), region)
 
 
-def _grid(layer: nn.Module, region: Region, grid: tuple[int, int]) -> nn.Module:
-    if grid == 1:
+def _grid(layer: nn.Module, region: Region, grid: tuple[int, int] | int) -> nn.Module:
+    if isinstance(grid, int):
         raise ValueError("style 'grid' takes workers along outputs and inputs, as ['grid', [2, 2]]")
     _without_parts("grid", region)
     return GridLinear(_linear(layer), region.collective, region.grids, grid)
