@@ -21,7 +21,9 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
+from ringspark.estimators.parallel.model.sharded import sharded
 from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -219,19 +221,28 @@ def _tied(
     device: torch.device,
 ) -> GradientSync:
     """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
-    if mesh.sizes["expert"] > 1:
-        around = partial(autocast, config.precision, device)
-        optimizer = own_optimizer(config, objects, module)
-        return ExpertSum(module, optimizer, mesh, rounds=config.gradient_accumulation, around=around)
+    make, around = partial(own_optimizer, config, objects), partial(autocast, config.precision, device)
+    if mesh.sizes["expert"] > 1 and exchange.sharding == "none":
+        return ExpertSum(module, make(module), mesh, rounds=config.gradient_accumulation, around=around)
     if not any(p.requires_grad for p in module.parameters()):
         # A stage that is frozen whole, on all ranks that have it.
-        return PlainSync(module, own_optimizer(config, objects, module))
+        return PlainSync(module, make(module))
     if mesh.sizes["pipeline"] > 1 and exchange.sharding == "gradients":
         # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
         # tied weights at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
-    strategy = STRATEGIES[exchange.strategy]()
-    return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)
+    if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1):
+        return FullySharded().over(module, make, mesh, exchange)
+    if exchange.sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
+        return sharded(
+            module,
+            make,
+            mesh,
+            micro_batches=exchange.micro_batches,
+            during_backward=exchange.sharding == "gradients",
+            around=around,
+        )
+    return STRATEGIES[exchange.strategy]().prepare(module, make, mesh.gradients, exchange)
 
 
 def _exchange(config: TrainConfig) -> Exchange:
