@@ -149,12 +149,12 @@ def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManif
 
 def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
     """Returns the planner of the whole network on the host, without techniques that only save activations."""
+    whole = config.without_sharding()
     plain = replace(
-        config,
+        whole,
         use_gpu=False,
-        sharding="none",
         # Ranks with parts of the weights between their uses have whole ones in a step.
-        parallelism=config.parallelism if config.cuts_network else {},
+        parallelism=whole.parallelism if config.cuts_network else {},
         precision="fp32",
         gradient_checkpointing="none",
         gradient_accumulation=1,

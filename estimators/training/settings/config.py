@@ -210,6 +210,13 @@ class TrainConfig:
         """Whether epochs are compared, by `monitor`."""
         return self.keep == "best" or self.patience is not None
 
+    def without_sharding(self) -> TrainConfig:
+        """Returns the config of ranks that keep all state of their network, over as many copies of it."""
+        mesh = {name: given for name, given in self.parallelism.items() if name != "shard"}
+        if self.parallelism.get("shard", 1) > 1:
+            mesh["data"] = self.axes["data"] * self.axes["shard"]
+        return replace(self, sharding="none", parallelism=mesh)
+
     def with_workers(self, num_workers: int) -> TrainConfig:
         """Returns the config of a gang of another size, in which 'data' has all workers that others leave."""
         others = {name: given for name, given in self.parallelism.items() if name != "data"}
