@@ -6,7 +6,7 @@ parameter are replayed, with the random generator in the state in which it would
 those of the network built as a whole, to the bit.
 
 Limits: a constructor that looks at numbers (`tensor.item()`), draws from generators of its own or keeps
-tensors in lists cannot be noted; `deferred` then returns None.
+other tensors than parameters in lists cannot be noted; `deferred` then returns None.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -38,11 +39,9 @@ def deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstWeights] |
     start = torch.get_rng_state()
     notes = _Notes(start)
     try:
-        with notes:
+        with notes, _OnTheCpu():
             module = build()
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        if any(not p.is_meta for p in parameters.values()):
-            raise _CannotDeferError
         _fill_others(module, notes)
     except Exception:  # of any kind: a constructor that meets tensors without numbers may raise anything
         torch.set_rng_state(start)
@@ -63,6 +62,8 @@ class FirstWeights:
 
     def drawn(self, name: str) -> torch.Tensor:
         """Returns the numbers of a parameter, whole, on the CPU; leaves the random generator as it is."""
+        if not self.tensors[name].is_meta:
+            return self.tensors[name].clone()  # of few numbers that the constructor gave
         with _generator_kept():
             return self._notes.replayed(self.tensors[name])
 
@@ -80,7 +81,8 @@ def _fill_others(module: nn.Module, notes: _Notes) -> None:
                     vars(owner)[name] = notes.replayed(value)
                 elif name not in ("_parameters", "_buffers", "_modules"):
                     kept = tree_leaves(value) if isinstance(value, list | tuple | dict) else []
-                    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in kept):
+                    tensors = [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
+                    if any(leaf.is_meta and id(leaf) not in parameters for leaf in tensors):
                         raise _CannotDeferError
 
 
@@ -102,15 +104,28 @@ class _Operation:
     is_random: bool = False
 
 
+class _OnTheCpu(TorchFunctionMode):
+    """Tells whoever asks that tensors are on the CPU: `nn.init` leaves those on `meta` as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_meta.__get__:
+            return False
+        if func == torch.Tensor.device.__get__:
+            return torch.device("cpu")
+        return func(*args, **(kwargs or {}))
+
+
 class _Notes(TorchDispatchMode):
-    """Notes every operation while it is active; its tensors have no numbers."""
+    """Notes every operation while it is active; its tensors have no numbers.
+
+    The notes keep every memory, so that none gets the address of another.
+    """
 
     def __init__(self, start: torch.Tensor) -> None:
         super().__init__()
         self._start = start
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}  # of each memory, by the number of the operation
-        self._kept: list[torch.Tensor] = []  # so that no memory gets the address of another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,29 +135,30 @@ class _Notes(TorchDispatchMode):
             raise _CannotDeferError
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)
-        if tensors and not any(t.is_meta for t in tensors):
+        if tensors and not any(map(_is_empty, tensors)):
             if is_random:
                 raise _CannotDeferError
             return func(*args, **kwargs)  # few numbers that the constructor gave, as a tensor of a list
         if not tensors and not takes_device:
             raise _CannotDeferError
         writes = func._schema.is_mutable
-        if writes and not tensors[0].is_meta:
+        if writes and not _is_empty(tensors[0]):
             raise _CannotDeferError
+        # As they are now: a parameter may get other memory, and a tensor be turned in place.
+        real = kwargs | {"device": torch.device("cpu")} if kwargs.get("device") == _META else kwargs
+        noted = _Operation(func, tree_map(_as_now, args), tree_map(_as_now, real), is_random=is_random)
         given = kwargs | {"device": _META} if takes_device else kwargs
         result = func(*tree_map(_without_numbers, args), **tree_map(_without_numbers, given))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not results:
             raise _CannotDeferError
-        reads = {_memory(t) for t in tensors if t.is_meta}
-        made = [r for r in results if _memory(r) not in reads]
+        noted.reads = {_memory(t) for t in tree_leaves((noted.args, noted.kwargs)) if _is_empty(t)}
+        noted.made = [r.detach() for r in results if _memory(r) not in noted.reads]
         if is_random and not (not tensors or (writes and len(tensors) == 1)):
             raise _CannotDeferError  # how much it draws may depend on numbers
-        if made or writes:
+        if noted.made or writes:
             number = len(self._operations)
-            noted = _Operation(func, args, kwargs, made, reads, is_random)
             self._operations.append(noted)
-            self._kept += [*made, *(t for t in tensors if t.is_meta)]
             for memory in {_memory(r) for r in results}:
                 self._writers.setdefault(memory, []).append(number)
         return result
@@ -168,7 +184,7 @@ class _Notes(TorchDispatchMode):
         memories: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+            if not _is_empty(leaf):
                 return leaf
             found = torch.empty(0, dtype=leaf.dtype)
             return found.set_(memories[_memory(leaf)], leaf.storage_offset(), leaf.shape, leaf.stride())
@@ -212,8 +228,17 @@ def _memory_like(noted: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(noted.shape, noted.stride(), dtype=noted.dtype)
 
 
+def _is_empty(leaf: Any) -> bool:
+    # Not by `is_meta`, of which a constructor is told otherwise.
+    return isinstance(leaf, torch.Tensor) and leaf.untyped_storage().device == _META
+
+
+def _as_now(leaf: Any) -> Any:
+    return leaf.detach() if _is_empty(leaf) else leaf
+
+
 def _without_numbers(leaf: Any) -> Any:
-    return leaf.to(_META) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+    return leaf.to(_META) if isinstance(leaf, torch.Tensor) and not _is_empty(leaf) else leaf
 
 
 @contextmanager

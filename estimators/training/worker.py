@@ -21,6 +21,7 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
+from ringspark.estimators.parallel.model.first_weights import give_first_weights, put_off, waits
 from ringspark.estimators.parallel.model.sharded import sharded
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
@@ -50,6 +51,7 @@ from ringspark.estimators.training.trainer import Trainer
 from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
+from ringspark.models.deferred import deferred
 from ringspark.models.generators import seed_rank, shared_generators_kept
 from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.models.skeleton import changed_state, skeleton
@@ -139,10 +141,13 @@ def _train(
     pipeline, blocks = None, block_names(module)
     if mesh.cuts_network:
         status.phase = "cutting the network"
-        with torch.no_grad():
-            mesh.world.broadcast(list(module.state_dict().values()))
+        if not waits(module):
+            with torch.no_grad():
+                mesh.world.broadcast(list(module.state_dict().values()))
         sample = None if objects.transform_batch is not None else samples(config.input_columns, manifest)
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
+        if waits(module) and config.sharding != "parameters":
+            give_first_weights(module, mesh, device)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
     policy = segment_policy(config.gradient_checkpointing)
@@ -231,8 +236,10 @@ def _tied(
         # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
         # tied weights at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
-    if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1):
-        return FullySharded().over(module, make, mesh, exchange)
+    if exchange.sharding == "parameters" and (
+        mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)
+    ):
+        return FullySharded().over(module, make, mesh, exchange, device)
     if exchange.sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
         return sharded(
             module,
@@ -269,7 +276,12 @@ def _build(
 ) -> nn.Module:
     # Any whole number may be a seed, but torch takes 64 bits.
     torch.manual_seed(config.seed % 2**63)
-    module = build_module(config, objects)
+    found = deferred(partial(build_module, config, objects)) if config.builds_in_parts else None
+    if found is None:
+        module = build_module(config, objects)
+    else:
+        module, first = found
+        put_off(module, first)
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         # A first pass initializes lazy layers, as on the driver.
         probe(module, config, manifest, objects)
@@ -280,7 +292,8 @@ def _build(
             # The other ranks get them when the first weights are shared.
             load_pretrained(config.pretrained, module, solo.progress)
         solo.end()
-    module = module.to(device)
+    if not waits(module):
+        module = module.to(device)
     accept_single_rows(module)
     # The exchange of whole gradients sends rows of embeddings, and refuses other sparse ones by itself.
     if config.num_workers > 1 and _exchange(config).strategy not in ("data_parallel", "compressed"):

@@ -31,6 +31,7 @@ from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Plai
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.mesh import AXES, Mesh, Sharers
+from ringspark.estimators.parallel.model.first_weights import give_first_weights, waits
 from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
@@ -52,29 +53,45 @@ class FullySharded:
             )
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        mesh = _device_mesh(module, (collective.size,))
-        return self._tied(module, make_optimizer, Sharers(collective, collective), mesh, exchange)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(next(module.parameters()).device.type, (collective.size,))
+        units = shard_units(module, mesh)
+        return self._tied(module, make_optimizer, Sharers(collective, collective), units, exchange)
 
     def over(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: Mesh, exchange: Exchange
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        mesh: Mesh,
+        exchange: Exchange,
+        device: torch.device,
     ) -> GradientSync:
-        """Ties this rank's part of a network to the same parts of the others. Runs on every rank."""
+        """Ties this rank's part of a network to the same parts of the others. Runs on every rank.
+
+        Args:
+            module: It may have no numbers yet, see `first_weights`: then no rank ever holds them whole.
+        """
         if mesh.sharers.all.size == 1:
+            if waits(module):
+                give_first_weights(module, mesh, device)
             return PlainSync(module, make_optimizer(module))
-        if not mesh.cuts_network:  # parts of a network have been cut from equal ones
+        if not mesh.cuts_network and not waits(module):  # parts of a network have been cut from equal ones
             with torch.no_grad():
                 mesh.world.broadcast(list(module.state_dict().values()))
-        return self._tied(module, make_optimizer, mesh.sharers, _mesh_over(module, mesh), exchange)
+        units = shard_units(module, _mesh_over(mesh, device))
+        if waits(module):
+            give_first_weights(module, mesh, device)
+        return self._tied(module, make_optimizer, mesh.sharers, units, exchange)
 
     def _tied(
         self,
         module: nn.Module,
         make_optimizer: MakeOptimizer,
         sharers: Sharers,
-        device_mesh: Any,
+        units: Sequence[nn.Module],
         exchange: Exchange,
     ) -> GradientSync:
-        units = shard_units(module, device_mesh)
         optimizer = make_optimizer(module)
         if not is_elementwise(optimizer):
             raise ValueError(
@@ -85,14 +102,7 @@ class FullySharded:
         return FullySync(module, optimizer, units, sharers, exchange.micro_batches)
 
 
-def _device_mesh(module: nn.Module, sizes: Sequence[int]) -> Any:
-    """Returns torch's mesh of all ranks. Runs on every rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(next(module.parameters()).device.type, tuple(sizes))
-
-
-def _mesh_over(module: nn.Module, mesh: Mesh) -> Any:
+def _mesh_over(mesh: Mesh, device: torch.device) -> Any:
     """Returns torch's mesh of the ranks that sum this rank's gradients. Runs on every rank.
 
     It has two dimensions where there is an axis `shard`: ranks with the same parts, and with others.
@@ -107,7 +117,7 @@ def _mesh_over(module: nn.Module, mesh: Mesh) -> Any:
     ranks = ranks.permute(*apart, *rows, parts).reshape(
         math.prod(sizes[axis] for axis in apart), math.prod(sizes[axis] for axis in rows), sizes[parts]
     )
-    kind = next(module.parameters()).device.type
+    kind = device.type
     if mesh.sizes["shard"] == 1:
         return DeviceMesh(kind, ranks.flatten(1), mesh_dim_names=("apart", "parts"))["parts"]
     return DeviceMesh(kind, ranks, mesh_dim_names=("apart", "copies", "parts"))["copies", "parts"]

@@ -195,6 +195,13 @@ class TrainConfig:
         return any(self.parallelism.get(axis, 1) > 1 for axis in meshes.MODEL_AXES)
 
     @property
+    def builds_in_parts(self) -> bool:
+        """Whether no rank needs the whole network, not even at first, if its constructor allows it."""
+        parts_it = self.num_workers > 1 and (self.cuts_network or self.sharding == "parameters")
+        # A network from the driver arrives whole; adapters and loaded weights look at its numbers.
+        return parts_it and self.model is not None and self.pretrained is None and self.lora is None
+
+    @property
     def num_copies(self) -> int:
         """Number of shares into which a global batch is dealt: ranks that read different rows."""
         sizes = self.axes
