@@ -60,7 +60,7 @@ def give_first_weights(module: nn.Module, mesh: Mesh, device: torch.device) -> N
         part = whole if layout is None else layout.own(name, whole)
         if is_sharded:
             with torch.no_grad():
-                own.to_local().copy_(part_of(part, own))  # type: ignore[operator]
+                own.copy_(part_of(part, own))
         else:
             # In memory of its own: the whole is to be freed.
             state[name] = part.clone() if part is whole else part
