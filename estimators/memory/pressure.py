@@ -192,8 +192,8 @@ def _needs(
     # Rank 0 copies parameters and state while the training waits; the gradients are freed by then.
     copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [
-        # Every rank makes the whole network on the host before it is cut or moved.
-        {"parameters": whole},
+        # Every rank makes the whole network on the host before it is cut or moved, unless parts will do.
+        {} if config.builds_in_parts else {"parameters": whole},
         own | {"gradients": int(gradients * share.get("gradients", 1.0))} | reading,
         own | copy | reading if in_epoch else {},
         own | copy if after_epoch else {},

@@ -236,9 +236,7 @@ def _tied(
         # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
         # tied weights at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
-    if exchange.sharding == "parameters" and (
-        mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)
-    ):
+    if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
         return FullySharded().over(module, make, mesh, exchange, device)
     if exchange.sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
         return sharded(

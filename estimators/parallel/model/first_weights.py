@@ -70,9 +70,7 @@ def give_first_weights(module: nn.Module, mesh: Mesh, device: torch.device) -> N
         module.to(device)  # buffers that no state dict holds
 
 
-def _arriving(
-    first: FirstWeights, mesh: Mesh, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _arriving(first: FirstWeights, mesh: Mesh, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the name and the numbers of each parameter. Runs on every rank."""
     for names in _bundles(first.tensors):
         if mesh.world.rank == 0:

@@ -310,8 +310,8 @@ COMBINATIONS: tuple[Combination, ...] = (
             any(c.parallelism.get(axis, 1) > 1 for axis in ("pipeline", "expert"))
             and c.sharding == "parameters"
         ),
-        "sharding 'parameters' gathers a block in the same pass of all workers that have parts of it, and with "
-        "parallelism {parallelism} they run other stages, or experts for other workers' rows; set "
+        "sharding 'parameters' gathers a block in the same pass of all workers that have parts of it, and "
+        "with parallelism {parallelism} they run other stages, or experts for other workers' rows; set "
         "sharding='gradients'",
     ),
     Combination(

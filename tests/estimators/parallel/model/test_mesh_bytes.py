@@ -74,7 +74,6 @@ def test_four_ranks_train_what_one_and_two_cannot_hold(
     config = config_of(manifest, tmp_path / "four", layers, width, 8, num_workers=4, **settings)
     assert trained_within(config, most)["steps"] == 2
     for workers in (1, 2):
-        mesh = {"data": workers}
         fewer = config_of(manifest, tmp_path / f"{workers}", layers, width, 8, num_workers=workers)
         with pytest.raises(WorkerError, match=r"can't allocate memory|MemoryError|Cannot allocate"):
             trained_within(fewer, most)
