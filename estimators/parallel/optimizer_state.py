@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 # Parameter name -> key of the optimizer -> value. A value is a tensor or a plain number or text.
@@ -26,7 +25,7 @@ def names_of(module: nn.Module) -> dict[torch.Tensor, str]:
 def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Returns the state of an optimizer that holds the module's parameters themselves. Runs on every rank.
 
-    On the first rank it joins the parts of tensors that lie on several ranks (`DTensor`), one at a time, on the CPU.
+    The first rank joins the parts of tensors that several ranks have (`DTensor`), one at a time, on the CPU.
     """
     names = names_of(module)
     result: OptimizerState = {}
@@ -70,7 +69,7 @@ def placed(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any])
 
 
 def whole(value: StateValue) -> StateValue:
-    """Returns on the first rank the whole of a tensor of which this rank may have only a part. Runs on every rank.
+    """Returns on the first rank the whole of a tensor of which it may have a part. Runs on every rank.
 
     The others get their own part: `full_tensor` would give each of them a whole that none of them needs.
     """
@@ -81,6 +80,8 @@ def whole(value: StateValue) -> StateValue:
     if hasattr(value, "fetch"):
         # A stand-in for a tensor that ranks of a mesh have in parts, see `model.layout`.
         return value.fetch()  # type: ignore[no-any-return]
+    import torch.distributed as dist
+
     from ringspark.estimators.collectives.torch_collective import gather_on_root
 
     sharded: Any = value
