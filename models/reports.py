@@ -7,7 +7,7 @@ recomputed layer, which runs again in the backward pass, adds nothing twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +33,30 @@ class CountingLayer(nn.Module):
             totals: Counts of each layer of this kind, (num_counts,) each, summed over all rows.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """What is known of a layer that counts, wherever it is.
+
+    Attributes:
+        names: Its names in the network.
+        num_counts: See `CountingLayer`.
+        numbers: Its class's `numbers`.
+    """
+
+    names: tuple[str, ...]
+    num_counts: int
+    numbers: Callable[[Sequence[torch.Tensor]], dict[str, float]]
+
+
+def counted_layers(network: nn.Module) -> list[CountedLayer]:
+    """Returns the network's layers that count, in order."""
+    names: dict[CountingLayer, list[str]] = {}
+    for name, layer in network.named_modules(remove_duplicate=False):
+        if isinstance(layer, CountingLayer):
+            names.setdefault(layer, []).append(name)
+    return [CountedLayer(tuple(own), layer.num_counts, type(layer).numbers) for layer, own in names.items()]
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,9 @@ def _check_target(target: str) -> None:
         if target in MODELS:
             return
         near = difflib.get_close_matches(target, MODELS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? Known" if near else "known"
         raise ValueError(
-            f"unknown model {target!r}; {hint}Known are {', '.join(sorted(MODELS))}, "
+            f"unknown model {target!r}; {hint} are {', '.join(sorted(MODELS))}, "
             "or give 'package.module:Class'"
         )
     module_name, _, class_name = target.partition(":")

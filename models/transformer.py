@@ -19,7 +19,7 @@ from ringspark.models.chain import Link
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.experts.options import mixture_options
 from ringspark.models.mlp import check_dropout
-from ringspark.models.whole_rows import WholeRows, attend
+from ringspark.models.whole_rows import WholeRows, attend, read
 
 INIT_STD = 0.02
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
@@ -99,7 +99,8 @@ class MixtureBlock(nn.Module):
 
         Args:
             mask: See `Attention`.
-            tokens: (batch, seq) booleans, False for padding; None takes what `mask` says.
+            tokens: (batch, seq) booleans, False for padding; None takes what `mask` says. As a mask, they are
+                those of whole rows, and where they have no rows, they only tell how long one is.
         """
         if tokens is None and mask is not None:
             tokens = mask[:, 0, 0]
@@ -161,13 +162,14 @@ class _Trunk(nn.Module):
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
             raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
-        return {
+        plan: dict[str, Any] = {
             "tokens": "vocabulary",
             "blocks.*.attention.qkv": ["column", 3],
             "blocks.*.attention.out": "row",
-            "blocks.*.up": "column",
-            "blocks.*.down": "row",
         }
+        if any(isinstance(block, TransformerBlock) for block in self.blocks):
+            plan |= {"blocks.*.up": "column", "blocks.*.down": "row"}
+        return plan
 
     def _init_weights(self) -> None:
         # Embeddings start small, as in GPT-2: torch's variance of 1 would drown what the blocks add.
@@ -183,6 +185,12 @@ class _Trunk(nn.Module):
             x = block(x, mask, tokens) if isinstance(block, MixtureBlock) else block(x, mask)
         out: torch.Tensor = self.norm(x)
         return out
+
+    def _block_links(self) -> list[Link]:
+        return [
+            Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
+            for key, block in self.blocks.named_children()
+        ]
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq) ids to (batch, own seq, dim)."""
@@ -260,12 +268,8 @@ class TransformerClassifier(_Trunk):
 
     def links(self) -> list[Link]:
         """Returns the embeddings, the blocks and the head; real tokens travel beside the hidden states."""
-        blocks = [
-            Link(f"blocks.{key}", _MaskedBlock(block), (f"blocks.{key}",))
-            for key, block in self.blocks.named_children()
-        ]
         embed = Link("tokens", self._embedded_with_mask, ("tokens", "positions", "dropout"))
-        return [embed, *blocks, Link("head", self._normed_head, ("norm", "head"))]
+        return [embed, *self._block_links(), Link("head", self._normed_head, ("norm", "head"))]
 
     def _real_tokens(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Returns (batch, seq) booleans, False where a row is filled up; None if no row is."""
@@ -276,10 +280,10 @@ class TransformerClassifier(_Trunk):
     def _embedded_with_mask(
         self, ids: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._embedded(ids), self._real_tokens(ids, mask)
+        return self._embedded(ids), self.rows.told(self._real_tokens(ids, mask), ids.shape[1])
 
-    def _normed_head(self, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        return self._pooled_head(self.norm(x), tokens, x.shape[1])
+    def _normed_head(self, x: torch.Tensor, told: torch.Tensor | None) -> torch.Tensor:
+        return self._pooled_head(self.norm(x), *read(told, x))
 
     def _pooled_head(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
         return self.rows.alike(self.head(self.rows.pool(x, tokens, seq)))
@@ -339,12 +343,14 @@ class TransformerLM(_Trunk):
 
     def links(self) -> list[Link]:
         """Returns the embeddings, the blocks and the head, which uses the embedding's weights."""
-        blocks = [Link(f"blocks.{key}", b, (f"blocks.{key}",)) for key, b in self.blocks.named_children()]
-        embed = Link("tokens", self._embedded, ("tokens", "positions", "dropout"))
-        return [embed, *blocks, Link("head", self._normed_head, ("norm", "tokens"))]
+        embed = Link("tokens", self._embedded_with_length, ("tokens", "positions", "dropout"))
+        return [embed, *self._block_links(), Link("head", self._normed_head, ("norm", "tokens"))]
 
-    def _normed_head(self, x: torch.Tensor) -> torch.Tensor:
-        return self._tied_head(self.norm(x), x.shape[1])
+    def _embedded_with_length(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._embedded(ids), self.rows.told(None, ids.shape[1])
+
+    def _normed_head(self, x: torch.Tensor, told: torch.Tensor | None) -> torch.Tensor:
+        return self._tied_head(self.norm(x), read(told, x)[1])
 
     def _tied_head(self, x: torch.Tensor, seq: int) -> torch.Tensor:
         logits = self.rows.joined(self.scores(x, self.tokens), 1, seq)  # (batch, seq, vocab_size)
@@ -353,15 +359,18 @@ class TransformerLM(_Trunk):
 
 
 class _MaskedBlock:
-    """A block that takes and gives the real tokens beside the hidden states."""
+    """A block that takes and gives beside the hidden states what `WholeRows.told` says of the rows."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
 
     def __call__(
-        self, x: torch.Tensor, tokens: torch.Tensor | None
+        self, x: torch.Tensor, told: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.block(x, _attention_mask(tokens)), tokens
+        mask = _attention_mask(told)
+        # A mixture has to know rows that are all padding, which attend to themselves.
+        more = (told,) if isinstance(self.block, MixtureBlock) else ()
+        return self.block(x, mask, *more), told
 
 
 def _attention_mask(tokens: torch.Tensor | None) -> torch.Tensor | None:

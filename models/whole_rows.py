@@ -17,7 +17,12 @@ class WholeRows:
 
     Between `pool` and `alike` a network computes from whole rows, which is the same on all ranks of a row.
     What it draws at random there must be the same too.
+
+    Attributes:
+        is_spread: Whether a rank may have a part of the tokens only.
     """
+
+    is_spread = False
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the part of `x` that belongs to the tokens of this rank; no gradient flows back.
@@ -36,6 +41,15 @@ class WholeRows:
             seq: Number of all tokens.
         """
         return mask
+
+    def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor | None:
+        """Returns what the later parts of a network, which see no ids, are told of a row: see `read`.
+
+        Args:
+            tokens: (batch, seq) booleans, the tokens that count; None if all do.
+            seq: Number of all tokens.
+        """
+        return tokens
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
         """Returns the mean over all tokens, (batch, dim).
@@ -63,6 +77,18 @@ class WholeRows:
             seq: Number of all tokens.
         """
         return x
+
+
+def read(told: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """Returns the tokens that count, (batch, seq), or None if all do, and the number of all tokens.
+
+    Args:
+        told: What `told` returned: (batch, seq), or of no rows, where its shape alone is looked at; or None.
+        x: (batch, own tokens, ...).
+    """
+    if told is None:
+        return None, x.shape[1]
+    return (told if told.shape[0] == x.shape[0] else None), told.shape[1]
 
 
 def attend(

@@ -1,7 +1,7 @@
 """A network as a mesh leaves it to each rank of one copy: modules without weights, and who has which stages.
 
-Ranks that differ along an axis that cuts tensors have parts of one size, or smaller ones by one place: the
-first, which has the largest, stands for all.
+Ranks that differ along an axis that cuts tensors or rows have parts of one size, or smaller ones by one
+place: the first, which has the largest, stands for all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from ringspark.estimators.parallel.model.pipeline.cutting import (
 )
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
+from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
+from ringspark.estimators.parallel.model.spread import CONTEXT
 from ringspark.estimators.parallel.model.stand_in import StandIn
 from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
 from ringspark.estimators.training.probe import PROBE_ROWS
@@ -79,15 +81,17 @@ def cut_network(
     Raises:
         ValueError: The network cannot be cut that way.
     """
-    for axis in ("expert", "sequence"):
-        if sizes[axis] > 1:
-            raise ValueError(f"networks that are spread over {axis!r} are not planned")
+    if sizes["expert"] > 1:
+        raise ValueError("networks that are spread over 'expert' are not planned")
     whole = skeleton(empty)
     stand_ins: dict[str, StandIn] = {}
     if sizes["tensor"] > 1:
         stand_ins["tensor"] = stand_in = StandIn(0, sizes["tensor"])
         plan = options.get("plan") or plan_of(whole, sizes["tensor"])
         spread_tensor(whole, stand_in, plan)  # type: ignore[arg-type]
+    if sizes["sequence"] > 1:
+        stand_ins["sequence"] = stand_in = StandIn(0, sizes["sequence"])
+        spread_sequence(whole, stand_in, options.get("context", CONTEXT))  # type: ignore[arg-type]
     if sizes["pipeline"] == 1:
         alone = RankPart(module=whole, stages=(0,))
         return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), stand_ins=stand_ins)

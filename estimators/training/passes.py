@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,9 @@ from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import Seen
 from ringspark.estimators.training.precision import autocast
-from ringspark.estimators.training.step import Recipe, forward, forward_backward, judged, scaled
+from ringspark.estimators.training.step import Recipe, forward, forward_backward, judged, of_layers, scaled
+from ringspark.models.outputs import as_outputs
+from ringspark.models.reports import Reports, collected
 
 # Gets the number of a micro-batch, how many there are, and the micro-batch.
 Counting = Callable[[Batch], AbstractContextManager[None]]
@@ -35,17 +37,23 @@ class Passes(Protocol):
     def steps_under_way(self) -> int: ...
 
     def train(
-        self, micro_batches: Sequence[Batch], divisor: torch.Tensor | float, *, keeps_outputs: bool
+        self,
+        micro_batches: Sequence[Batch],
+        divisor: torch.Tensor | float,
+        *,
+        inputs: Sequence[torch.Tensor],
+        keeps_outputs: bool,
     ) -> list[Seen]:
         """Adds the gradients of the rows' share of the global mean loss.
 
         Args:
             micro_batches: Each of at least one row; empty if this rank has none in this step.
             divisor: See `step.global_weights`.
+            inputs: The network's arguments for all of them; their shapes and dtypes, where there are none.
             keeps_outputs: Whether outputs and labels are kept for metrics.
 
         Returns:
-            What was seen of each micro-batch; nothing where the losses are on another rank.
+            What was seen of each micro-batch here; losses of 0 rows where they are on another rank.
         """
 
     def drain(self) -> None:
@@ -56,6 +64,9 @@ class Passes(Protocol):
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
         """Computes the losses of rows without gradients; returns like `train`."""
+
+    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Takes part in an evaluation of a micro-batch of which this rank has no rows."""
 
     def shared(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the values of the ranks that have the losses. Runs on every rank."""
@@ -77,8 +88,16 @@ class WholePasses:
         self._counting, self._measure = counting, measure
 
     def train(
-        self, micro_batches: Sequence[Batch], divisor: torch.Tensor | float, *, keeps_outputs: bool
+        self,
+        micro_batches: Sequence[Batch],
+        divisor: torch.Tensor | float,
+        *,
+        inputs: Sequence[torch.Tensor],
+        keeps_outputs: bool,
     ) -> list[Seen]:
+        if not micro_batches:
+            with self._recipe.timeline.span("backward"):
+                self._sync.backward_without_rows(inputs)
         seen, count = [], len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, 1):
             with self._sync.micro_batch(last=number == count), self._counting(micro_batch):
@@ -100,17 +119,29 @@ class WholePasses:
         network = self._sync.network
         return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
 
+    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        with backward_errors():
+            self._sync.forward_without_rows(inputs)
+
     def shared(self, values: dict[str, float]) -> dict[str, float]:
         return values
 
 
 class PipelinedPasses:
-    """The passes of a rank that has some blocks; the losses are on the rank that has the last ones."""
+    """The passes of a rank that has some blocks; the losses are on the rank that has the last ones.
+
+    What a layer adds to the loss is differentiated by the stage that has it. Where experts serve other copies
+    of the network, every copy runs as many micro-batches as any of them has, in the same order, and those
+    that it lacks without rows.
+    """
 
     def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: Mesh) -> None:
         self._recipe, self._sync, self._pipeline = recipe, sync, pipeline
         self._axis = mesh.axes["pipeline"]
-        self._around = partial(autocast, recipe.config.precision, recipe.device)
+        self._autocast = partial(autocast, recipe.config.precision, recipe.device)
+        self._rounds = recipe.config.gradient_accumulation if mesh.sizes["expert"] > 1 else 0
+        # What the layers of a stage added in its newest forward pass.
+        self._reports = Reports()
         pipeline.module = sync.module
 
     @property
@@ -118,20 +149,40 @@ class PipelinedPasses:
         return self._pipeline.steps_under_way
 
     def train(
-        self, micro_batches: Sequence[Batch], divisor: torch.Tensor | float, *, keeps_outputs: bool
+        self,
+        micro_batches: Sequence[Batch],
+        divisor: torch.Tensor | float,
+        *,
+        inputs: Sequence[torch.Tensor],
+        keeps_outputs: bool,
     ) -> list[Seen]:
         recipe, seen = self._recipe, []
 
         def loss(outputs: Any, index: int) -> torch.Tensor:
+            if index >= len(micro_batches):
+                return _of_nothing([*as_outputs(outputs), *self._reports.losses])
+            batch = micro_batches[index]
             losses, own = judged(
-                recipe, self._sync.network, outputs, micro_batches[index], keeps_outputs=keeps_outputs
+                recipe, self._sync.network, outputs, batch, self._reports, keeps_outputs=keeps_outputs
             )
             seen.append(own)
             return scaled(recipe, self._sync, losses, divisor)
 
+        def added(index: int) -> torch.Tensor | None:
+            reports = self._reports
+            if index >= len(micro_batches):
+                return _of_nothing(reports.losses) if reports.losses else None
+            if reports.counts:
+                seen.append(self._seen_elsewhere(reports))
+            if not reports.losses:
+                return None
+            return scaled(recipe, self._sync, of_layers(recipe, reports, micro_batches[index]), divisor)
+
+        arguments = [batch.inputs for batch in micro_batches]
+        arguments += [self._without_rows(inputs)] * (self._rounds - len(arguments))
         # The gradients of all micro-batches add up first: no bucket is complete before the last one's.
         with recipe.timeline.span("backward"), backward_errors(), self._sync.micro_batch(last=False):
-            self._pipeline.train([batch.inputs for batch in micro_batches], loss, self._around)
+            self._pipeline.train(arguments, loss, self._collecting, added)
         return seen
 
     def drain(self) -> None:
@@ -144,15 +195,40 @@ class PipelinedPasses:
             self._pipeline.share_ties()
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[Seen]:
-        with backward_errors():
-            outputs = self._pipeline.evaluate(micro_batch.inputs, self._around)
+        with backward_errors(), collected() as reports:
+            outputs = self._pipeline.evaluate(micro_batch.inputs, self._autocast)
             self._pipeline.finish()
         if not self._pipeline.has_outputs:
-            return []
+            return [self._seen_elsewhere(reports)]
         network = self._sync.network
-        return [judged(self._recipe, network, outputs, micro_batch, keeps_outputs=keeps_outputs)[1]]
+        return [judged(self._recipe, network, outputs, micro_batch, reports, keeps_outputs=keeps_outputs)[1]]
+
+    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        if self._rounds:
+            with backward_errors():
+                self._pipeline.evaluate(self._without_rows(inputs), self._autocast)
+                self._pipeline.finish()
 
     def shared(self, values: dict[str, float]) -> dict[str, float]:
         mine = json.dumps(values).encode() if self._pipeline.has_outputs else b""
         found: dict[str, float] = json.loads(gather_bytes(self._axis, mine)[0])
         return found
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Wraps the forward pass of a stage."""
+        with self._autocast(), collected() as self._reports:
+            yield
+
+    def _seen_elsewhere(self, reports: Reports) -> Seen:
+        """Returns what a stage knows that does not see the losses."""
+        losses = torch.zeros(self._recipe.criterion.num_losses, device=self._recipe.device)
+        return Seen(losses, 0.0, [], reports.counts)
+
+    def _without_rows(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(values[:0] for values in inputs)
+
+
+def _of_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns a sum of no numbers: its gradients are zeros, and those of other ranks' rows pass as well."""
+    return torch.stack([value.float().sum() for value in values]).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -95,8 +96,11 @@ class Running:
         predicts = not any(head.is_per_member for head in heads)
         # Labels that a transform has mixed are those of no row.
         predicts = predicts and not takes_labels(objects.transform_batch)
-        self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts)
-        self.validation = Sums("validation", heads, device, sync.network)
+        counted: dict[str, Any] = {}
+        if pipeline is not None:
+            counted = {"layers": pipeline.layers, "stages": mesh.axes["pipeline"]}
+        self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts, **counted)
+        self.validation = Sums("validation", heads, device, sync.network, **counted)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
         self.passes: Passes
         if pipeline is not None:

@@ -136,8 +136,17 @@ def judged(
         pairs = [(own(output.detach()), label) for output, label in zip(outputs, batch.labels, strict=True)]
     seen = Seen(losses.detach(), _own_weights(recipe, batch), pairs, reports.counts)
     if reports.losses:
-        losses = losses + criterion.of_layers(_of_rows(reports, batch), batch.labels, batch.weight)
+        losses = losses + of_layers(recipe, reports, batch)
     return losses, seen
+
+
+def of_layers(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
+    """Returns what layers add to each head's weighted loss summed over the rows, (num_heads,).
+
+    Raises:
+        ValueError: A layer adds a loss that is not one value per row.
+    """
+    return recipe.criterion.of_layers(_of_rows(reports, batch), batch.labels, batch.weight)
 
 
 def _of_rows(reports: Reports, batch: Batch) -> torch.Tensor:

@@ -247,12 +247,9 @@ class Trainer:
             with self._timeline.span("transform"):
                 batch = running.transform(batch, self._state.step)
         divisor = global_weights(running.recipe, batch, global_rows, self._together)
-        if not batch.num_rows:
-            with self._timeline.span("backward"):
-                self._sync.backward_without_rows(batch.inputs)
-            return running.passes.train([], divisor, keeps_outputs=False)
-        micro_batches = batch.split(self._config.gradient_accumulation)
-        return running.passes.train(micro_batches, divisor, keeps_outputs=running.sums.takes_outputs)
+        micro_batches = batch.split(self._config.gradient_accumulation) if batch.num_rows else []
+        keeps = running.sums.takes_outputs and bool(micro_batches)
+        return running.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
     def _on_skipped(
         self, step: int, seen: list[Seen], buffers: list[tuple[torch.Tensor, torch.Tensor]]
@@ -313,8 +310,7 @@ class Trainer:
                     running.validation.add(running.passes.evaluate(micro_batch, keeps_outputs=keeps_outputs))
                 # The other ranks may need this rank's parts of the weights in each of their passes.
                 for _ in range(parts - len(micro_batches)):
-                    with backward_errors():
-                        self._sync.forward_without_rows(batch.inputs)
+                    running.passes.evaluate_without_rows(batch.inputs)
         return running.passes.shared(running.validation.take(self._mesh.data))
 
     def _share_buffers(self) -> None:

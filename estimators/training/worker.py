@@ -227,12 +227,16 @@ def _tied(
 ) -> GradientSync:
     """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
     make, around = partial(own_optimizer, config, objects), partial(autocast, config.precision, device)
-    if mesh.sizes["expert"] > 1 and exchange.sharding == "none":
-        return ExpertSum(module, make(module), mesh, rounds=config.gradient_accumulation, around=around)
-    if not any(p.requires_grad for p in module.parameters()):
+    is_staged = mesh.sizes["pipeline"] > 1
+    # Where a pipeline runs the passes, it runs those without rows too.
+    passes = 0 if is_staged else config.gradient_accumulation
+    is_frozen = not any(p.requires_grad for p in module.parameters())
+    if mesh.sizes["expert"] > 1 and exchange.sharding == "none" and not (is_staged and is_frozen):
+        return ExpertSum(module, make(module), mesh, rounds=passes, around=around)
+    if is_frozen:
         # A stage that is frozen whole, on all ranks that have it.
         return PlainSync(module, make(module))
-    if mesh.sizes["pipeline"] > 1 and exchange.sharding == "gradients":
+    if is_staged and exchange.sharding == "gradients":
         # Gradients must not leave in the backward pass of a micro-batch: other stages add theirs to those of
         # tied weights at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
@@ -243,6 +247,7 @@ def _tied(
             module,
             make,
             mesh,
+            passes=passes,
             micro_batches=exchange.micro_batches,
             during_backward=exchange.sharding == "gradients",
             around=around,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from ringspark.models.experts.routing import ROUTERS, Routing, Rule, z_loss
 from ringspark.models.reports import CountingLayer, add_counts, add_loss
+from ringspark.models.whole_rows import WholeRows, read
 
 # Small, so that at first all experts are about as probable (Fedus et al. 2021).
 ROUTER_STD = 0.02
@@ -74,7 +76,11 @@ class MixtureOfExperts(CountingLayer):
 
     Attributes:
         exchange: Has the experts compute rows that may be on other ranks; None: all experts are here.
+        rows: Which tokens of a row are here; see `WholeRows`. Where a row is spread, each rank routes all of
+            its tokens alike, and has the experts compute its own.
     """
+
+    rows = WholeRows()
 
     def __init__(
         self,
@@ -135,8 +141,12 @@ class MixtureOfExperts(CountingLayer):
         """Returns the sum of the experts' weighted outputs for each token.
 
         Args:
-            x: (batch, seq, dim).
-            real: (batch, seq) booleans, False for padding, which takes no place; None: all are tokens.
+            x: (batch, own tokens, dim); all tokens are a rank's own, but where `rows` are spread.
+            real: (batch, seq) booleans, False for padding, which takes no place; None: all are tokens. Where
+                `rows` are spread, they are those of whole rows, or what `WholeRows.told` returns.
+
+        Raises:
+            ValueError: Rows are spread, and `real` does not tell how long they are.
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows of an expert is known only when it runs.
@@ -146,11 +156,24 @@ class MixtureOfExperts(CountingLayer):
         return self._forward(x, real)
 
     def _forward(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        if real is None and self.rows.is_spread:
+            raise ValueError(
+                "a mixture of experts whose rows are spread over ranks routes whole rows, and was not told "
+                "how long they are; call it with what WholeRows.told returns"
+            )
+        real, seq = read(real, x)
         if real is None:
-            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        logits = self._logits(x)
-        routing = self._route(logits, real, self._noisy if self.training else self._rule)
+            real = torch.ones((x.shape[0], seq), dtype=torch.bool, device=x.device)
+        rule, logits = self._noisy if self.training else self._rule, self._logits(x)
+        if self.rows.is_spread:
+            logits = self.rows.joined(logits, 1, seq)
+            # Every rank routes the same tokens, and must draw the same numbers for them.
+            own = torch.empty((*x.shape[:2], 1), dtype=logits.dtype, device=x.device)
+            rule = replace(rule, chances=lambda _: self.rows.joined(torch.rand_like(own), 1, seq))
+        routing = self._route(logits, real, rule)
         self._report(routing, logits, real)
+        if self.rows.is_spread:
+            routing = self._of_own(routing, seq)
         flat = x.reshape(-1, x.shape[-1])  # (batch * seq, dim)
         out = self._everywhere(flat, routing) if torch.compiler.is_exporting() else self._dealt(flat, routing)
         return out.view(x.shape).to(x.dtype)
@@ -163,6 +186,19 @@ class MixtureOfExperts(CountingLayer):
             if self.training and self._jitter:
                 x = x * torch.empty_like(x).uniform_(1 - self._jitter, 1 + self._jitter)
             return F.linear(x, self.router.weight.to(x.dtype))
+
+    def _of_own(self, routing: Routing, seq: int) -> Routing:
+        """Returns the assignments of this rank's tokens, by their places here; the others get no expert."""
+        own = self.rows.own(torch.arange(seq, device=routing.tokens.device), 0)
+        places = torch.full((seq,), -1, device=own.device).index_copy(
+            0, own, torch.arange(len(own), device=own.device)
+        )
+        rows, tokens = routing.tokens // seq, places[routing.tokens % seq]
+        return replace(
+            routing,
+            tokens=rows * len(own) + tokens,
+            experts=routing.experts.where(tokens >= 0, self.num_experts),
+        )
 
     def _dealt(self, flat: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Computes each assignment by its expert, and adds up by token in fp32."""

@@ -32,12 +32,14 @@ class Rule:
         in_order: Whether the choices of earlier tokens come before those of later ones, as a causal network
             needs. If not, all first choices come before all second ones, as in GShard.
         random_second: Whether the second choice is asked for with a probability of twice its weight only.
+        chances: Draws numbers from 0 to 1 for that, of the shape that it gets, (batch, seq, 1).
     """
 
     capacity_factor: float | None = 1.25
     min_capacity: int = 4
     in_order: bool = False
     random_second: bool = False
+    chances: Callable[[torch.Tensor], torch.Tensor] = torch.rand_like
 
     def capacity(self, tokens: torch.Tensor, num_experts: int, choices: int) -> torch.Tensor:
         """Returns ceil(choices * tokens / num_experts * capacity_factor), at least the least and in integers.
@@ -163,7 +165,7 @@ def _tokens_choose(logits: torch.Tensor, real: torch.Tensor, rule: Rule, choices
     with torch.no_grad():
         asks = real[..., None].expand(best.shape)
         if rule.random_second and choices > 1:
-            second = 2 * gates[..., 1:] > torch.rand_like(gates[..., 1:])
+            second = 2 * gates[..., 1:] > rule.chances(gates[..., 1:])
             asks = torch.cat([asks[..., :1], asks[..., 1:] & second], -1)
         queue = _queue(best.where(asks, num_experts), rule.in_order)  # (batch, seq * choices)
         is_asked = queue[..., None] == torch.arange(num_experts, device=logits.device)

@@ -40,7 +40,7 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"pipeline": 4}, PIPELINE),
     ({"pipeline": 2, "tensor": 2}, PIPELINE),
     ({"shard": 2, "tensor": 2}, {"sharding": "parameters"}),
-    ({"shard": 2, "pipeline": 2}, {"sharding": "gradients"} | PIPELINE),
+    ({"shard": 2, "pipeline": 2}, {"sharding": "optimizer"} | PIPELINE),
 ]
 LIMITED: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"pipeline": 4}, {"gradient_accumulation": 4}),

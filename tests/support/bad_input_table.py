@@ -39,7 +39,7 @@ from ringspark.estimators import (
 from ringspark.estimators.run.folder import RunRefusedError
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.jobs import cli, etl, score, shards, train
-from ringspark.models import ModelSpec
+from ringspark.models import CountingLayer, ModelSpec
 from ringspark.pipelines import (
     Binary,
     HashBuckets,
@@ -244,6 +244,18 @@ def huge() -> ModelSpec:
 def three_heads() -> ModelSpec:
     sizes = {"vocab_size": 9, "max_seq_len": 2, "dim": 6, "depth": 1, "num_heads": 3, "out_features": 2}
     return ModelSpec("transformer_classifier", sizes)
+
+
+class Counting(CountingLayer):
+    """Counts what it sees, and does not know of parts of rows."""
+
+    num_counts = 1
+
+
+def counting() -> nn.Module:
+    network = three_heads().build()
+    network.norm = nn.Sequential(network.norm, Counting())
+    return network
 
 
 def with_experts(**experts: Any) -> nn.Module:
@@ -675,6 +687,9 @@ SETTINGS = [
     R("mesh: heads that do not divide",
       lambda p: p.mesh(model=three_heads(), parallelism={"tensor": 2}),
       r"'tensor' \(2\) must divide num_heads \(3\)", ""),
+    R("mesh: layers that count parts of rows",
+      lambda p: p.mesh(model=counting(), parallelism={"sequence": 2}),
+      r"leave layer 'norm\.1' a part of each row", "set 'sequence' to 1"),
     R("mesh: rolled back with rows on their way",
       lambda p: p.mesh(onNonFinite="rollback", checkpointEverySteps=5,
                        parallelism={"pipeline": 2, "schedule": "2bw"}),

@@ -25,14 +25,16 @@ class ExpertRounds(PlainSync):
         """Makes every step have the same number of passes on all ranks.
 
         Args:
-            rounds: Most micro-batches of a step on any rank.
+            rounds: Most micro-batches of a step on any rank; 0 where whoever runs the passes, those of a
+                pipeline, runs those without rows too.
             around: Makes the context of a forward pass, autocast, for passes without rows.
         """
         self._num_passes = rounds
         self._passes = 0
         self._around = around
         self._like: list[torch.Tensor] = []
-        self.network.register_forward_pre_hook(self._remember)
+        if rounds:
+            self.network.register_forward_pre_hook(self._remember)
 
     def _remember(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._like = [values[:0].detach() for values in inputs]

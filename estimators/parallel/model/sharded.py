@@ -29,6 +29,7 @@ def sharded(
     make_optimizer: MakeOptimizer,
     mesh: Mesh,
     *,
+    passes: int,
     micro_batches: int,
     during_backward: bool,
     around: Around,
@@ -36,6 +37,7 @@ def sharded(
     """Ties this rank's part of a network to the others', and makes its optimizer. Runs on every rank.
 
     Args:
+        passes: See `ExpertRounds.serve`.
         micro_batches: The most backward passes per optimizer step.
         during_backward: Whether gradients are cut too (ZeRO 2), or the optimizer's state alone (ZeRO 1).
         around: Makes the context of a forward pass, autocast.
@@ -53,5 +55,5 @@ def sharded(
         Sharing(mesh.expert_sharers, lambda name: name in experts, ("sequence",)),
     ]
     sync = ExpertShards(module, optimizer, sharings, rounds, reacts=False)
-    sync.serve(micro_batches, around)
+    sync.serve(passes, around)
     return sync

@@ -19,7 +19,6 @@ from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
 from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
 from ringspark.estimators.parallel.model.tensor import plan_of, spread_tensor
 from ringspark.models.chain import links_of
-from ringspark.models.reports import CountingLayer
 
 # How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
 CONTEXT = "ring"
@@ -48,7 +47,6 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
         plan = options.get("plan") or plan_of(module, sizes["tensor"])
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
         spread_tensor(module, seat, plan)
-    counting = [name for name, layer in module.named_modules() if isinstance(layer, CountingLayer)]
     if sizes["pipeline"] > 1:
         virtual = options.get("virtual", 1)
         owners = schedule_of(options.get("schedule", "1f1b"), virtual).owners(sizes["pipeline"], virtual)
@@ -60,19 +58,8 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
         spread_experts(module, last)
-    for axis in ("pipeline", "sequence"):
-        if counting and sizes[axis] > 1:
-            raise ValueError(
-                f"parallelism over {axis!r} leaves each worker a part of what layer {counting[0]!r} adds to "
-                f"the loss of whole rows; set {axis!r} to 1, or take a network without experts"
-            )
     if sizes["sequence"] > 1:
         check_sequence(module, options.get("context", CONTEXT))
-        if sizes["pipeline"] > 1:
-            raise ValueError(
-                "parallelism has both 'pipeline' and 'sequence', and a stage does not know how long the rows "
-                "are of which it gets a part; set one of the two to 1"
-            )
 
 
 def spread(
@@ -117,7 +104,8 @@ def spread(
             num_micro=num_micro,
         )
         # Layers that are cut already would exchange in the measure, which one rank runs alone.
-        pipeline = pipelined(module, mesh, chosen, None if cuts else sample, device)
+        is_cut = bool(cuts) or mesh.sizes["sequence"] > 1
+        pipeline = pipelined(module, mesh, chosen, None if is_cut else sample, device)
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
     ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
     return pipeline

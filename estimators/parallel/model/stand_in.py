@@ -19,8 +19,9 @@ class Message(NamedTuple):
     """One exchange of all ranks of an axis.
 
     Attributes:
-        kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
-        num_bytes: Bytes of the whole: what is summed, or what all ranks have together.
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "shift": to one other rank.
+        num_bytes: Bytes of the whole: what is summed, or what all ranks have together; of a shift, what one
+            rank sends.
     """
 
     kind: str
@@ -62,7 +63,10 @@ class StandIn:
         return lambda: tensor.new_empty(counts[self.rank])
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        self._note("all_to_all", self.size * num_bytes(pieces))
+        if sum(bool(piece.numel()) for piece in pieces) == 1:
+            self._note("shift", num_bytes(pieces))
+        else:
+            self._note("all_to_all", self.size * num_bytes(pieces))
         return [pieces[0].new_empty(count) for count in counts]
 
     def _note(self, kind: str, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,10 +41,7 @@ def along_shard(given: Spreadable, size: int) -> str:
 
 def along_tensor(given: Spreadable, size: int) -> str:
     """Layers are cut by a plan: of whole heads, and no finer than a layer has columns."""
-    axes = dict.fromkeys(("data", "shard", "tensor", "pipeline", "expert", "sequence"), 1)
-    return _refusal(
-        lambda: check_spread(skeleton(given.network), axes | {"tensor": size}, given.config.parallelism)
-    )
+    return spread_refusal(given, {"tensor": size})
 
 
 def along_pipeline(given: Spreadable, size: int) -> str:
@@ -59,10 +56,8 @@ def along_pipeline(given: Spreadable, size: int) -> str:
 
 
 def along_sequence(given: Spreadable, size: int) -> str:
-    """A network over tokens that asks `rows` for its own; its exchanges are not predicted yet."""
-    if not hasattr(given.network, "rows"):
-        return f"{type(given.network).__name__} does not ask which tokens are its own"
-    return "meshes over 'sequence' are not planned"
+    """A network over tokens asks `rows` for its own, and its attention takes those of other ranks."""
+    return spread_refusal(given, {"sequence": size})
 
 
 def along_expert(given: Spreadable, size: int) -> str:
@@ -83,7 +78,13 @@ AXIS_RULES: dict[str, Callable[[Spreadable, int], str]] = {
     "expert": along_expert,
 }
 # Those of which candidates are made.
-PLANNED_AXES = ("data", "tensor", "pipeline")
+PLANNED_AXES = ("data", "tensor", "pipeline", "sequence")
+
+
+def spread_refusal(given: Spreadable, sizes: Mapping[str, int]) -> str:
+    """Returns why the network cannot be cut along all these axes at a time; "" if it can."""
+    full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
+    return _refusal(lambda: check_spread(skeleton(given.network), full, given.config.parallelism))
 
 
 def _refusal(check: Callable[[], object]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ringspark.estimators.scaling.meshes.axes import AXIS_RULES, PLANNED_AXES, Spreadable
+from ringspark.estimators.scaling.meshes.axes import AXIS_RULES, PLANNED_AXES, Spreadable, spread_refusal
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # Micro-batches of a step are tried up to so many for each stage of a pipeline, or without one in all.
@@ -48,13 +48,18 @@ def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> 
     rows_axis = "shard" if given.config.sharding == "parameters" else "data"
     refusals: dict[tuple[str, int], str] = {}
     found: list[Candidate] = []
-    for shape in _shapes(workers, len(PLANNED_AXES)):
-        named = zip((rows_axis, *PLANNED_AXES[1:]), shape, strict=True)
+    # Of a network that is not over tokens nobody expects that its rows be spread.
+    over_tokens = hasattr(given.network, "rows")
+    inside = [axis for axis in PLANNED_AXES[1:] if over_tokens or axis != "sequence"]
+    for shape in _shapes(workers, 1 + len(inside)):
+        named = zip((rows_axis, *inside), shape, strict=True)
         sizes = {axis: size for axis, size in named if size > 1}
         for axis, size in sizes.items():
             if (axis, size) not in refusals:
                 refusals[axis, size] = AXIS_RULES[axis](given, size)
         refusal = next((refusals[pair] for pair in sizes.items() if refusals[pair]), "")
+        if not refusal and len(sizes.keys() - {rows_axis}) > 1:
+            refusal = spread_refusal(given, sizes)
         for options in _pipelines(given, sizes, interleaves) if not refusal else [{}]:
             mesh = {**sizes, **options}
             told = refusal or _combination(given.config, workers, mesh)

@@ -101,4 +101,6 @@ def _seconds(message: Message, size: int, link: Link) -> float:
     if message.kind == "all_to_all":
         # A rank sends all but its own part of what it has.
         return (size - 1) * (link.alpha + message.num_bytes / size**2 * link.beta)
+    if message.kind == "shift":
+        return link.alpha + message.num_bytes * link.beta
     return ring / 2

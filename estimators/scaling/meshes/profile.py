@@ -148,7 +148,7 @@ class Profiles:
         sizes = dict(candidate.sizes)
         if self._config.sharding == "none":
             # Without a part that ranks with other rows split among each other, their number changes nothing.
-            sizes = {axis: size for axis, size in sizes.items() if axis in ("tensor", "pipeline")}
+            sizes = {axis: size for axis, size in sizes.items() if axis in ("tensor", "pipeline", "sequence")}
         key = (*sorted(sizes.items()), repr(sorted(candidate.options.items())))
         if key not in self._found:
             self._found[key] = self._measured(sizes, candidate.options)

@@ -71,8 +71,9 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
         if action.kind is not Kind.WEIGHT:
             messages = profile.messages(rank, action.stage, action.kind is Kind.FORWARD, rows)
             for axis, found in messages.items():
-                # Of the axes inside a network, tensor is the innermost: its ranks are neighbours.
-                seconds += machine.exchange(found, sizes[axis], sizes[axis])
+                # Ranks along tensor are neighbours, and lie between those along sequence.
+                reach = sizes[axis] * (1 if axis == "tensor" else sizes["tensor"])
+                seconds += machine.exchange(found, sizes[axis], reach)
             # Values come from the stage before, or go there as gradients.
             if arriving := profile.arriving(rank, action.stage, rows):
                 seconds += machine.sending(arriving, workers)

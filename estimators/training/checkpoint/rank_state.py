@@ -50,6 +50,8 @@ class RankState:
             "stop_reason": running.state.stop_reason,
             "mesh": dict(mesh.sizes),
             "counts": mesh.copy.rank == 0,
+            # Stages count in their own layers.
+            "layers": all(mesh.places.get(axis, 0) == 0 for axis in ("sequence", "tensor")),
         }
         noise = {} if running.noise is None else running.noise.state()
         return cls(tensors=exchange | result | noise | running.sums.state(), values=values)
@@ -113,9 +115,10 @@ def _restore_same(running: Running, own: RankState) -> None:
 def _restore_other(running: Running, states: Sequence[RankState], data_rank: int) -> None:
     _fill_buffers(running.sync.network, section(states[0].tensors, "buffers"))
     # Ranks that were one copy of a network had the same rows, and the same sums.
+    counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
     # The first rank takes the sums of the epoch so far, because their ranks no longer exist.
-    running.sums.load_all([state.tensors for state in states], answers=data_rank == 0)
+    running.sums.load_all([state.tensors for state in states], answers=data_rank == 0, counting=counting)
     if running.noise is not None:
         running.noise.load([state.tensors for state in states] if data_rank == 0 else [])
     running.callbacks.load_state_dicts(states[0].values["callbacks"])

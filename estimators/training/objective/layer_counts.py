@@ -1,30 +1,51 @@
 """Sums what layers of the network count over the rows of a split, for the history.
 
 Counts are sums over rows, so those of micro-batches and ranks add up: any number of ranks tells the same.
+Where the layers lie in the stages of a pipeline, each rank has places for the counts of all, and zeros where
+it lacks the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.models.reports import CountingLayer
+from ringspark.models.reports import CountedLayer, CountingLayer, counted_layers
 
 
 class LayerCounts:
     """The counts of one network's layers on one rank."""
 
-    def __init__(self, network: nn.Module | None, device: torch.device) -> None:
-        modules = [] if network is None else network.modules()
-        self._layers = [layer for layer in modules if isinstance(layer, CountingLayer)]
+    def __init__(
+        self,
+        network: nn.Module | None,
+        device: torch.device,
+        layers: Sequence[CountedLayer] | None = None,
+        stages: Collective | None = None,
+    ) -> None:
+        """Starts from no rows.
+
+        Args:
+            network: What this rank has of the network.
+            layers: Layers of the whole network; None: `network` is the whole one.
+            stages: The ranks of a pipeline that have its layers together; None: this rank has all.
+        """
+        if layers is None:
+            layers = [] if network is None else counted_layers(network)
+        self._layers, self._stages = tuple(layers), stages
         # float64, so that an epoch's many tokens are counted exactly.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         sizes = [layer.num_counts for layer in self._layers]
         self._totals = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self._views = dict(zip(self._layers, torch.split(self._totals, sizes), strict=True)) if sizes else {}
+        self._views: dict[CountingLayer, torch.Tensor] = {}
+        known = {} if network is None else dict(network.named_modules(remove_duplicate=False))
+        for own, view in zip(self._layers, torch.split(self._totals, sizes) if sizes else (), strict=True):
+            for layer in (known.get(name) for name in own.names):
+                if isinstance(layer, CountingLayer):
+                    self._views[layer] = view
 
     def add(self, counts: Mapping[CountingLayer, torch.Tensor]) -> None:
         """Adds the counts of a forward pass, without waiting for the device."""
@@ -33,15 +54,17 @@ class LayerCounts:
                 self._views[layer].add_(own)
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the numbers over all ranks of `data`, which all call it, by their names."""
+        """Returns the numbers over all ranks of `data`, which all call it, and all stages, by their names."""
         values: dict[str, float] = {}
         if not self._layers:
             return values
         summed = data.all_reduce(self._totals.cpu())
+        if self._stages is not None:
+            summed = self._stages.all_reduce(summed)
         totals = torch.split(summed, [layer.num_counts for layer in self._layers])
-        for numbers in dict.fromkeys(type(layer).numbers for layer in self._layers):
+        for numbers in dict.fromkeys(layer.numbers for layer in self._layers):
             own = zip(self._layers, totals, strict=True)
-            values |= numbers([counts for layer, counts in own if type(layer).numbers is numbers])
+            values |= numbers([counts for layer, counts in own if layer.numbers is numbers])
         return values
 
     def reset(self) -> None:
@@ -50,6 +73,16 @@ class LayerCounts:
     def state(self) -> torch.Tensor | None:
         """Copies the counts to the CPU, 1-D; None for a network whose layers count nothing."""
         return self._totals.detach().cpu().clone() if self._layers else None
+
+    def load_all(self, states: Sequence[torch.Tensor], answers: bool) -> None:
+        """Restores results of `state` of ranks that no longer exist.
+
+        Args:
+            answers: Whether this rank, with those of its pipeline, takes all of them; the others start from
+                zero.
+        """
+        first = self._stages is None or self._stages.rank == 0
+        self.load(torch.stack(list(states)).sum(0) if states and answers and first else None)
 
     def load(self, state: torch.Tensor | None) -> None:
         """Restores a result of `state`; None starts from zero.

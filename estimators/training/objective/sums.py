@@ -13,7 +13,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.layer_counts import LayerCounts
 from ringspark.estimators.training.objective.metric_set import MetricSet, numbered, section
 from ringspark.models.generators import Tensors
-from ringspark.models.reports import CountingLayer
+from ringspark.models.reports import CountedLayer, CountingLayer
 
 
 class Seen(NamedTuple):
@@ -52,12 +52,15 @@ class Sums:
         network: nn.Module | None = None,
         *,
         with_metrics: bool = True,
+        layers: Sequence[CountedLayer] | None = None,
+        stages: Collective | None = None,
     ) -> None:
         """Starts from no rows.
 
         Args:
             network: The network, for what its layers count.
             with_metrics: Whether metrics are computed from the outputs.
+            layers, stages: See `LayerCounts`.
         """
         self._split = split
         self._heads = tuple(heads)
@@ -71,7 +74,7 @@ class Sums:
             )
             for head in heads
         ]
-        self._counts = LayerCounts(network, device)
+        self._counts = LayerCounts(network, device, layers, stages)
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
     def add(self, seen: Iterable[Seen], finite_only: bool = False) -> None:
@@ -159,16 +162,19 @@ class Sums:
         for index, metric_set in enumerate(self._metrics):
             metric_set.load_states(numbered(section(state, f"metrics/{index}")))
 
-    def load_all(self, states: Sequence[Tensors], answers: bool) -> None:
+    def load_all(
+        self, states: Sequence[Tensors], answers: bool, counting: Sequence[Tensors] | None = None
+    ) -> None:
         """Restores the results of ranks that no longer exist.
 
         Args:
+            counting: Those of which the counts of layers are taken; None: the same.
             answers: Whether this rank takes all of them; the others start from zero.
         """
         total = torch.stack([state["totals"] for state in states]).sum(0)
         self._load_losses(total if answers else torch.zeros_like(total))
-        counts = [state["counts"] for state in states if "counts" in state]
-        self._counts.load(torch.stack(counts).sum(0) if counts and answers else None)
+        counting = states if counting is None else counting
+        self._counts.load_all([state["counts"] for state in counting if "counts" in state], answers)
         for index, metric_set in enumerate(self._metrics):
             former = [own for state in states for own in numbered(section(state, f"metrics/{index}"))]
             metric_set.load_states(former if answers else [], carried=True)

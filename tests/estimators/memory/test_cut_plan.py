@@ -93,6 +93,22 @@ def test_a_block_exchanges_twice_forward_and_twice_backward() -> None:
     assert backward == [("all_reduce", hidden)] * (1 + 2 * DEPTH)
 
 
+def test_spread_rows_pass_keys_and_values_on_and_keep_a_part_of_what_whole_ones_do() -> None:
+    """The ring of two: keys and values go once forward, and once backward with their gradients home."""
+    _, (whole,) = _measured(_config({}, 1), ROWS)
+    _, (rank,) = _measured(_config({"sequence": 2}, 2), ROWS)
+    own = 4 * ROWS * SEQ // 2 * DIM
+    forward = [(m.kind, m.num_bytes) for m in rank.passes[0, True].messages["sequence"]]
+    backward = [(m.kind, m.num_bytes) for m in rank.passes[0, False].messages["sequence"]]
+    assert forward == [("shift", 2 * own)] * DEPTH + [("all_gather", 4 * ROWS * SEQ * VOCAB)]
+    assert backward == [("shift", 4 * own), ("shift", 2 * own)] * DEPTH
+    assert rank.parts == whole.parts
+    # The outputs and their loss are those of whole rows.
+    outputs = 2 * 4 * ROWS * SEQ * VOCAB
+    kept, least = (r.passes[0, True].kept for r in (whole, rank))
+    assert 0.4 * (kept - outputs) < least - outputs < 0.6 * (kept - outputs)
+
+
 def test_each_live_micro_batch_keeps_its_activations() -> None:
     """1F1B: the first stage of p holds p micro-batches, the last one; or as many as there are."""
     config = _config({"pipeline": 4, "cuts": ["blocks.1", "blocks.2", "blocks.3"]}, 4, 8)

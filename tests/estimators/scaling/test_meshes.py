@@ -146,6 +146,9 @@ def test_messages_of_each_kind_are_parts_of_a_ring() -> None:
     # Each of 4 ranks has 2 MB, of which 1.5 MB are for others.
     expected = 3 * LINK.alpha + 1.5e6 * LINK.beta
     assert machine.exchange([Message("all_to_all", int(8e6))], 4, 4) == pytest.approx(expected)
+    # Each sends to one other.
+    expected = LINK.alpha + 2e6 * LINK.beta
+    assert machine.exchange([Message("shift", int(2e6))], 4, 4) == pytest.approx(expected)
 
 
 def test_rates_take_what_two_steps_took() -> None:
@@ -186,11 +189,13 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert "more than" in AXIS_RULES["tensor"](given, WIDTH + 1)
     assert AXIS_RULES["pipeline"](given, DEPTH + 1) == ""
     assert "has 5 links for 6 stages" in AXIS_RULES["pipeline"](given, DEPTH + 2)
-    assert "does not ask which tokens are its own" in AXIS_RULES["sequence"](given, 2)
+    assert "cannot have rows spread over ranks" in AXIS_RULES["sequence"](given, 2)
     assert "has no experts" in AXIS_RULES["expert"](given, 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
     lm = Spreadable(config=given.config, network=build_skeleton(ModelSpec("transformer_lm", heads).build))
     assert "must divide num_heads (3)" in AXIS_RULES["tensor"](lm, 2)
+    assert AXIS_RULES["sequence"](lm, 2) == ""
+    assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(lm, 4) if not c.refusal]
 
 
 GIVEN: dict[str, Any] = {"link": LINK, "stepSeconds": {4: 0.01, 16: 0.02}}

@@ -75,8 +75,8 @@ def cut_by_names(links: Sequence[Link], num_stages: int, names: Sequence[str]) -
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"a stage cannot begin at {name!r}; {hint}The links are {', '.join(known)}")
+            hint = f"did you mean {near[0]!r}? The" if near else "the"
+            raise ValueError(f"a stage cannot begin at {name!r}; {hint} links are {', '.join(known)}")
     firsts = [0, *(known[name] for name in names)]
     if len(firsts) != num_stages or firsts != sorted(set(firsts)):
         raise ValueError(

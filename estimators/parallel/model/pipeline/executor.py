@@ -18,6 +18,8 @@ from ringspark.models.chain import Link, as_values
 
 Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
+# Gets the number of a micro-batch, just after a stage has run; returns the scalar that it adds to the loss.
+Added = Callable[[int], torch.Tensor | None]
 
 # Gradients that may be on their way while the next are computed.
 SENDS_UNDER_WAY = 2
@@ -29,7 +31,7 @@ class _Live:
 
     Attributes:
         inputs: The stage's arguments, leaves of its graph.
-        results: Its outputs, or the loss.
+        results: Its outputs, or the loss; behind the outputs what the stage adds to the loss.
         sent: Waits until the outputs are sent.
         gradients: Gradients of the results, from `INPUT` to `WEIGHT`.
         groups: torch's record of where the gradients of weights begin, from `INPUT` to `WEIGHT`.
@@ -91,12 +93,14 @@ class Executor:
         steps: Steps,
         inputs: Sequence[Sequence[torch.Tensor]],
         loss: Loss,
+        added: Added,
         first_micro: int = 0,
     ) -> None:
         """Works through the steps; gradients add up in the parameters, or in the weights in place.
 
         Args:
             inputs: The network's arguments for each new micro-batch, alike on all ranks of the pipeline.
+            added: Called after each forward pass of a stage that is not the last.
             first_micro: Number of the first new micro-batch.
         """
         for micro, arguments in enumerate(inputs, first_micro):
@@ -106,7 +110,7 @@ class Executor:
                 self._expect(step)
                 continue
             if step.kind is Kind.FORWARD:
-                self._keep_forward(module, step, inputs, loss, first_micro)
+                self._keep_forward(module, step, inputs, loss, added, first_micro)
                 self.most_live = max(self.most_live, len(self._live))
             else:
                 self._backward(module, step)
@@ -158,6 +162,7 @@ class Executor:
         action: Action,
         inputs: Sequence[Sequence[torch.Tensor]],
         loss: Loss,
+        added: Added,
         first_micro: int,
     ) -> None:
         """Runs a forward pass, and keeps what its backward pass needs: not the network's outputs, then."""
@@ -169,18 +174,22 @@ class Executor:
             if stage == self._place.last:
                 scalar = loss(result, index)
                 self._live[stage, micro] = _Live(values, [scalar] if scalar.requires_grad else [])
+            else:
+                own = added(index)
         if stage != self._place.last:
             outputs = as_values(result, self._place.firsts[stage + 1])
-            self._live[stage, micro] = _Live(values, _wanted(outputs))
+            self._live[stage, micro] = _Live(values, [*_wanted(outputs), *_wanted((own,))])
             self._live[stage, micro].sent = self._hand_on(outputs, stage, micro)
 
     def _backward(self, module: nn.Module, action: Action) -> None:
         kind, stage, micro = action
         live = self._live[stage, micro]
         if kind is not Kind.WEIGHT:
-            gradients = None
+            gradients: list[torch.Tensor] | None = None
             if stage != self._place.last:
-                gradients = self._arrived(False, stage, micro)
+                arrived: list[torch.Tensor] = self._arrived(False, stage, micro)
+                # A loss of the stage's own stands behind its outputs.
+                gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
             if live.sent is not None:
                 # Nobody sends gradients of what has not arrived, so this does not wait.
                 live.sent()

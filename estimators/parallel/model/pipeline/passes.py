@@ -22,7 +22,7 @@ from ringspark.estimators.parallel.model.pipeline.cutting import (
     parameter_counts,
 )
 from ringspark.estimators.parallel.model.pipeline.delayed import Backlog, DelayedStep
-from ringspark.estimators.parallel.model.pipeline.executor import Context, Executor, Loss, Place
+from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss, Place
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule, schedule_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, find_ties
@@ -30,6 +30,7 @@ from ringspark.estimators.parallel.model.pipeline.timeline import Timed
 from ringspark.estimators.parallel.model.pipeline.versions import WeightVersion
 from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wire
 from ringspark.models.chain import Link, links_of
+from ringspark.models.reports import CountedLayer, counted_layers
 from ringspark.models.skeleton import skeleton
 
 
@@ -83,6 +84,7 @@ def pipelined(
         bounds = cut_stages(links, len(owners), _of_first_rank(mesh.world, costs))
     stages = [links[begin:end] for begin, end in itertools.pairwise(bounds)]
     ties = find_ties(network, stages, owners)
+    layers = counted_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
     place = Place(rank=collective.rank, owners=owners, firsts=[stage[0] for stage in stages])
     return PipelinePasses(
@@ -93,7 +95,12 @@ def pipelined(
         options,
         TiedGradients(network, ties, cast(PointToPoint, collective), collective.rank),
         device or torch.device("cpu"),
+        layers,
     )
+
+
+def _nothing_added(index: int) -> None:
+    return
 
 
 class PipelinePasses:
@@ -105,6 +112,7 @@ class PipelinePasses:
             `stage`.
         copies: Names of this rank's parameters that another rank owns: tied ones, which norms and checkpoints
             count there.
+        layers: The whole network's layers that count something, in its order.
         num_stages: Number of stages of all ranks.
         stages: Numbers of this rank's stages.
         virtual: How many they are.
@@ -121,8 +129,10 @@ class PipelinePasses:
         options: PipelineOptions,
         ties: TiedGradients,
         device: torch.device,
+        layers: Sequence[CountedLayer] = (),
     ) -> None:
         self.network = network
+        self.layers = tuple(layers)
         self.module = network
         self.copies = ties.copies
         self.num_stages = len(place.owners)
@@ -173,27 +183,34 @@ class PipelinePasses:
         self._executor.recorder.actions = []
 
     def train(
-        self, micro_batches: Sequence[Sequence[torch.Tensor]], loss: Loss, around: Context = nullcontext
+        self,
+        micro_batches: Sequence[Sequence[torch.Tensor]],
+        loss: Loss,
+        around: Context = nullcontext,
+        added: Added = _nothing_added,
     ) -> bool:
         """Adds the gradients of a step to `.grad`, summed over the micro-batches and not divided.
 
         Args:
-            micro_batches: The network's arguments, at least one row each; empty if this copy of the network
-                has no rows in this step.
+            micro_batches: The network's arguments; none if this copy of the network has no rows in this step.
+                Where layers exchange with other copies, all have as many, some of which may be of no rows.
             loss: Gets the network's outputs and the number of the micro-batch, and returns a scalar that is
                 differentiated. Called where the last stage is, once for each micro-batch, and nowhere else.
             around: Makes the context of every forward pass.
+            added: Called after the forward pass of every other stage here; returns what it adds to the loss.
 
         Returns:
             Whether there are gradients: not if the step has no rows. Of a schedule without a flush they are
             those of an earlier step, and there are none in the first steps.
         """
         if self._backlog is not None:
-            return self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around)
+            return self._train_late(
+                self._backlog.step(len(micro_batches)), micro_batches, loss, around, added
+            )
         if not micro_batches:
             return False
         self._executor.around = around
-        self._executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss)
+        self._executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss, added)
         self._ties.add()
         return True
 
@@ -208,7 +225,7 @@ class PipelinePasses:
         if self._backlog is None:
             return False
         step = self._backlog.step(0, is_drain=True)
-        return self._train_late(step, (), _no_loss, nullcontext)
+        return self._train_late(step, (), _no_loss, nullcontext, _nothing_added)
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
         """Returns the network's outputs where the last stage is, None elsewhere; computes no gradients.
@@ -241,6 +258,7 @@ class PipelinePasses:
         micro_batches: Sequence[Sequence[torch.Tensor]],
         loss: Loss,
         around: Context,
+        added: Added,
     ) -> bool:
         (stage,) = self.stages
         self._step_of |= dict.fromkeys(step.micros, step.number)
@@ -249,7 +267,7 @@ class PipelinePasses:
         orders = step.orders[::-1]  # by rank: rank 0 has the last stage
         steps = with_arrivals(orders, self._place.owners, self._progress)[self._place.rank]
         self._executor.around = around
-        self._executor.train(self.module, steps, micro_batches, loss, step.micros.start)
+        self._executor.train(self.module, steps, micro_batches, loss, added, step.micros.start)
         number = step.released.get(stage)
         if number is not None and number in self._versions:
             self._versions.pop(number).release()

@@ -64,8 +64,8 @@ def schedule_of(name: str, virtual: int) -> Schedule:
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown pipeline schedule {name!r}; {hint}Known are {', '.join(SCHEDULES)}")
+        hint = f"did you mean {near[0]!r}? Known" if near else "known"
+        raise ValueError(f"unknown pipeline schedule {name!r}; {hint} are {', '.join(SCHEDULES)}")
     least, most = SCHEDULES[name].virtual
     if not least <= virtual <= most:
         allowed = (

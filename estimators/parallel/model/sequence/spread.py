@@ -9,6 +9,7 @@ from ringspark.estimators.names import check_name
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
+from ringspark.models.reports import CountingLayer
 from ringspark.models.whole_rows import WholeRows
 
 
@@ -34,7 +35,10 @@ def spread_sequence(module: nn.Module, collective: Collective, way: str = "ring"
     is_causal = any(getattr(attention, "causal", False) for attention in attentions)
     spans = Spans(collective.size, zigzag=is_causal and kind.balances)
     context = kind(collective, spans)
-    module.rows = SpreadRows(collective, spans)  # type: ignore[assignment]
+    rows = SpreadRows(collective, spans)
+    for part in module.modules():
+        if isinstance(getattr(part, "rows", None), WholeRows):
+            part.rows = rows  # type: ignore[assignment]
     for attention in attentions:
         attention.attend = context  # type: ignore[assignment]
 
@@ -43,8 +47,8 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
     """Refuses a network whose rows cannot be spread; needs no rank, and no weights.
 
     Raises:
-        ValueError: The way is unknown, the network does not offer what it takes, is spread already, or drops
-            attention weights where the way cannot.
+        ValueError: The way is unknown, the network does not offer what it takes, is spread already, a layer
+            counts what it sees of a row, or drops attention weights where the way cannot.
     """
     check_name("way to spread rows", way, CONTEXTS, otherwise="")
     name, attentions = type(module).__name__, _attentions(module)
@@ -56,6 +60,13 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
         )
     if isinstance(module.rows, SpreadRows):
         raise ValueError(f"the rows of model {name} are spread already; spread them once")
+    for key, layer in module.named_modules():
+        if isinstance(layer, CountingLayer) and not isinstance(getattr(layer, "rows", None), WholeRows):
+            raise ValueError(
+                f"rows spread over ranks leave layer {key!r} a part of each row that it counts; give it an "
+                "attribute `rows`, a WholeRows of ringspark.models.whole_rows that it asks for them, or "
+                "set 'sequence' to 1"
+            )
     drops = [getattr(attention, "dropout", 0.0) for attention in attentions]
     dropout = max((p for p in drops if isinstance(p, float)), default=0.0)
     if dropout > 0 and not CONTEXTS[way].takes_dropout:

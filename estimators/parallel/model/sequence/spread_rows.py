@@ -21,6 +21,8 @@ from ringspark.models.whole_rows import WholeRows
 class SpreadRows(WholeRows):
     """Takes the place of `WholeRows`, on every rank of the collective, whose ranks read the same rows."""
 
+    is_spread = True
+
     def __init__(self, collective: Collective, spans: Spans) -> None:
         self._collective, self._spans = collective, spans
 
@@ -34,6 +36,10 @@ class SpreadRows(WholeRows):
     def mask(self, mask: torch.Tensor | None, seq: int) -> torch.Tensor:
         # A mask of no rows, whose shape alone is looked at, tells the number of tokens at no cost.
         return torch.empty((0, 1, 1, seq), dtype=torch.bool) if mask is None else mask
+
+    def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
+        # As with a mask.
+        return torch.empty((0, seq), dtype=torch.bool) if tokens is None else tokens
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
         # Sums of many tokens would lose digits in 16 bits.

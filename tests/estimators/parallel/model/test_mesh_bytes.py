@@ -38,7 +38,7 @@ def _case(mesh: dict[str, int], sharding: str = "none", *, is_slow: bool = True,
         _case({"pipeline": 4}, **PIPELINE),
         _case({"pipeline": 2, "tensor": 2}, **PIPELINE),
         _case({"shard": 2, "tensor": 2}, "parameters"),
-        _case({"shard": 2, "pipeline": 2}, "gradients", **PIPELINE),
+        _case({"shard": 2, "pipeline": 2}, "optimizer", **PIPELINE),
     ],
 )
 def test_the_fullest_rank_holds_what_theory_gives_it(

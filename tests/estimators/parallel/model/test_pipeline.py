@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
+from ringspark.models.reports import Reports, collected
 
 pytestmark = pytest.mark.distributed
 
@@ -43,6 +44,16 @@ FAMILIES: dict[str, ModelSpec] = {
         "transformer_classifier", {**_TRANSFORMER, "out_features": 3, "padding_id": 0}
     ),
     "transformer_lm": ModelSpec("transformer_lm", _TRANSFORMER),
+    # Layers in several stages add to the loss.
+    "mixture": ModelSpec(
+        "transformer_classifier",
+        {
+            **_TRANSFORMER,
+            "out_features": 3,
+            "padding_id": 0,
+            "experts": {"num_experts": 3, "router": "gshard", "balance_weight": 0.5, "z_weight": 0.1},
+        },
+    ),
 }
 FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
@@ -75,9 +86,11 @@ def _whole(network: nn.Module, micros: Sequence[Batch], around: Callable[[], Any
     divisor = float(sum(label.numel() for _, label in micros))
     total = 0.0
     for inputs, label in micros:
-        with around():
+        with around(), collected() as reports:
             output = network(*inputs)
         loss = _loss(output, label, divisor)
+        for values in reports.losses:
+            loss = loss + values.sum() / divisor
         loss.backward()
         total += float(loss.detach())
     return total
@@ -90,14 +103,25 @@ def _piped(
 ) -> tuple[bool, float]:
     divisor = float(sum(label.numel() for _, label in micros))
     seen: dict[int, float] = {}
+    reports = Reports()
+
+    @contextmanager
+    def collecting() -> Iterator[None]:
+        nonlocal reports
+        with around(), collected() as reports:
+            yield
+
+    def added(index: int) -> torch.Tensor | None:
+        return torch.stack(reports.losses).sum() / divisor if reports.losses else None
 
     def loss(output: torch.Tensor, index: int) -> torch.Tensor:
         assert index not in seen
         value = _loss(output, micros[index][1], divisor)
         seen[index] = float(value.detach())
-        return value
+        own = added(index)
+        return value if own is None else value + own
 
-    has_gradients = passes.train([inputs for inputs, _ in micros], loss, around)
+    has_gradients = passes.train([inputs for inputs, _ in micros], loss, collecting, added)
     assert sorted(seen) == (list(range(len(micros))) if passes.has_outputs else [])
     return has_gradients, sum(seen.values())
 
@@ -152,7 +176,8 @@ def _all_gradients(
             want = _whole(whole, micros)
             has_gradients, loss = _piped(passes, micros)
             assert has_gradients
-            assert not passes.has_outputs or abs(loss - want) < 1e-6
+            # Of what layers add, each stage knows its own alone.
+            assert family == "mixture" or not passes.has_outputs or abs(loss - want) < 1e-6
             name = f"{schedule} {family} {number} {rows}"
             found[name] = _difference(_gradients(passes.network), dict(_gradients(whole)))
         live = [
@@ -235,7 +260,16 @@ _ALL_PAIRS = [(schedule, family) for schedule in FLUSHED for family in FAMILIES]
 @pytest.mark.parametrize(
     ("size", "pairs", "steps"),
     [
-        (2, [*((s, "transformer_lm") for s in FLUSHED), ("1f1b", "transformer_classifier")], _STEPS[:2]),
+        (
+            2,
+            [
+                *((s, "transformer_lm") for s in FLUSHED),
+                ("1f1b", "transformer_classifier"),
+                ("1f1b", "mixture"),
+                ("zero_bubble", "mixture"),
+            ],
+            _STEPS[:2],
+        ),
         pytest.param(4, _ALL_PAIRS, _STEPS, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks"],
@@ -377,7 +411,8 @@ def test_schedules_without_a_flush_are_training_with_late_gradients() -> None:
 @pytest.mark.slow
 def test_late_gradients_on_four_ranks() -> None:
     cases = [(schedule, "mlp", m) for schedule in ("2bw", "pipedream") for m in (1, 2, 4)]
-    _check_late(4, [*cases, ("2bw", "transformer_lm", 4), ("2bw", "transformer_classifier", 3)])
+    more = [("2bw", "transformer_lm", 4), ("2bw", "transformer_classifier", 3), ("pipedream", "mixture", 2)]
+    _check_late(4, [*cases, *more])
 
 
 def _special(collective: Collective, device: str, status: Status) -> str:
@@ -385,7 +420,8 @@ def _special(collective: Collective, device: str, status: Status) -> str:
     found: dict[str, float] = {}
     for schedule in ("1f1b", "zero_bubble", "2bw"):
         for case in ("recomputed", "autocast", "frozen"):
-            family, around = "transformer_classifier", nullcontext
+            family: str = "mixture" if case == "recomputed" else "transformer_classifier"
+            around: Any = nullcontext
             whole, passes = _made(family, mesh, schedule)
             if case == "recomputed":
                 apply_activation_checkpoint(passes.network, "all")

@@ -154,14 +154,21 @@ TRANSFORMERS = {
 }
 
 
-def _texts(make_shards: MakeShards, folder: Path, spec: ModelSpec, **changes: Any) -> TrainConfig:
+def _texts(
+    make_shards: MakeShards, folder: Path, spec: ModelSpec, held_out: int = 0, **changes: Any
+) -> TrainConfig:
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 23, (ROWS, 11))
     for row, length in zip(ids, rng.integers(0, 12, ROWS), strict=True):
         row[length:] = 0
     is_lm = spec.target == "transformer_lm"
     label = np.roll(ids, -1, 1) if is_lm else ids.sum(1) % 3
-    manifest = make_shards({"x": ids, "y": label})
+    columns = {"x": ids, "y": label, "w": rng.random(ROWS).astype(np.float32)}
+    manifest = make_shards(
+        columns,
+        validation=np.arange(ROWS) >= ROWS - held_out if held_out else None,
+        row_group_rows=ROWS,
+    )
     settings: dict[str, Any] = {
         "model": spec.to_json(),
         "task": "any",
@@ -185,6 +192,10 @@ def _quick(mesh: dict[str, Any], **changes: Any) -> Any:
     return pytest.param(mesh, changes, id=_id(mesh, changes))
 
 
+def _id_of(mesh: dict[str, Any]) -> str:
+    return _id(mesh, {})
+
+
 def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
     return "-".join(f"{key}{value}" for key, value in (mesh | changes).items())
 
@@ -204,8 +215,11 @@ OVER_TEXT = [
     _slow({"data": 2, "sequence": 2}),
     _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
     _slow({"sequence": 2, "tensor": 2}),
+    _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=2),
+    _slow({"pipeline": 2, "sequence": 2, "schedule": "zero_bubble"}, gradient_accumulation=2),
+    _slow({"pipeline": 2, "sequence": 2, "tensor": 2}, gradient_accumulation=2),
     _slow({"data": 2, "tensor": 2}, sharding="optimizer"),
-    _slow({"data": 2, "pipeline": 2}, sharding="gradients", gradient_accumulation=2),
+    _slow({"data": 2, "pipeline": 2}, sharding="optimizer", gradient_accumulation=2),
     _slow({"data": 2, "sequence": 2}, sharding="optimizer"),
     _slow({"data": 2, "sequence": 2}, sharding="parameters"),
     _slow({"shard": 2, "sequence": 2}, sharding="parameters", gradient_accumulation=2),
@@ -249,20 +263,47 @@ def test_a_training_of_spread_rows_goes_on_over_another_mesh(
     assert [r.rows for r in resumed.history] == [ROWS] * 3
 
 
-MIXTURE = ModelSpec(
-    "transformer_classifier",
-    {
-        **TEXT,
-        "out_features": 3,
-        "padding_id": 0,
-        "experts": {"num_experts": 4, "router": "gshard"},
-    },
-)
+# In every block, so that every stage adds to the loss, by losses that weigh much, and drops tokens.
+EXPERTS = {
+    "num_experts": 4,
+    "router": "gshard",
+    "every": 1,
+    "min_capacity": 1,
+    "balance_weight": 0.2,
+    "z_weight": 0.05,
+}
+MIXTURES = {
+    "classifier": ModelSpec(
+        "transformer_classifier", {**TEXT, "out_features": 3, "padding_id": 0, "experts": EXPERTS}
+    ),
+    "language model": ModelSpec("transformer_lm", {**TEXT, "experts": {**EXPERTS, "router": "switch"}}),
+    "expert choice": ModelSpec(
+        "transformer_classifier",
+        {**TEXT, "out_features": 3, "padding_id": 0, "experts": {**EXPERTS, "router": "expert_choice"}},
+    ),
+}
+# With 3 micro-batches, the last step's one row leaves ranks along the rows' axes without any.
 OVER_EXPERTS = [
     _quick({"expert": 2}),
-    _slow({"expert": 4}),
-    _slow({"data": 2, "expert": 2}, gradient_accumulation=2),
+    _quick({"pipeline": 2}, gradient_accumulation=3),
+    _quick({"sequence": 2}),
+    _slow({"expert": 4}, gradient_accumulation=3),
+    _slow({"sequence": 4}),
+    _slow({"data": 2, "expert": 2}, gradient_accumulation=3),
+    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3),
+    _slow({"data": 2, "sequence": 2}, gradient_accumulation=3),
+    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3, sharding="optimizer"),
+    _slow({"data": 2, "sequence": 2}, sharding="optimizer"),
     _slow({"expert": 2, "tensor": 2}),
+    _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3),
+    _slow({"expert": 2, "sequence": 2}, gradient_accumulation=3),
+    _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=3),
+    _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=3),
+    _slow({"sequence": 2, "tensor": 2}),
+    _slow({"expert": 2, "pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
+    _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3, gradient_checkpointing="all"),
+    _slow({"expert": 2, "sequence": 2}, gradient_checkpointing="all"),
+    _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
     _quick({"expert": 2}, sharding="gradients", gradient_accumulation=2),
     _slow({"expert": 2}, sharding="optimizer", gradient_accumulation=2),
     _slow({"data": 2, "expert": 2}, sharding="gradients", gradient_accumulation=2),
@@ -276,7 +317,52 @@ OVER_EXPERTS = [
 def test_a_mesh_trains_a_mixture_of_experts_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    _check_mesh(_texts(make_shards, tmp_path / "one", MIXTURE), MIXTURE, mesh, changes)
+    """Losses that layers add, and their counts, over rows with weights, of training and validation."""
+    _check_mixture("classifier", make_shards, tmp_path, mesh, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["language model", "expert choice"])
+@pytest.mark.parametrize("mesh", [{"expert": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2}], ids=_id_of)
+def test_a_mesh_trains_other_mixtures_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any]
+) -> None:
+    _check_mixture(name, make_shards, tmp_path, mesh, {"gradient_accumulation": 2})
+
+
+def _check_mixture(
+    name: str, make_shards: MakeShards, folder: Path, mesh: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    config = _texts(make_shards, folder / "one", MIXTURES[name], held_out=9, weight_column="w")
+    _check_mesh(config, MIXTURES[name], mesh, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"pipeline": 2}, {"pipeline": 2}),
+        ({"pipeline": 2}, {}),
+        ({"pipeline": 2}, {"sequence": 2}),
+        ({}, {"pipeline": 2}),
+    ],
+)
+def test_counts_of_an_epoch_go_on_over_another_mesh(
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
+) -> None:
+    """Each stage has counted in its own layers when the training fails in the middle of an epoch."""
+    spec = MIXTURES["classifier"]
+    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
+    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 25"):
+        train_gang(replace(config, num_workers=2 if first else 1, parallelism=first), objects)
+    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
+    assert resumed.resumed_steps in ((20,), (25,))
+    assert _difference(straight, resumed, spec) < 1e-5
+    for one, other in zip(straight.history, resumed.history, strict=True):
+        assert other.metrics == pytest.approx(one.metrics, rel=1e-5)
+        assert one.metrics["train_dropped_share"] > 0
 
 
 def _check_mesh(config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -290,6 +376,7 @@ def _check_mesh(config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], chan
     assert _difference(one, many, spec) < 1e-5
     for first, second in zip(one.history, many.history, strict=True):
         assert second.train_loss == pytest.approx(first.train_loss, rel=1e-5)
+        assert second.validation_loss == pytest.approx(first.validation_loss, rel=1e-5)
         assert second.metrics == pytest.approx(first.metrics, rel=1e-5)
 
 

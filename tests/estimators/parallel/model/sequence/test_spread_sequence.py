@@ -25,6 +25,8 @@ from ringspark.estimators.parallel.model.sequence.spread import spread_sequence
 from ringspark.estimators.parallel.model.sequence.spread_rows import SpreadRows
 from ringspark.estimators.training.phase import Status
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
+from ringspark.models.experts.layer import MixtureOfExperts
+from ringspark.models.reports import collected
 from ringspark.models.whole_rows import WholeRows, attend
 
 pytestmark = pytest.mark.distributed
@@ -152,6 +154,33 @@ def test_outputs_and_gradients_are_those_of_whole_rows(
         far = json.loads(text)
         assert far["float32"] < 1e-6, far
         assert far["float64"] < 1e-12, far
+
+
+def _routed(collective: Collective, device: str, status: Status) -> str:
+    """Returns what a mixture counted that draws whether tokens ask for a second expert, on this rank."""
+    experts = {"num_experts": 4, "router": "gshard", "random_second": True, "min_capacity": 1}
+    module = _network("padded classifier", experts=experts)
+    spread_sequence(module, collective)
+    torch.manual_seed(collective.rank)
+    with collected() as reports:
+        module(_ids(5, 13))
+    return json.dumps([counts.tolist() for counts in reports.counts.values()])
+
+
+def test_ranks_of_a_row_route_it_alike_though_each_draws_for_its_tokens() -> None:
+    first, second = (json.loads(text) for text in run_spawned(2, "torch", _routed))
+    assert first == second
+    asked = first[0][-5]
+    tokens = int((_ids(5, 13) != 0).sum())
+    assert tokens < asked < 2 * tokens
+
+
+def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -> None:
+    mixture = MixtureOfExperts(4, 8, 2)
+    mixture.rows = SpreadRows(LocalCollective(), Spans(1))
+    with pytest.raises(ValueError, match="was not told how long they are; call it with"):
+        mixture(torch.zeros(2, 3, 4))
+    assert mixture(torch.zeros(2, 3, 4), mixture.rows.told(None, 3)).shape == (2, 3, 4)
 
 
 def _train(
