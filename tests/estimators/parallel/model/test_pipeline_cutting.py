@@ -100,8 +100,11 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
     for made in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         for parameter in network.parameters():
             parameter.data.zero_()
-        assert torch.equal(made(ids, stage=0), want)
-        assert torch.equal(made(want, stage=2), whole.blocks[3](want))
+        # Beside the hidden states goes what is told of the rows: here nothing.
+        hidden, told = made(ids, stage=0)
+        assert torch.equal(hidden, want)
+        assert told is None
+        assert torch.equal(made(want, None, stage=2)[0], whole.blocks[3](want))
         network.load_state_dict({name: whole.state_dict()[name] for name in names})
 
 

@@ -282,6 +282,8 @@ MIXTURES = {
         {**TEXT, "out_features": 3, "padding_id": 0, "experts": {**EXPERTS, "router": "expert_choice"}},
     ),
 }
+# By these, no token's experts were chosen by less than 3e-6 in one worker's training: rounding turns none.
+SEEDS = {"classifier": 1, "language model": 6, "expert choice": 4}
 # With 3 micro-batches, the last step's one row leaves ranks along the rows' axes without any.
 OVER_EXPERTS = [
     _quick({"expert": 2}),
@@ -333,7 +335,8 @@ def test_a_mesh_trains_other_mixtures_as_one_worker_does(
 def _check_mixture(
     name: str, make_shards: MakeShards, folder: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    config = _texts(make_shards, folder / "one", MIXTURES[name], held_out=9, weight_column="w")
+    settings: dict[str, Any] = {"held_out": 9, "weight_column": "w", "seed": SEEDS[name]}
+    config = _texts(make_shards, folder / "one", MIXTURES[name], **settings)
     _check_mesh(config, MIXTURES[name], mesh, changes)
 
 
@@ -351,8 +354,8 @@ def test_counts_of_an_epoch_go_on_over_another_mesh(
     make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
 ) -> None:
     """Each stage has counted in its own layers when the training fails in the middle of an epoch."""
-    spec = MIXTURES["classifier"]
-    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
+    spec, seed = MIXTURES["classifier"], SEEDS["classifier"]
+    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, seed=seed)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))
     objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
     with pytest.raises(WorkerError, match="step 25"):
@@ -376,7 +379,7 @@ def _check_mesh(config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], chan
     assert _difference(one, many, spec) < 1e-5
     for first, second in zip(one.history, many.history, strict=True):
         assert second.train_loss == pytest.approx(first.train_loss, rel=1e-5)
-        assert second.validation_loss == pytest.approx(first.validation_loss, rel=1e-5)
+        assert (second.validation_loss or 0) == pytest.approx(first.validation_loss or 0, rel=1e-5)
         assert second.metrics == pytest.approx(first.metrics, rel=1e-5)
 
 
