@@ -1,4 +1,4 @@
-"""What one rank of a mesh holds of a training: counted from its tensors, by arithmetic, and under a limit.
+"""What one rank of a mesh holds of a training: counted from its tensors, and by arithmetic.
 
 The network is the product's `mlp` with equal layers: layers of W x W numbers, of which a mesh cuts whole ones
 or halves, so that what a rank should hold can be said in one line.
@@ -7,8 +7,6 @@ or halves, so that what a rank should hold can be said in one line.
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -161,31 +159,3 @@ def counted_bytes(config: TrainConfig) -> list[dict[str, int]]:
     work = partial(_counting, config)
     texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=300)
     return [json.loads(text) for text in texts]
-
-
-def data_bytes() -> int:
-    """Bytes of memory that this process alone may write, as the kernel limits them."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
-
-
-def _limited(config: TrainConfig, most: int, collective: Collective, device: str, status: Status) -> str:
-    """Trains in a process that gets at most so many bytes more than it has now."""
-    torch.set_num_threads(1)
-    before = data_bytes()
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (before + most, hard))
-    result = worker.train_worker(config, collective, None, device, status)
-    return json.dumps({"steps": result.steps, "loss": result.history[-1].train_loss})
-
-
-def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
-    """Trains on ranks of which each gets at most `most` bytes; returns what the first one reports.
-
-    Raises:
-        WorkerError: A rank wanted more.
-    """
-    work = partial(_limited, config, most)
-    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=600)
-    found: dict[str, Any] = json.loads(texts[0])
-    return found
