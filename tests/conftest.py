@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -21,16 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import settings
+from written_shards import written
 
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds import Array, Scalar
-from ringspark.pipelines.manifest import SPLITS, ShardFile
-from ringspark.pipelines.writing.joined_reports import join_reports
-from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -47,14 +41,6 @@ DAEMON = ("spark.python.daemon.module", "ringspark.estimators.launch.python_daem
 SLOW_SECONDS = 10.0
 
 MakeShards = Callable[..., ShardManifest]
-
-
-def nested(values: np.ndarray) -> Any:
-    """Returns the Arrow type of a row of `values`: lists as deep as it has dimensions."""
-    data_type = pa.from_numpy_dtype(values.dtype)
-    for _ in range(values.ndim - 1):
-        data_type = pa.list_(data_type)
-    return data_type
 
 
 @contextmanager
@@ -131,36 +117,13 @@ def make_shards(tmp_path: Path) -> MakeShards:
         validation: np.ndarray | None = None,
         name: str = "shards",
     ) -> ShardManifest:
-        folder = tmp_path / name
-        (folder / "_shards-test").mkdir(parents=True)
-        plan = WritePlan(
-            uri=str(folder),
-            folder="_shards-test",
-            columns=tuple(
-                Column(name=key, kind=(Scalar if value.ndim == 1 else Array)(value.dtype.name))
-                for key, value in columns.items()
-            ),
-            handle_invalid=("error",) * len(columns),
-            splits=validation is not None,
+        return written(
+            tmp_path / name,
+            columns,
             row_group_rows=row_group_rows,
+            num_files=num_files,
+            validation=validation,
         )
-        data = {
-            key: pa.array(value.tolist(), nested(value)) if value.ndim > 1 else pa.array(value)
-            for key, value in columns.items()
-        }
-        if validation is not None:
-            data["is_validation"] = pa.array(validation)
-        table = pa.table(data)
-        reports = []
-        for part in np.array_split(np.arange(table.num_rows), num_files):
-            batches = table.take(pa.array(part)).to_batches()
-            (report,) = write_partition(plan, iter(batches))
-            reports.append(json.loads(report.to_pydict()["report"][0]))
-        files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
-        files.sort(key=lambda file: (SPLITS.index(file.split), file.path))
-        manifest = join_reports(plan, reports, files)
-        manifest.save()
-        return manifest
 
     return make
 

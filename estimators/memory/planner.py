@@ -112,7 +112,7 @@ class Planner:
 
     def _step(self, config: TrainConfig) -> StepBytes:
         # One run measures every way of sharding.
-        key = replace(config, sharding="none").to_json()
+        key = f"{config.without_sharding().to_json()} {num_sharers(config)}"
         if key not in self._steps:
             columns = (self._inputs, self._labels)
             step = measure_step(config, self._objects, self.network, *columns, self._update)

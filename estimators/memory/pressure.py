@@ -153,12 +153,12 @@ def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManif
 
 def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
     """Returns the planner of the whole network on the host, without techniques that only save activations."""
+    whole = config.without_sharding()
     plain = replace(
-        config,
+        whole,
         use_gpu=False,
-        sharding="none",
         # Ranks with parts of the weights between their uses have whole ones in a step.
-        parallelism=config.parallelism if config.cuts_network else {},
+        parallelism=whole.parallelism if config.cuts_network else {},
         precision="fp32",
         gradient_checkpointing="none",
         gradient_accumulation=1,
@@ -196,8 +196,8 @@ def _needs(
     # Rank 0 copies parameters and state while the training waits; the gradients are freed by then.
     copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [
-        # Every rank makes the whole network on the host before it is cut or moved.
-        {"parameters": whole},
+        # Every rank makes the whole network on the host before it is cut or moved, unless parts will do.
+        {} if config.builds_in_parts else {"parameters": whole},
         own | {"gradients": int(gradients * share.get("gradients", 1.0))} | reading,
         own | copy | reading if in_epoch else {},
         own | copy if after_epoch else {},

@@ -26,10 +26,16 @@ SHARDED_PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def num_sharers(config: TrainConfig) -> int:
-    """Returns how many ranks sum the gradients of one parameter, and split what a sharding splits."""
+def num_summing(config: TrainConfig) -> int:
+    """Returns how many ranks sum the gradients of one parameter."""
     sizes = config.axes
     return sizes["data"] * sizes["shard"] * sizes["expert"] * sizes["sequence"]
+
+
+def num_sharers(config: TrainConfig) -> int:
+    """Returns over how many ranks a sharding cuts: those of the axis `shard`, or all that sum gradients."""
+    shard = config.axes["shard"]
+    return shard if shard > 1 else num_summing(config)
 
 
 def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
@@ -44,7 +50,7 @@ def bucket_bytes(config: TrainConfig, module: nn.Module) -> int:
         module: Like that of `communication_bytes`.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    whole = config.sharding == "none" and num_sharers(config) > 1 and config.axes["pipeline"] == 1
+    whole = config.sharding == "none" and num_summing(config) > 1 and config.axes["pipeline"] == 1
     if not whole or config.gradient_accumulation > 1 or num_bytes(trained.values()) <= FLAT_BYTES:
         return 0
     return max(num_bytes(bucket.values()) for bucket in deal(trained, BUCKET_BYTES))
@@ -56,7 +62,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
     Args:
         module: Any copy of the network, also one on `meta`: only sizes count.
     """
-    if num_sharers(config) == 1:
+    if num_summing(config) == 1:
         return 0
     # Ranks of one host share 2 MiB for each of them, which is not counted.
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

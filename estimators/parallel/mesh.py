@@ -5,7 +5,8 @@ draws, over which ranks sums of rows go, and which rank writes files. The mesh h
 spread a training; a rank is at one place of each:
 
 - `data`: every rank has the whole network, or the same part of it, and reads different rows;
-- `shard`: like `data`, and each rank keeps a part of the weights between their uses;
+- `shard`: like `data`, and what `sharding` names is cut over these ranks alone: those along `data` have the
+  same parts (hybrid sharding). Without this axis it is cut over all ranks whose gradients add up;
 - `expert`: like `data`, and each rank has other experts of a mixture-of-experts layer, for the rows of all;
 - `pipeline`: each rank has some of the blocks; the rows pass from one to the next;
 - `sequence`: each rank has a part of every row, and the whole network;
@@ -37,6 +38,21 @@ ROWS = ("data", "shard", "expert")
 MODEL = ("pipeline", "sequence", "tensor")
 
 
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that sum the gradients of one parameter, as a sharding sees them.
+
+    Attributes:
+        all: All of them.
+        parts: Those over which state is cut: each has another part.
+        copies: Those that have the same part as this rank.
+    """
+
+    all: Collective = field(default_factory=LocalCollective)
+    parts: Collective = field(default_factory=LocalCollective)
+    copies: Collective = field(default_factory=LocalCollective)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """One rank's place among all.
@@ -52,6 +68,7 @@ class Mesh:
         gradients: Collective of the ranks whose gradients of this rank's parameters add up; those of
             experts add up over `expert_gradients`.
         expert_gradients: The same ranks without those that have other experts.
+        sharers: How a sharding cuts the state of this rank's parameters; that of experts: `expert_sharers`.
         whole: Collective of the ranks that have all weights together: a copy, and those with other experts.
         holds_first: Whether this rank is among those whose weights a checkpoint takes: of the first copy.
     """
@@ -64,6 +81,8 @@ class Mesh:
     copy: Collective = field(default_factory=LocalCollective)
     gradients: Collective
     expert_gradients: Collective
+    sharers: Sharers = field(default_factory=Sharers)
+    expert_sharers: Sharers = field(default_factory=Sharers)
     whole: Collective = field(default_factory=LocalCollective)
     holds_first: bool = True
 
@@ -95,6 +114,8 @@ class Mesh:
                 axes=alone,
                 gradients=world,
                 expert_gradients=world,
+                sharers=Sharers(world, world, LocalCollective()),
+                expert_sharers=Sharers(world, world, LocalCollective()),
             )
         if world.name != "torch":
             raise ValueError(
@@ -112,6 +133,8 @@ class Mesh:
             copy=made.over(MODEL),
             gradients=made.over((*ROWS, "sequence")),
             expert_gradients=made.over(("data", "shard", "sequence")),
+            sharers=made.sharers((*ROWS, "sequence")),
+            expert_sharers=made.sharers(("data", "shard", "sequence")),
             whole=made.over(parts),
             holds_first=all(here[axis] == 0 for axis in AXES if axis not in parts),
         )
@@ -186,6 +209,13 @@ class _Maker:
         self._world = world
         self._sizes = sizes
         self._made: dict[str, Collective] = {}
+
+    def sharers(self, axes: Sequence[str]) -> Sharers:
+        """Returns the sharers of parameters whose gradients are summed over these axes."""
+        if self._sizes["shard"] == 1:
+            return Sharers(self.over(axes), self.over(axes), LocalCollective())
+        others = [axis for axis in axes if axis != "shard"]
+        return Sharers(self.over(axes), self.over(("shard",)), self.over(others))
 
     def over(self, axes: Sequence[str]) -> Collective:
         groups = groups_over(self._sizes, axes)

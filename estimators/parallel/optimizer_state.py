@@ -25,7 +25,7 @@ def names_of(module: nn.Module) -> dict[torch.Tensor, str]:
 def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Returns the state of an optimizer that holds the module's parameters themselves. Runs on every rank.
 
-    On rank 0 it joins the parts of tensors that lie on several ranks (`DTensor`), one at a time, on the CPU.
+    The first rank joins the parts of tensors that several ranks have (`DTensor`), one at a time, on the CPU.
     """
     names = names_of(module)
     result: OptimizerState = {}
@@ -69,7 +69,7 @@ def placed(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any])
 
 
 def whole(value: StateValue) -> StateValue:
-    """Returns on rank 0 the whole of a tensor of which this rank may have only a part. Runs on every rank.
+    """Returns on the first rank the whole of a tensor of which it may have a part. Runs on every rank.
 
     The others get their own part: `full_tensor` would give each of them a whole that none of them needs.
     """
@@ -80,15 +80,23 @@ def whole(value: StateValue) -> StateValue:
     if hasattr(value, "fetch"):
         # A stand-in for a tensor that ranks of a mesh have in parts, see `model.layout`.
         return value.fetch()  # type: ignore[no-any-return]
+    import torch.distributed as dist
+
     from ringspark.estimators.collectives.torch_collective import gather_on_root
 
     sharded: Any = value
     part: torch.Tensor = sharded.to_local().detach().cpu()
+    mesh = sharded.device_mesh
+    # The last dimension of the mesh has the parts; along another one, ranks have the same ones.
+    *copy, _ = mesh.get_coordinate()
+    if any(copy):
+        return part
     # FSDP2 cuts the first dimension as `chunk` does: equal parts, then a smaller one, then empty ones.
-    rows, size = len(value), sharded.device_mesh.size()
+    rows, size = len(value), mesh.size(mesh.ndim - 1)
     most = -(-rows // size)
     counts = [max(0, min(most, rows - rank * most)) * value.shape[1:].numel() for rank in range(size)]
-    pieces = gather_on_root(part.contiguous().reshape(-1), counts)
+    group = mesh.get_group(mesh.ndim - 1)
+    pieces = gather_on_root(part.contiguous().reshape(-1), counts, group, dist.get_process_group_ranks(group))
     return torch.cat(pieces).reshape(value.shape) if pieces else part
 
 

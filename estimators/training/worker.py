@@ -21,7 +21,10 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync, PlainSync, refuse_sparse
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
+from ringspark.estimators.parallel.model.first_weights import give_first_weights, put_off, waits
+from ringspark.estimators.parallel.model.sharded import sharded
 from ringspark.estimators.parallel.model.spread import partial_gradients, spread
+from ringspark.estimators.parallel.sharded.fully_sharded import FullySharded
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -48,6 +51,7 @@ from ringspark.estimators.training.trainer import Trainer
 from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
+from ringspark.models.deferred import deferred
 from ringspark.models.generators import seed_rank, shared_generators_kept
 from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.models.skeleton import changed_state, skeleton
@@ -137,10 +141,13 @@ def _train(
     pipeline, blocks = None, block_names(module)
     if mesh.cuts_network:
         status.phase = "cutting the network"
-        with torch.no_grad():
-            mesh.world.broadcast(list(module.state_dict().values()))
+        if not waits(module):
+            with torch.no_grad():
+                mesh.world.broadcast(list(module.state_dict().values()))
         sample = None if objects.transform_batch is not None else samples(config.input_columns, manifest)
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
+        if waits(module) and config.sharding != "parameters":
+            give_first_weights(module, mesh, device)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
     policy = segment_policy(config.gradient_checkpointing)
@@ -219,23 +226,34 @@ def _tied(
     device: torch.device,
 ) -> GradientSync:
     """Ties this rank's part of the network to the others', and makes its optimizer. Runs on every rank."""
+    make, around = partial(own_optimizer, config, objects), partial(autocast, config.precision, device)
     is_staged = mesh.sizes["pipeline"] > 1
+    # Where a pipeline runs the passes, it runs those without rows too.
+    passes = 0 if is_staged else config.gradient_accumulation
     is_frozen = not any(p.requires_grad for p in module.parameters())
-    if mesh.sizes["expert"] > 1 and not (is_staged and is_frozen):
-        around = partial(autocast, config.precision, device)
-        optimizer = own_optimizer(config, objects, module)
-        rounds = 0 if is_staged else config.gradient_accumulation
-        return ExpertSum(module, optimizer, mesh, rounds=rounds, around=around)
+    if mesh.sizes["expert"] > 1 and exchange.sharding == "none" and not (is_staged and is_frozen):
+        return ExpertSum(module, make(module), mesh, rounds=passes, around=around)
     if is_frozen:
         # A stage that is frozen whole, on all ranks that have it.
-        return PlainSync(module, own_optimizer(config, objects, module))
+        return PlainSync(module, make(module))
     is_partial = partial_gradients(module) is not None
     if (is_staged or is_partial) and exchange.sharding == "gradients":
         # Gradients must not leave in the backward pass of a micro-batch: other stages, or ranks that had
         # other tokens, add theirs at the end, and a schedule may release them after the next step's passes.
         exchange = replace(exchange, sharding="optimizer")
-    strategy = STRATEGIES[exchange.strategy]()
-    return strategy.prepare(module, partial(own_optimizer, config, objects), mesh.gradients, exchange)
+    if exchange.sharding == "parameters" and (mesh.cuts_network or mesh.sizes["shard"] > 1 or waits(module)):
+        return FullySharded().over(module, make, mesh, exchange, device)
+    if exchange.sharding != "none" and (mesh.sizes["expert"] > 1 or mesh.sizes["shard"] > 1):
+        return sharded(
+            module,
+            make,
+            mesh,
+            passes=passes,
+            micro_batches=exchange.micro_batches,
+            during_backward=exchange.sharding == "gradients",
+            around=around,
+        )
+    return STRATEGIES[exchange.strategy]().prepare(module, make, mesh.gradients, exchange)
 
 
 def _exchange(config: TrainConfig) -> Exchange:
@@ -262,7 +280,12 @@ def _build(
 ) -> nn.Module:
     # Any whole number may be a seed, but torch takes 64 bits.
     torch.manual_seed(config.seed % 2**63)
-    module = build_module(config, objects)
+    found = deferred(partial(build_module, config, objects)) if config.builds_in_parts else None
+    if found is None:
+        module = build_module(config, objects)
+    else:
+        module, first = found
+        put_off(module, first)
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         # A first pass initializes lazy layers, as on the driver.
         probe(module, config, manifest, objects)
@@ -273,7 +296,8 @@ def _build(
             # The other ranks get them when the first weights are shared.
             load_pretrained(config.pretrained, module, solo.progress)
         solo.end()
-    module = module.to(device)
+    if not waits(module):
+        module = module.to(device)
     accept_single_rows(module)
     # The exchange of whole gradients sends rows of embeddings, and refuses other sparse ones by itself.
     if config.num_workers > 1 and _exchange(config).strategy not in ("data_parallel", "compressed"):

@@ -20,7 +20,7 @@ from torch import nn
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.cut import Cut, join, part_of, shape_of
-from ringspark.estimators.parallel.optimizer_state import OptimizerState
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
 
@@ -243,6 +243,9 @@ class ModelLayout:
     ) -> torch.Tensor:
         """Returns the whole on the first rank, and nothing on the others. Runs on every rank."""
         parts, nothing = self.mesh.whole, torch.empty(0, dtype=dtype)
+        if own is not None and hasattr(own, "full_tensor"):
+            # A sharding has cut this rank's part once more.
+            own = whole(own)  # type: ignore[assignment]
         if not self.mesh.holds_first:
             return nothing
         cut = self.cuts.get(self._parameter_of(name)) if len(place.holders) > 1 else None

@@ -23,7 +23,7 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
-from ringspark.estimators.parallel.optimizer_state import OptimizerState
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
 from ringspark.estimators.parallel.server.client import ParameterClient
 from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.server.links import Link, OwnLink, RemoteLink
@@ -192,7 +192,8 @@ class ServedSync(PlainSync):
         self._collective.barrier()
 
     def optimizer_state(self) -> OptimizerState:
-        return gather_state(self._shard, self._server_optimizer, self._collective)
+        return gather_state(self._shard, self._server_optimizer)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
+        check_known(state, self._shard.names)
         load_state(self._shard, self._server_optimizer, state)

@@ -7,10 +7,15 @@ freed afterwards; its gradients leave it as parts of their sum.
 Invariant: every rank runs the same units in the same order, as often as there may be micro-batches. A rank
 without rows runs one row of zeros and drops the gradients; the gradient of a parameter that a rank does not
 use counts as zeros there. A network must not skip a block of the chain on some ranks and run it on others.
+
+Over a mesh with an axis `shard` the parts are those of that axis, and ranks along `data` have the same ones
+(hybrid sharding): a block's weights travel among the few ranks of `shard`, and between the others its
+gradients' parts alone. What ranks along `tensor` have of a network is cut like a whole one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +30,9 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
+from ringspark.estimators.parallel.mesh import AXES, Mesh, Sharers
+from ringspark.estimators.parallel.model.first_weights import give_first_weights, waits
+from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.optimizer_state import OptimizerState
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.models.outputs import as_outputs
@@ -45,7 +53,45 @@ class FullySharded:
             )
         with torch.no_grad():
             collective.broadcast(list(module.state_dict().values()))
-        units = shard_units(module, collective.size)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(next(module.parameters()).device.type, (collective.size,))
+        units = shard_units(module, mesh)
+        return self._tied(module, make_optimizer, Sharers(collective, collective), units, exchange)
+
+    def over(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        mesh: Mesh,
+        exchange: Exchange,
+        device: torch.device,
+    ) -> GradientSync:
+        """Ties this rank's part of a network to the same parts of the others. Runs on every rank.
+
+        Args:
+            module: It may have no numbers yet, see `first_weights`: then no rank ever holds them whole.
+        """
+        if mesh.sharers.all.size == 1:
+            if waits(module):
+                give_first_weights(module, mesh, device)
+            return PlainSync(module, make_optimizer(module))
+        if not mesh.cuts_network and not waits(module):  # parts of a network have been cut from equal ones
+            with torch.no_grad():
+                mesh.world.broadcast(list(module.state_dict().values()))
+        units = shard_units(module, _mesh_over(mesh, device))
+        if waits(module):
+            give_first_weights(module, mesh, device)
+        return self._tied(module, make_optimizer, mesh.sharers, units, exchange)
+
+    def _tied(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        sharers: Sharers,
+        units: Sequence[nn.Module],
+        exchange: Exchange,
+    ) -> GradientSync:
         optimizer = make_optimizer(module)
         if not is_elementwise(optimizer):
             raise ValueError(
@@ -53,17 +99,40 @@ class FullySharded:
                 f"{type(optimizer).__name__} looks at whole ones; take one of "
                 f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sharding='gradients'"
             )
-        return FullySync(module, optimizer, units, collective, exchange.micro_batches)
+        return FullySync(module, optimizer, units, sharers, exchange.micro_batches)
 
 
-def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
+def _mesh_over(mesh: Mesh, device: torch.device) -> Any:
+    """Returns torch's mesh of the ranks that sum this rank's gradients. Runs on every rank.
+
+    It has two dimensions where there is an axis `shard`: ranks with the same parts, and with others.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    sizes = [mesh.sizes[axis] for axis in AXES]
+    ranks = torch.arange(mesh.world.size).reshape(sizes)
+    apart = [AXES.index(axis) for axis in ("pipeline", "tensor")]
+    rows = [AXES.index(axis) for axis in ("data", "expert", "sequence")]
+    parts = AXES.index("shard")
+    ranks = ranks.permute(*apart, *rows, parts).reshape(
+        math.prod(sizes[axis] for axis in apart), math.prod(sizes[axis] for axis in rows), sizes[parts]
+    )
+    kind = device.type
+    if mesh.sizes["shard"] == 1:
+        return DeviceMesh(kind, ranks.flatten(1), mesh_dim_names=("apart", "parts"))["parts"]
+    return DeviceMesh(kind, ranks, mesh_dim_names=("apart", "copies", "parts"))["copies", "parts"]
+
+
+def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
     """Cuts the module's parameters over the ranks, in place; returns the units, the module itself last.
+
+    Args:
+        device_mesh: Torch's mesh: of the ranks over which they are cut, or of copies and parts.
 
     Raises:
         ValueError: This torch version or a parameter does not allow it.
     """
     try:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
     except ImportError:
         FSDPModule = nn.Module  # type: ignore[misc, assignment]
@@ -79,10 +148,9 @@ def shard_units(module: nn.Module, size: int) -> list[nn.Module]:
                 "set sharding='gradients'"
             )
         parameter.data = parameter.data.contiguous()
-    mesh = init_device_mesh(next(module.parameters()).device.type, (size,))
     units = [*blocks_of(module), module]
     for unit in units:
-        sharded: Any = fully_shard(unit, mesh=mesh)
+        sharded: Any = fully_shard(unit, mesh=device_mesh)
         sharded.set_reduce_scatter_unused_params(True)
     return units
 
@@ -135,15 +203,16 @@ class FullySync(PlainSync):
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
         units: Sequence[nn.Module],
-        collective: Collective,
+        sharers: Sharers,
         rounds: int,
     ) -> None:
         super().__init__(network, optimizer)
+        collective = sharers.all
         collective.operations.sees_all = False
         # FSDP2 divides the sum by the number of ranks.
         self.loss_factor = float(collective.size)
         self.ranks_differ = True
-        self._collective = collective
+        self._collective, self._parts = collective, sharers.parts
         self._rounds = rounds
         self._round = 0
         self._units: list[Any] = list(units)
@@ -177,14 +246,14 @@ class FullySync(PlainSync):
                 self._hooked.add(id(parameter))
                 hook = partial(self._on_gradient, self._index[name])
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        size = self._collective.size
+        size, traffic = self._parts.size, self._parts.traffic
         parts = [num_bytes(whole) // size] * size
-        self._collective.traffic.all_gather(parts)
+        traffic.all_gather(parts)
         if torch.is_grad_enabled():
             if not is_root:
-                self._collective.traffic.all_gather(parts)  # again in the backward pass
+                traffic.all_gather(parts)  # again in the backward pass
             parts = [num_bytes(p for p in whole if p.requires_grad) // size] * size
-            self._collective.traffic.reduce_scatter(parts)
+            traffic.reduce_scatter(parts)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         if self._has_rows:
@@ -237,11 +306,35 @@ class FullySync(PlainSync):
         self._round = 0
 
     def clip_gradients(self, max_norm: float) -> None:
+        layout = layout_of(self.network)
+        if layout is not None:
+            self._clip_parts(max_norm, layout)
+            return
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm: Any = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         if hasattr(norm, "full_tensor"):
             norm = norm.full_tensor()
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+
+    @torch.no_grad()
+    def _clip_parts(self, max_norm: float, layout: ModelLayout) -> None:
+        """Clips where ranks have parts of the network: each element counts once over all of them."""
+        total = torch.zeros(1, dtype=torch.double)
+        gradients = []
+        for name, parameter in self._named.items():
+            if parameter.grad is None:
+                continue
+            own: Any = parameter.grad
+            gradients.append(own.to_local())
+            if layout.counts(name, ["tensor"]):
+                total += torch.linalg.vector_norm(gradients[-1]).double().square().cpu()
+        total = self._parts.all_reduce(total)
+        if layout.mesh.places["sequence"]:
+            total.zero_()  # the first rank of the axis knows the same sum, and tells it
+        norm = layout.mesh.whole.all_reduce(total)[0].sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
     def optimizer_state(self) -> OptimizerState:
         self._free_whole()

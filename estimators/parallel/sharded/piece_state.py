@@ -16,7 +16,6 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.optimizer_state import (
     OptimizerState,
     StateValue,
-    check_known,
     checked,
     placed,
 )
@@ -24,8 +23,9 @@ from ringspark.estimators.parallel.sharded.pieces import Shard, cut, place
 from ringspark.estimators.parallel.sharded.shard_layout import Piece
 
 
-def gather_state(shard: Shard, optimizer: torch.optim.Optimizer, collective: Collective) -> OptimizerState:
-    """Returns the whole state on rank 0, and nothing on the others. Runs on every rank."""
+def gather_state(shard: Shard, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Returns the whole state on the shard's rank 0, and nothing on the others. Runs on every rank."""
+    collective = shard.collective
     mine = {piece.index: optimizer.state.get(tensor) or {} for piece, tensor in shard.held.items()}
     described = {
         index: {key: _describe(shard, index, key, value) for key, value in sorted(state.items())}
@@ -95,8 +95,7 @@ def _gather_tensor(
 
 
 def load_state(shard: Shard, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Loads this rank's part of a whole state into the optimizer."""
-    check_known(state, shard.names)
+    """Loads this rank's part of a whole state into the optimizer; what it says of other parameters stays."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for piece, tensor in shard.held.items():
         values = state.get(shard.names[piece.index])

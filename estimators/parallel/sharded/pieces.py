@@ -6,7 +6,7 @@ network, and a rank writes the received pieces of others directly where the netw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,7 @@ class Shard:
 
     Attributes:
         names: Names of the parameters; `parameters` and all indices follow this order.
+        collective: The ranks.
         held: Tensor that the optimizer holds, for each piece of this rank.
     """
 
@@ -60,13 +61,20 @@ class Shard:
         optimizer: torch.optim.Optimizer,
         collective: Collective,
         bucket_bytes: int = BUCKET_BYTES,
+        wants: Callable[[str], bool] = lambda name: True,
     ) -> None:
+        """Deals them out, and leaves the optimizer this rank's pieces.
+
+        Args:
+            wants: Whether the parameter called so is among them; the optimizer keeps the others as they are.
+        """
         in_optimizer = {p for group in optimizer.param_groups for p in group["params"]}
         # The backward pass finishes the last layers' gradients first.
-        named = [(n, p) for n, p in network.named_parameters() if p in in_optimizer][::-1]
+        known = [(n, p) for n, p in network.named_parameters() if p in in_optimizer]
+        named = [(name, parameter) for name, parameter in known if wants(name)][::-1]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._collective = collective
+        self.collective = collective
         self.is_even = is_elementwise(optimizer)
         for parameter in self.parameters:
             if not is_dense(parameter):
@@ -137,12 +145,12 @@ class Shard:
     @torch.no_grad()
     def share(self, bucket: int) -> None:
         """Sends the present values of every rank's pieces of a bucket to all ranks. Runs on every rank."""
-        counts, rank = self.buckets[bucket].counts, self._collective.rank
+        counts, rank = self.buckets[bucket].counts, self.collective.rank
         like = self.parameters[self.buckets[bucket].slots[0].index]
         own = torch.zeros(counts[rank], dtype=like.dtype, device=like.device)
         for piece in self.mine[bucket]:
             own[piece.offset : piece.offset + piece.stop - piece.start] = self._elements(piece)
-        parts = self._collective.all_gather(own, counts)
+        parts = self.collective.all_gather(own, counts)
         for piece in self._pieces[bucket]:
             if piece.rank != rank:
                 elements = self._elements(piece)
@@ -176,7 +184,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def _narrow(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], held: dict[Piece, torch.Tensor]
 ) -> None:
-    """Replaces an optimizer's whole parameters by the pieces that this rank holds.
+    """Replaces these parameters of an optimizer by the pieces that this rank holds.
 
     The groups and their settings stay. State that the constructor made (Adagrad's first accumulator) is
     cut like the parameters.
@@ -188,6 +196,9 @@ def _narrow(
     for group in optimizer.param_groups:
         own: list[torch.Tensor] = []
         for parameter in group["params"]:
+            if parameter not in index_of:
+                own.append(parameter)
+                continue
             state: dict[str, Any] | None = optimizer.state.pop(parameter, None)
             for piece, tensor in by_index.get(index_of[parameter], []):
                 own.append(tensor)

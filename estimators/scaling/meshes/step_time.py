@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.cut_plan import orders_of
-from ringspark.estimators.memory.sharing import num_sharers
+from ringspark.estimators.memory.sharing import num_sharers, num_summing
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
@@ -117,7 +117,7 @@ def _passes(
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
     """Returns the seconds of the exchange of gradients, of the rank that has most of them."""
-    size = num_sharers(config)
+    size = num_summing(config)
     if size == 1:
         return 0.0
     axes = config.axes

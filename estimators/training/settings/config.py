@@ -195,6 +195,13 @@ class TrainConfig:
         return any(self.parallelism.get(axis, 1) > 1 for axis in meshes.MODEL_AXES)
 
     @property
+    def builds_in_parts(self) -> bool:
+        """Whether no rank needs the whole network, not even at first, if its constructor allows it."""
+        parts_it = self.num_workers > 1 and (self.cuts_network or self.sharding == "parameters")
+        # A network from the driver arrives whole; adapters and loaded weights look at its numbers.
+        return parts_it and self.model is not None and self.pretrained is None and self.lora is None
+
+    @property
     def num_copies(self) -> int:
         """Number of shares into which a global batch is dealt: ranks that read different rows."""
         sizes = self.axes
@@ -209,6 +216,13 @@ class TrainConfig:
     def looks_for_best(self) -> bool:
         """Whether epochs are compared, by `monitor`."""
         return self.keep == "best" or self.patience is not None
+
+    def without_sharding(self) -> TrainConfig:
+        """Returns the config of ranks that keep all state of their network, over as many copies of it."""
+        mesh = {name: given for name, given in self.parallelism.items() if name != "shard"}
+        if self.parallelism.get("shard", 1) > 1:
+            mesh["data"] = self.axes["data"] * self.axes["shard"]
+        return replace(self, sharding="none", parallelism=mesh)
 
     def with_workers(self, num_workers: int) -> TrainConfig:
         """Returns the config of a gang of another size, in which 'data' has all workers that others leave."""

@@ -146,12 +146,12 @@ PARALLELISM = Setting[dict[str, Any] | str](
     name="parallelism",
     field="parallelism",
     words="how the workers share one network: workers along 'data' (whole copies, other rows), 'shard' (the "
-    "same, weights in parts), 'tensor' (parts of matrices), 'pipeline' (some blocks each), 'expert' (other "
-    "experts) and 'sequence' (parts of every row), such as {'data': 2, 'tensor': 2}; 'plan' says which "
-    "layers 'tensor' cuts in a network of your own, 'between' whether the others work on 'whole' rows or "
-    "'parts' of their tokens; 'schedule', 'virtual' and 'cuts' say how a pipeline runs, whose micro-batches "
-    "are those of gradientAccumulation; 'auto' has them planned by memory and time before the workers start, "
-    "with gradientAccumulation where that is not set",
+    "same, and sharding cuts over these workers alone), 'tensor' (parts of matrices), 'pipeline' (some "
+    "blocks each), 'expert' (other experts) and 'sequence' (parts of every row), such as {'data': 2, "
+    "'tensor': 2}; 'plan' says which layers 'tensor' cuts in a network of your own, 'between' whether the "
+    "others work on 'whole' rows or 'parts' of their tokens; 'schedule', 'virtual' and 'cuts' say how a "
+    "pipeline runs, whose micro-batches are those of gradientAccumulation; 'auto' has them planned by memory "
+    "and time before the workers start, with gradientAccumulation where that is not set",
     default={},
     default_words="`{}`: all along 'data'",
     convert=_parallelism,

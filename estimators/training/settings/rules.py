@@ -299,22 +299,26 @@ COMBINATIONS: tuple[Combination, ...] = (
         "not have; set collective='torch', or give all workers to 'data'",
     ),
     Combination(
-        "parallelism over 'shard' without sharding='parameters'",
-        lambda c: c.parallelism.get("shard", 1) > 1 and c.sharding != "parameters",
-        "parallelism's 'shard' leaves each worker a part of the parameters, got sharding '{sharding}'; set "
-        "sharding='parameters', or 'data' in place of 'shard'",
+        "parallelism over 'shard' without sharding",
+        lambda c: c.parallelism.get("shard", 1) > 1 and c.sharding == "none",
+        "parallelism's 'shard' cuts over its workers what sharding names, got sharding '{sharding}'; set "
+        "sharding='parameters', 'gradients' or 'optimizer', or 'data' in place of 'shard'",
     ),
     Combination(
-        "parallelism that cuts the network with sharding='parameters'",
-        lambda c: c.cuts_network and c.sharding == "parameters",
-        "sharding 'parameters' gathers whole blocks, which parallelism {parallelism} leaves no worker; set "
-        "sharding='gradients', or parallelism={{'data': ...}}",
+        "parallelism over 'pipeline' or 'expert' with sharding='parameters'",
+        lambda c: (
+            any(c.parallelism.get(axis, 1) > 1 for axis in ("pipeline", "expert"))
+            and c.sharding == "parameters"
+        ),
+        "sharding 'parameters' gathers a block in the same pass of all workers that have parts of it, and "
+        "with parallelism {parallelism} they run other stages, or experts for other workers' rows; set "
+        "sharding='gradients'",
     ),
     Combination(
-        "parallelism over 'expert' with sharding",
-        lambda c: c.parallelism.get("expert", 1) > 1 and c.sharding != "none",
-        "parallelism's 'expert' sums experts over other workers than the rest, and sharding '{sharding}' "
-        "parts one sum of all; set sharding='none', or leave 'expert' at 1",
+        "parallelism's between='parts' with sharding='parameters'",
+        lambda c: c.parallelism.get("between") == "parts" and c.sharding == "parameters",
+        "parallelism's 'between' \"parts\" sums gradients of whole parameters at the end of a step, of which "
+        "sharding 'parameters' leaves each worker a part; set sharding='gradients', or leave 'between' out",
     ),
     Combination(
         "parallelism that cuts the network with gradientCompression",

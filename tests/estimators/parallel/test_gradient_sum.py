@@ -25,7 +25,7 @@ from ringspark.estimators.parallel.data.gradient_sum import (
     bucket_bytes_of,
 )
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
-from ringspark.estimators.parallel.sharded.zero import ShardedSync
+from ringspark.estimators.parallel.sharded.zero import ShardedSync, whole_gang
 
 
 class Twice(nn.Module):
@@ -103,7 +103,7 @@ def _summed(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Col
 
 
 def _zero(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Collective) -> GradientSync:
-    return ShardedSync(module, optimizer, collective, 1, bucket_bytes=8)
+    return ShardedSync(module, optimizer, [whole_gang(collective)], 1, bucket_bytes=8)
 
 
 Tie = Callable[[nn.Module, torch.optim.Optimizer, Collective], GradientSync]

@@ -14,7 +14,7 @@ from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
-from ringspark.estimators.parallel.sharded.zero import ShardedSync
+from ringspark.estimators.parallel.sharded.zero import ShardedSync, whole_gang
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler
 
@@ -44,7 +44,7 @@ def _train(is_even: bool, rounds: int | None, collective: Collective, device: st
     sync: GradientSync = PlainSync(net, optimizer)
     if collective.size > 1:
         # 64 bytes: a bucket for each parameter but the smallest ones.
-        sync = ShardedSync(net, optimizer, collective, rounds, bucket_bytes=64)
+        sync = ShardedSync(net, optimizer, [whole_gang(collective)], rounds, bucket_bytes=64)
     for step in range(4):
         rows = torch.rand(5, 3, generator=torch.Generator().manual_seed(step))
         mine = rows[collective.rank :: collective.size]

@@ -29,8 +29,9 @@ from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, fin
 from ringspark.estimators.parallel.model.pipeline.timeline import Timed
 from ringspark.estimators.parallel.model.pipeline.versions import WeightVersion
 from ringspark.estimators.parallel.model.pipeline.wire import PointToPoint, Wire
-from ringspark.models.chain import links_of
+from ringspark.models.chain import Link, links_of
 from ringspark.models.reports import CountedLayer, counted_layers
+from ringspark.models.skeleton import skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def pipelined(
         costs: list[float] = []
         if mesh.world.rank == 0:
             counts = [float(count) for count in parameter_counts(network, links)]
-            costs = counts if sample is None else measured_costs(network, links, sample)
+            costs = (None if sample is None else _measured(network, links, sample)) or counts
         # Padded texts have other lengths on other ranks, and all must cut alike.
         bounds = cut_stages(links, len(owners), _of_first_rank(mesh.world, costs))
     stages = [links[begin:end] for begin, end in itertools.pairwise(bounds)]
@@ -280,6 +281,19 @@ class PipelinePasses:
     def _weights_of(self, micro: int) -> AbstractContextManager[object]:
         version = self._versions.get(self._step_of.get(micro, -1))
         return nullcontext() if version is None else version.in_place()
+
+
+def _measured(
+    network: nn.Module, links: Sequence[Link], sample: Sequence[torch.Tensor]
+) -> list[float] | None:
+    """Returns the costs of links; None for a network without numbers that cannot run without them."""
+    if not any(p.is_meta for p in network.parameters()):
+        return measured_costs(network, links, sample)
+    empty = skeleton(network)
+    try:
+        return measured_costs(empty, links_of(empty), [values.to("meta") for values in sample])
+    except Exception:  # of any kind: what a forward pass meets there depends on the network
+        return None
 
 
 def _of_first_rank(world: Collective, numbers: Sequence[float]) -> list[float]:

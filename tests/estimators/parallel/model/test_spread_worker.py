@@ -86,6 +86,18 @@ MESHES = [
     pytest.param(
         {"data": 2, "tensor": 2}, 4, {"sharding": "gradients"}, id="zero2-tensor2", marks=pytest.mark.slow
     ),
+    *(
+        pytest.param(
+            {"shard": 2} | mesh,
+            4,
+            {"sharding": sharding, "gradient_accumulation": 2},
+            id=f"{sharding}-shard2-{'-'.join(mesh)}2",
+            marks=pytest.mark.slow,
+        )
+        for mesh in ({"data": 2}, {"tensor": 2}, {"pipeline": 2})
+        for sharding in ("optimizer", "gradients", "parameters")
+        if ("pipeline" in mesh, sharding) != (True, "parameters")
+    ),
 ]
 
 
@@ -229,6 +241,10 @@ OVER_TEXT = [
     _slow({"data": 2, "tensor": 2}, sharding="optimizer"),
     _slow({"data": 2, "pipeline": 2}, sharding="optimizer", gradient_accumulation=2),
     _slow({"data": 2, "sequence": 2}, sharding="optimizer"),
+    _slow({"data": 2, "sequence": 2}, sharding="parameters"),
+    _slow({"shard": 2, "sequence": 2}, sharding="parameters", gradient_accumulation=2),
+    _slow({"shard": 2, "sequence": 2}, sharding="gradients"),
+    _slow({"data": 2, "tensor": 2}, sharding="parameters", gradient_checkpointing="all"),
     _slow({"pipeline": 2, "schedule": "gpipe"}, gradient_accumulation=3),
     _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
     _slow({"pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
@@ -320,6 +336,12 @@ OVER_EXPERTS = [
     _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3, gradient_checkpointing="all"),
     _slow({"expert": 2, "sequence": 2}, gradient_checkpointing="all"),
     _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
+    _quick({"expert": 2}, sharding="gradients", gradient_accumulation=2),
+    _slow({"expert": 2}, sharding="optimizer", gradient_accumulation=2),
+    _slow({"data": 2, "expert": 2}, sharding="gradients", gradient_accumulation=2),
+    _slow({"shard": 2, "expert": 2}, sharding="gradients"),
+    _slow({"shard": 2, "expert": 2}, sharding="optimizer", gradient_accumulation=2),
+    _slow({"expert": 2, "tensor": 2}, sharding="gradients"),
 ]
 
 

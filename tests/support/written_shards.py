@@ -1,0 +1,65 @@
+"""Shards from NumPy columns, by the product's own writer, without Spark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Array, Scalar
+from ringspark.pipelines.manifest import SPLITS, ShardFile
+from ringspark.pipelines.writing.joined_reports import join_reports
+from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
+
+
+def nested(values: np.ndarray) -> Any:
+    """Returns the Arrow type of a row of `values`: lists as deep as it has dimensions."""
+    data_type = pa.from_numpy_dtype(values.dtype)
+    for _ in range(values.ndim - 1):
+        data_type = pa.list_(data_type)
+    return data_type
+
+
+def written(
+    folder: Path,
+    columns: dict[str, np.ndarray],
+    *,
+    row_group_rows: int = 64,
+    num_files: int = 2,
+    validation: np.ndarray | None = None,
+) -> ShardManifest:
+    """Writes the columns to a folder, which is made."""
+    (folder / "_shards-test").mkdir(parents=True)
+    plan = WritePlan(
+        uri=str(folder),
+        folder="_shards-test",
+        columns=tuple(
+            Column(name=key, kind=(Scalar if value.ndim == 1 else Array)(value.dtype.name))
+            for key, value in columns.items()
+        ),
+        handle_invalid=("error",) * len(columns),
+        splits=validation is not None,
+        row_group_rows=row_group_rows,
+    )
+    data = {
+        key: pa.array(value.tolist(), nested(value)) if value.ndim > 1 else pa.array(value)
+        for key, value in columns.items()
+    }
+    if validation is not None:
+        data["is_validation"] = pa.array(validation)
+    table = pa.table(data)
+    reports = []
+    for part in np.array_split(np.arange(table.num_rows), num_files):
+        batches = table.take(pa.array(part)).to_batches()
+        (report,) = write_partition(plan, iter(batches))
+        reports.append(json.loads(report.to_pydict()["report"][0]))
+    files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+    files.sort(key=lambda file: (SPLITS.index(file.split), file.path))
+    manifest = join_reports(plan, reports, files)
+    manifest.save()
+    return manifest
