@@ -265,6 +265,7 @@ IN_MORE_PLACES = {
     "gradientCompression": "the exchange reads it, the planner weighs it, fit warns of what ill suits it",
     "parallelism": "who cuts, plans or chooses a mesh names the setting where it refuses one",
     "columns": "the word also names the columns of a DataFrame, of shards and of a batch",
+    "inferenceOffload": "what cannot read a weights file, or a network part by part, names the way out",
     "storageUri": "a search says that it is not to be varied",
     "runUri": "the config calls the run's folder so, where all that a rank keeps is written",
 }

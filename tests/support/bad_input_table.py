@@ -703,7 +703,7 @@ SETTINGS = [
     R("mesh: 'shard' without sharding", lambda p: p.mesh(parallelism={"shard": 2}),
       "'shard' cuts over its workers what sharding names, got sharding 'none'", "set sharding"),
     R("mesh: parts between with parameters in parts",
-      lambda p: p.mesh(model=three_heads(), parallelism={"tensor": 2, "between": "parts"}, sharding="parameters"),
+      lambda p: p.mesh(parallelism={"tensor": 2, "between": "parts"}, sharding="parameters"),
       "'between' \"parts\" sums gradients of whole parameters", "set sharding='gradients'"),
     R("mesh: stages in parts", lambda p: p.mesh(parallelism={"pipeline": 2}, sharding="parameters"),
       "sharding 'parameters' gathers a block in the same pass", "set sharding='gradients'"),

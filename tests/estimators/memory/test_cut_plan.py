@@ -84,12 +84,13 @@ def test_a_stage_and_a_cut_matrix_have_the_bytes_of_their_parameters() -> None:
 
 
 def test_a_block_exchanges_twice_forward_and_twice_backward() -> None:
-    """Beside them the table of embeddings sums once, and the comparison with it joins and sums once."""
+    """Beside them the table of embeddings sums once, and the loss of cut logits three numbers a token."""
     _, (rank,) = _measured(_config({"tensor": 2}, 2), ROWS)
-    hidden, logits = 4 * ROWS * SEQ * DIM, 4 * ROWS * SEQ * VOCAB
+    hidden, tokens = 4 * ROWS * SEQ * DIM, 4 * ROWS * SEQ
     forward = [(m.kind, m.num_bytes) for m in rank.passes[0, True].messages["tensor"]]
     backward = [(m.kind, m.num_bytes) for m in rank.passes[0, False].messages["tensor"]]
-    assert forward == [("all_reduce", hidden)] * (1 + 2 * DEPTH) + [("all_gather", logits)]
+    loss = [("all_reduce", tokens), ("all_reduce", 2 * tokens)]
+    assert forward == [("all_reduce", hidden)] * (1 + 2 * DEPTH) + loss
     assert backward == [("all_reduce", hidden)] * (1 + 2 * DEPTH)
 
 
