@@ -75,7 +75,7 @@ def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, fl
 
     Activations are what waits for the backward pass: each layer's input, and for the loss the outputs and
     labels, fp32. A pair of matrices that `tensor` cuts keeps what is between them in parts. The first stage
-    of p holds p micro-batches (1F1B), and what it passes on in place of a loss.
+    of p holds p micro-batches (1F1B), and of one of them what it passes on in place of a loss.
     """
     sizes = config.axes
     weights = (layers + 1) * width * width * 4 / (sizes["tensor"] * sizes["pipeline"])
@@ -86,7 +86,7 @@ def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, fl
     micro = config.gradient_accumulation
     rows = config.batch_size / (sizes["data"] * sizes["shard"]) / micro
     values = (layers + 1) / sizes["pipeline"] * (1 + 1 / sizes["tensor"]) / 2
-    values = (values + 1) * min(sizes["pipeline"], micro) if sizes["pipeline"] > 1 else values + 2
+    values = values * min(sizes["pipeline"], micro) + 1 if sizes["pipeline"] > 1 else values + 2
     found["activations"] = rows * width * 4 * values
     return found
 
