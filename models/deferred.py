@@ -5,8 +5,10 @@ constructor runs, tensors lie on torch's `meta` device, and what fills them is n
 parameter are replayed, with the random generator in the state in which it would have been: the numbers are
 those of the network built as a whole, to the bit.
 
-Limits: a constructor that looks at numbers (`tensor.item()`), draws from generators of its own or keeps
-other tensors than parameters in lists cannot be noted; `deferred` then returns None.
+For constructors that are known, because not all that one may do is followed: hooks of parameters, seeds, a
+default dtype, tensors that it keeps outside of the module or changes after it took numbers from them. One
+that looks at numbers (`tensor.item()`), draws from generators of its own or keeps other tensors than
+parameters in lists cannot be noted; `deferred` then returns None.
 """
 
 from __future__ import annotations

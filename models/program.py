@@ -128,12 +128,6 @@ class Program(nn.Module):
         else:
             owner.register_buffer(own, empty, persistent=kind == "buffer")
 
-    def tensor(self, index: int) -> torch.Tensor:
-        """Returns one of the tensors that the program names."""
-        tensor = self.text["tensors"][index]
-        get = self.get_parameter if tensor["kind"] == "parameter" else self.get_buffer
-        return get(tensor["name"])
-
     def _resolve(self) -> None:
         """Resolves the operators' names, and notes after which step an entry is of no more use."""
         first = len(self.text["tensors"]) + self.text["num_inputs"]
@@ -172,7 +166,11 @@ class _Entries(dict[int, Any]):
         self._program = program
 
     def __missing__(self, index: int) -> torch.Tensor:
-        return self._program.tensor(index)
+        # Not a method of the program, whose names are those of a network's tensors and modules.
+        tensor = self._program.text["tensors"][index]
+        program = self._program
+        get = program.get_parameter if tensor["kind"] == "parameter" else program.get_buffer
+        return get(tensor["name"])
 
 
 def encode(value: Any) -> Any:

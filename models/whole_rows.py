@@ -99,7 +99,7 @@ def read(told: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | Non
     """
     if told is None:
         return None, x.shape[1]
-    return (told if told.shape[0] == x.shape[0] else None), told.shape[1]
+    return (told.to(x.device) if told.shape[0] == x.shape[0] else None), told.shape[1]
 
 
 def attend(

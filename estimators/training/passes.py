@@ -197,7 +197,10 @@ class PipelinedPasses:
         arguments += [self._without_rows(inputs)] * (self._rounds - len(arguments))
         # The gradients of all micro-batches add up first: no bucket is complete before the last one's.
         with recipe.timeline.span("backward"), backward_errors(), self._sync.micro_batch(last=False):
-            self._pipeline.train(arguments, loss, self._collecting, added)
+            try:
+                self._pipeline.train(arguments, loss, self._collecting, added)
+            finally:
+                self._reports = Reports()  # which holds a graph
         return seen
 
     def drain(self) -> None:

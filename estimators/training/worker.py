@@ -148,6 +148,7 @@ def _train(
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
         if waits(module) and config.sharding != "parameters":
             give_first_weights(module, mesh, device)
+            _refuse_sparse_gradients(config, module)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
     policy = segment_policy(config.gradient_checkpointing)
@@ -299,16 +300,17 @@ def _build(
     if not waits(module):
         module = module.to(device)
     accept_single_rows(module)
-    # The exchange of whole gradients sends rows of embeddings, and refuses other sparse ones by itself.
-    if config.num_workers > 1 and _exchange(config).strategy not in ("data_parallel", "compressed"):
-        _make_gradients_dense(module)
+    _refuse_sparse_gradients(config, module)
     if config.precision != "fp32":
         keep_norms_fp32(module)
     return module
 
 
-def _make_gradients_dense(module: nn.Module) -> None:
-    """Makes embeddings give dense gradients, since a part of a network's gradients has no whole rows."""
+def _refuse_sparse_gradients(config: TrainConfig, module: nn.Module) -> None:
+    """Makes embeddings give dense gradients where a part of a network's gradients has no whole rows."""
+    # The exchange of whole gradients sends rows of embeddings, and refuses other sparse ones by itself.
+    if config.num_workers == 1 or _exchange(config).strategy in ("data_parallel", "compressed"):
+        return
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             layer.sparse = False

@@ -137,13 +137,15 @@ def test_a_weight_is_held_for_the_operation_that_uses_it() -> None:
 
 def test_a_program_holds_its_weights_one_by_one_too() -> None:
     layers = [
-        {"name": f"{i}.weight", "dtype": "float32", "shape": [8, 8], "kind": "parameter"} for i in range(10)
+        # Any name may be a network's.
+        {"name": f"tensor.{i}.weight", "dtype": "float32", "shape": [8, 8], "kind": "parameter"}
+        for i in range(10)
     ]
     steps = [["aten.linear.default", [{"at": 10 + i}, {"at": i}], {}] for i in range(10)]
     text = {"format_version": 1, "torch": torch.__version__, "num_inputs": 1, "single": True}
     program = Program(text | {"outputs": [{"at": 20}], "tensors": layers, "steps": steps})
     whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(10))).eval()
-    source = Memory(whole.state_dict())
+    source = Memory({f"tensor.{name}": tensor for name, tensor in whole.state_dict().items()})
     source.fill(program)
     rows = torch.randn(2, 8)
     with torch.inference_mode():

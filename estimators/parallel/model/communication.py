@@ -98,7 +98,8 @@ def _gather(x: torch.Tensor, dim: int, collective: Collective, whole: int | None
         lengths = [length_of_part(whole, rank, collective.size) for rank in range(collective.size)]
     width = first.shape[1:].numel()
     pieces = collective.all_gather(first.reshape(-1), [n * width for n in lengths])
-    joined_pieces = torch.cat([p.view(-1, *first.shape[1:]) for p in pieces])
+    # Not -1: there may be no rows.
+    joined_pieces = torch.cat([p.view(n, *first.shape[1:]) for n, p in zip(lengths, pieces, strict=True)])
     return joined_pieces.movedim(0, dim).contiguous()
 
 

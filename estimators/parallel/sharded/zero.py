@@ -258,7 +258,7 @@ class ShardedSync(PlainSync):
                 continue  # another rank that knows the same sum tells it to the other parts of the network
             total += square
         if layout is not None:
-            total = layout.mesh.whole.all_reduce(total)
+            total = layout.mesh.whole.all_reduce(total.cpu())  # as whoever shards nothing sums it there
         norm = total[0].sqrt()
         # The same formula as in nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

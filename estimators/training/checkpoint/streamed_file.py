@@ -90,7 +90,9 @@ class StreamedFile:
         try:
             if place.num_bytes <= KEPT_BYTES:
                 memory = mmap.mmap(-1, length)
-                os.preadv(self._descriptor, [memoryview(memory)[shift:]], place.start)
+                count = os.preadv(self._descriptor, [memoryview(memory)[shift:]], place.start)
+                if count != place.num_bytes:
+                    raise ValueError(f"the file of weights {name!r} was cut short; load the model again")
             else:
                 memory = mmap.mmap(self._descriptor, length, access=mmap.ACCESS_COPY, offset=start)
         except OSError as error:

@@ -18,6 +18,7 @@ from ringspark.estimators.training.objective.losses import (
     RowWeights,
     resolve_loss,
 )
+from ringspark.models.transformer import TransformerLM
 
 
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
@@ -53,12 +54,13 @@ class Criterion:
 
         Args:
             device: Device for class weights and the state of a user's loss.
-            network: This rank's part of the network. If it compares with a table that is cut by its classes,
-                and the loss can do with a part of them, it returns those of this rank from now on.
+            network: This rank's part of the network. If it is a `TransformerLM` whose table is cut by its
+                classes, and the loss can do with a part of them, it returns those of this rank from now on.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
         self._scores = None if network is None else scores_of(network)
-        if self._scores is not None:
+        # Of networks of one's own nobody knows that they return what they compared, and nothing else.
+        if self._scores is not None and len(heads) == 1 and type(network) is TransformerLM:
             self._losses = [of_cut_classes(loss, self._scores) for loss in self._losses]
         self._factors = tuple(head.weight for head in heads)
         self._is_plain_sum = all(factor == 1 for factor in self._factors)

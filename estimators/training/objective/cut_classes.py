@@ -17,7 +17,8 @@ def of_cut_classes(loss: RowLoss, scores: Scores) -> RowLoss:
         scores: How the network compares with the table of classes.
     """
     whole = loss.unreduced if isinstance(loss, ClassLoss) else None
-    if not isinstance(whole, nn.CrossEntropyLoss) or whole.weight is not None or whole.label_smoothing:
+    # A class derived from it may compute something else.
+    if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
         return loss
     assert isinstance(loss, ClassLoss)
     scores.joins = False

@@ -40,6 +40,7 @@ from ringspark.estimators.training.settings.choices import (
 )
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.models import MODELS, ModelSpec
 from ringspark.pipelines.typed_json import parse_object, record
 
 
@@ -196,10 +197,16 @@ class TrainConfig:
 
     @property
     def builds_in_parts(self) -> bool:
-        """Whether no rank needs the whole network, not even at first, if its constructor allows it."""
+        """Whether no rank needs the whole network, not even at first: of the networks in `MODELS`.
+
+        A constructor of the user's own may do what cannot be told from outside: hook its parameters, seed,
+        keep tensors elsewhere.
+        """
         parts_it = self.num_workers > 1 and (self.cuts_network or self.sharding == "parameters")
         # A network from the driver arrives whole; adapters and loaded weights look at its numbers.
-        return parts_it and self.model is not None and self.pretrained is None and self.lora is None
+        if not parts_it or self.model is None or self.pretrained is not None or self.lora is not None:
+            return False
+        return ModelSpec.from_json(self.model).target in MODELS
 
     @property
     def num_copies(self) -> int:

@@ -35,10 +35,12 @@ class _Live:
         sent: Waits until the outputs are sent.
         gradients: Gradients of the results, from `INPUT` to `WEIGHT`.
         groups: torch's record of where the gradients of weights begin, from `INPUT` to `WEIGHT`.
+        adds: Whether the stage adds to the loss.
     """
 
     inputs: Values
     results: list[torch.Tensor]
+    adds: bool = False
     sent: Wait | None = None
     gradients: list[torch.Tensor] | None = None
     groups: list[dict[str, Any]] | None = None
@@ -178,7 +180,8 @@ class Executor:
                 own = added(index)
         if stage != self._place.last:
             outputs = as_values(result, self._place.firsts[stage + 1])
-            self._live[stage, micro] = _Live(values, [*_wanted(outputs), *_wanted((own,))])
+            more = _wanted((own,))
+            self._live[stage, micro] = _Live(values, [*_wanted(outputs), *more], adds=bool(more))
             self._live[stage, micro].sent = self._hand_on(outputs, stage, micro)
 
     def _backward(self, module: nn.Module, action: Action) -> None:
@@ -198,7 +201,12 @@ class Executor:
             if kind is Kind.INPUT:
                 # Without inputs that want gradients there is nothing to split: all is done with the weights.
                 if live.results and _wanted(live.inputs):
-                    live.groups = _input_gradients(module, live)
+                    if live.adds:
+                        # What reaches a weight from such a loss past the inputs would be lost in a split.
+                        torch.autograd.backward(live.results, live.gradients)
+                        live.results = []
+                    else:
+                        live.groups = _input_gradients(module, live)
             elif live.groups is not None:
                 _weight_gradients(module, live.groups)
             elif live.results:

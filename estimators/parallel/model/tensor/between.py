@@ -22,6 +22,7 @@ from ringspark.estimators.parallel.model.communication import (
     cut_along,
     joined,
     joined_for_parts,
+    length_of_part,
     scattered,
     summed,
 )
@@ -71,6 +72,13 @@ class PartsBetween:
         return self
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
+        own = length_of_part(self.length, self.collective.rank, self.collective.size)
+        if x.shape[_TOKENS] != own:
+            raise ValueError(
+                f"a layer that 'tensor' cuts got {x.shape[_TOKENS]:,} tokens of {self.length:,}, of which "
+                f"this worker has {own:,}; ask `rows.embedded` for the embeddings, one length a pass, or "
+                "leave 'between' out"
+            )
         return joined_for_parts(x, _TOKENS, self.collective, self.length)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:

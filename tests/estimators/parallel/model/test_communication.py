@@ -89,6 +89,8 @@ def _all(collective: Collective, device: str, status: Status) -> str:
             lambda x: sum(sum(x * _own(r) for r in ranks) * _own(q) for q in ranks).square().sum(), _whole()
         )
         same(f"scattered {dim}", got, want)
+    # Rows that are none have tokens all the same.
+    found["nothing joined"] = joined(torch.empty(0, 2, 3), 2, collective).shape == (0, 2, 3 * size)
     # Row i of rank r goes to rank (i + r) % size; it comes back weighted.
     rows = torch.arange(4.0, dtype=torch.float64).view(4, 1) + 10 * rank
     order = sorted(range(4), key=lambda i: ((i + rank) % size, i))

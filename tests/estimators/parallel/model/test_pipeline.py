@@ -31,7 +31,7 @@ from ringspark.estimators.parallel.model.pipeline.simulation import most_live
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
-from ringspark.models.reports import Reports, collected
+from ringspark.models.reports import Reports, add_loss, collected
 
 pytestmark = pytest.mark.distributed
 
@@ -237,12 +237,37 @@ class _PassesOn(nn.Module):
         return out
 
 
+class _AddsLosses(nn.Module):
+    """A loss of a stage's own reaches weights by the stage's inputs, past them, and behind its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.sides = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def links(self) -> list[Link]:
+        return [Link(f"layers.{i}", partial(self._add, i), (f"layers.{i}", f"sides.{i}")) for i in range(4)]
+
+    def _add(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        layer, side = self.layers[index], self.sides[index]
+        y: torch.Tensor = layer(x).tanh()
+        # What the last stage adds is part of its one loss, of which torch splits only plain graphs.
+        if index < 3:
+            add_loss(layer.weight.square().sum().expand(len(x)))
+            add_loss(side(y).square().sum(1) + side(x).sum(1))
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = run_links(self.links(), (x,))
+        return out
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_stages_that_pass_arguments_on_or_change_them_in_place(schedule: str) -> None:
     mesh = Mesh.of(LocalCollective())
     torch.manual_seed(0)
     in_place = [nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)]
-    for network in (_PassesOn(), nn.Sequential(*in_place)):
+    for network in (_PassesOn(), _AddsLosses(), nn.Sequential(*in_place)):
         whole, links = copy.deepcopy(network), links_of(network)
         virtual = min(4, SCHEDULES[schedule].virtual[1])  # every link is a stage
         passes = pipelined(network, mesh, PipelineOptions(schedule=schedule, virtual=virtual))

@@ -1,0 +1,53 @@
+"""Which losses are computed of cut logits: only those whose numbers are known to be the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.parallel.model.tensor import region_of, scores_of, spread_tensor
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.models import ModelSpec
+from ringspark.models.transformer import TransformerLM
+
+SIZES = {"vocab_size": 8, "max_seq_len": 4, "dim": 4, "depth": 1, "num_heads": 2}
+
+
+class Focal(nn.CrossEntropyLoss):
+    """A loss of one's own by the name of a known one."""
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(outputs, labels).square()
+
+
+class Tempered(TransformerLM):
+    """Does something with the logits before it returns them."""
+
+
+def _cut(network: nn.Module) -> nn.Module:
+    spread_tensor(network, region_of(LocalCollective(), "whole"), {"tokens": "vocabulary"})
+    return network
+
+
+@pytest.mark.parametrize(
+    ("network", "losses", "joins"),
+    [
+        (ModelSpec("transformer_lm", SIZES).build, [nn.CrossEntropyLoss()], False),
+        (ModelSpec("transformer_lm", SIZES).build, [Focal()], True),
+        (ModelSpec("transformer_lm", SIZES).build, [nn.CrossEntropyLoss(label_smoothing=0.1)], True),
+        (ModelSpec("transformer_lm", SIZES).build, [nn.CrossEntropyLoss()] * 2, True),
+        (lambda: Tempered(**SIZES), [nn.CrossEntropyLoss()], True),
+    ],
+    ids=["plain", "derived", "smoothed", "two outputs", "a network of one's own"],
+)
+def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
+    network: object, losses: list[nn.Module], joins: bool
+) -> None:
+    module = _cut(network())  # type: ignore[operator]
+    Criterion([Head(label="y", loss=loss) for loss in losses], network=module)
+    scores = scores_of(module)
+    assert scores is not None
+    assert scores.joins is joins
