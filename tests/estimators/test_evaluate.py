@@ -62,6 +62,7 @@ CASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_held_out_rows_are_evaluated_as_the_training_did(table: Any, tmp_path: Path, name: str) -> None:
     kind, settings = CASES[name]

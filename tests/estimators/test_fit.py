@@ -76,6 +76,7 @@ def writes(monkeypatch: Any) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_many_parameter_maps_read_one_write(table: Any, common: dict[str, Any], writes: list[str]) -> None:
     estimator = TorchClassifier(**common)
     maps = [{estimator.learningRate: rate} for rate in (1e-6, 0.01, 0.05)]
@@ -297,6 +298,7 @@ def test_a_classifier_of_the_transformers_library(spark: Any, common: dict[str, 
     assert type(model.module()) is type(bert)
 
 
+@pytest.mark.slow
 def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "learningRate has no effect: the optimizer's"),

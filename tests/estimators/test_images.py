@@ -120,6 +120,7 @@ def test_augmentation_changes_training_images_alone_and_by_the_seed(table: Any, 
     assert predicted(loaded.transform(table)) == predicted(first.transform(table))
 
 
+@pytest.mark.slow
 @pytest.mark.modes
 def test_broken_images_in_transform_are_refused_left_out_or_kept(table: Any, tmp_path: Path) -> None:
     rows = table.sparkSession.createDataFrame(
@@ -164,6 +165,7 @@ def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table: Any, 
     assert small._predictor().batch_size == 2048
 
 
+@pytest.mark.slow
 def test_broken_images_are_left_out_of_the_training(table: Any, tmp_path: Path) -> None:
     broken = table.union(
         table.sparkSession.createDataFrame(

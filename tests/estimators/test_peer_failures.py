@@ -134,6 +134,7 @@ def _too_fast_at_last(step: int, num_steps: int) -> float:
     return 1.0 if step < num_steps / 2 else 100.0
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_not_the_last(table: Any, common: dict[str, Any]) -> None:
     """What horovod.spark calls the best checkpoint is the last one."""
     changes = {"epochs": 4, "lrSchedule": _too_fast_at_last, "maxGradNorm": 1.0, "learningRate": 0.02}

@@ -113,6 +113,7 @@ def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path: Path, spark: A
     assert TorchClassifier.load(str(tmp_path / "estimator")).getColumns() == estimator.getColumns()
 
 
+@pytest.mark.slow
 def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp_path: Path) -> None:
     """Also where a worker has no row, and where the rows of a step are cut into pieces."""
     weights = []
@@ -146,6 +147,7 @@ def test_a_run_of_texts_goes_on_exactly(table: Any, tmp_path: Path) -> None:
         assert torch.equal(values, resumed.module().state_dict()[name])
 
 
+@pytest.mark.slow
 def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table: Any, tmp_path: Path) -> None:
     holey = table.withColumn("text", F.when(F.col("id") != 5, F.col("text")))
     with pytest.raises(ValueError, match="column 'text' has nulls in 1 of 71 rows"):

@@ -22,6 +22,7 @@ sys.stdin.read()
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [4, 6])
 def test_only_members_machines_reach_a_guarded_port(version: int) -> None:
     with Network(num_hosts=3, version=version) as network:

@@ -134,6 +134,7 @@ def test_a_printed_job_is_a_job_again_and_json_is_read_alike(tmp_path: Path) -> 
     assert _run("train", tmp_path / "job.json", "--set", "params.epochs=7", "--print").stdout == first.stdout
 
 
+@pytest.mark.slow
 def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_path: Path) -> None:
     done = _run_folder(tmp_path / "done", finished=True)
     busy, dead = _run_folder(tmp_path / "busy"), _run_folder(tmp_path / "dead", hours=2)

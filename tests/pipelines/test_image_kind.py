@@ -214,6 +214,7 @@ def one_batch(manifest: Any) -> Any:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_sparks_image_struct_is_the_picture_of_its_file(spark: Any, tmp_path: Path) -> None:
     """Read by Spark's own two readers: other decoders, the same pixels."""

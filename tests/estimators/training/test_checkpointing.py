@@ -86,6 +86,7 @@ def test_one_worker_ends_with_the_same_weights(
     _assert_same_training(train_here(config), train_here(recomputed))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
 def test_two_workers_end_with_the_same_weights(config: TrainConfig, tmp_path: Path, collective: str) -> None:
