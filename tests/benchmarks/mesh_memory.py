@@ -67,7 +67,7 @@ def count(folder: Path, layers: int, width: int, rows: int, most_ranks: int) -> 
 
 def main() -> None:
     """Prints the table."""
-    options = harness.parse(__doc__, rows=(64, 16), layers=(8, 8), width=(256, 64), most_ranks=(4, 2))
+    options = harness.parse(__doc__, rows=(512, 16), layers=(8, 8), width=(256, 64), most_ranks=(4, 2))
     with tempfile.TemporaryDirectory() as folder:
         count(Path(folder), options.layers - 1, options.width, options.rows, options.most_ranks)
 
