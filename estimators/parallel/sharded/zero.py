@@ -237,16 +237,16 @@ class ShardedSync(PlainSync):
     def _ask(self) -> tuple[list[list[float]], bool]:
         """Returns how many ranks had a gradient, by parameter, and whether a rank has gradients left."""
         late = any(p.grad is not None for p in self._parameters())
-        found, lates = [], 0.0
+        found, total_late = [], 0.0
         for own in self._dealt:
             mine = torch.tensor([*own.had, float(late)], device=self._device)
             *had, count = own.sharing.sharers.all.all_reduce(mine).tolist()
             found.append(had)
-            lates += count
+            total_late += count
         # Every sharing's ranks are among the first one's, which all have to know.
         if len(self._dealt) > 1:
-            lates = self._collective.all_reduce(torch.tensor([lates], device=self._device)).item()
-        return found, bool(lates)
+            total_late = self._collective.all_reduce(torch.tensor([total_late], device=self._device)).item()
+        return found, bool(total_late)
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> None:
