@@ -70,6 +70,12 @@ def exchanged(
     return _run(_Exchanged, x, collective, tuple(sent), tuple(arriving))
 
 
+def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns `x` as it is, and multiplies its gradient; nothing is exchanged."""
+    result: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return result
+
+
 def length_of_part(length: int, rank: int, size: int) -> int:
     """Returns the length of a rank's part: the first ranks have one more where the parts are uneven."""
     return length // size + (rank < length % size)
@@ -111,6 +117,17 @@ def _scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     width = first.shape[1:].numel()
     flat = collective.start_reduce_scatter(first.view(-1), [n * width for n in lengths])()
     return flat.view(lengths[collective.rank], *first.shape[1:]).movedim(0, dim).contiguous()
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
 
 
 class _Copied(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringspark.estimators.names import nearest
@@ -69,31 +69,18 @@ def _plan(value: Any) -> dict[str, Any] | None:
     return None if value is None else {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()}
 
 
-def _schedule(value: Any) -> str:
-    if value not in SCHEDULE_NAMES:
-        raise ValueError(
-            f"parallelism's 'schedule' must be one of {', '.join(SCHEDULE_NAMES)}, got {value!r}"
-            f"{nearest(str(value), SCHEDULE_NAMES)}"
-        )
-    return str(value)
+def _one_of(name: str, known: Sequence[str]) -> Callable[[Any], str]:
+    """Returns what takes one of some words for an option."""
 
+    def convert(value: Any) -> str:
+        if value not in known:
+            raise ValueError(
+                f"parallelism's {name!r} must be one of {', '.join(known)}, got {value!r}"
+                f"{nearest(str(value), known)}"
+            )
+        return str(value)
 
-def _context(value: Any) -> str:
-    if value not in CONTEXT_NAMES:
-        raise ValueError(
-            f"parallelism's 'context' must be one of {', '.join(CONTEXT_NAMES)}, got {value!r}"
-            f"{nearest(str(value), CONTEXT_NAMES)}"
-        )
-    return str(value)
-
-
-def _between(value: Any) -> str:
-    if value not in BETWEEN_NAMES:
-        raise ValueError(
-            f"parallelism's 'between' must be one of {', '.join(BETWEEN_NAMES)}, got {value!r}"
-            f"{nearest(str(value), BETWEEN_NAMES)}"
-        )
-    return str(value)
+    return convert
 
 
 def _virtual(value: Any) -> int:
@@ -115,11 +102,11 @@ def _cuts(value: Any) -> list[str]:
 
 _CHECKS: dict[str, Any] = {
     "plan": _plan,
-    "between": _between,
-    "schedule": _schedule,
+    "between": _one_of("between", BETWEEN_NAMES),
+    "schedule": _one_of("schedule", SCHEDULE_NAMES),
     "virtual": _virtual,
     "cuts": _cuts,
-    "context": _context,
+    "context": _one_of("context", CONTEXT_NAMES),
 }
 
 

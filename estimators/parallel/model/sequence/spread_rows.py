@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.model.communication import scaled_gradient, summed
 from ringspark.estimators.parallel.model.sequence.spans import Spans
 from ringspark.models.whole_rows import WholeRows
 
@@ -51,42 +52,15 @@ class SpreadRows(WholeRows):
         return (self._total((x * real).sum(1, dtype=wide)) / number).to(x.dtype)
 
     def alike(self, outputs: torch.Tensor) -> torch.Tensor:
-        shared: torch.Tensor = _Shared.apply(outputs, self._collective.size)  # type: ignore[no-untyped-call]
-        return shared
+        return scaled_gradient(outputs, 1 / self._collective.size)
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
         whole: torch.Tensor = _Joined.apply(x, dim, seq, self._collective, self._spans)  # type: ignore[no-untyped-call]
         return whole
 
     def _total(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _Total.apply(x, self._collective)  # type: ignore[no-untyped-call]
-        return total
-
-
-class _Total(torch.autograd.Function):
-    """Sums over the ranks, which have equal shares of the gradient: their sum needs no exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        ctx.size = collective.size
-        return collective.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.size, None
-
-
-class _Shared(torch.autograd.Function):
-    """Leaves each of `size` ranks an equal share of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient / ctx.size, None
+        """Sums over the ranks, which have equal shares of the gradient: their sum needs no exchange."""
+        return scaled_gradient(summed(x, self._collective), self._collective.size)
 
 
 class _Joined(torch.autograd.Function):

@@ -23,6 +23,7 @@ from ringspark.estimators.parallel.model.communication import (
     joined,
     joined_for_parts,
     length_of_part,
+    scaled_gradient,
     scattered,
     summed,
 )
@@ -123,12 +124,12 @@ class PartRows(WholeRows):
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
         # Behind it every rank has an equal share of the gradient; see `alike`.
-        own = _with_gradient(x, self._between.collective.size)
+        own = scaled_gradient(x, self._between.collective.size)
         return self._rows.pool(self._joined(own), tokens, seq)
 
     def alike(self, outputs: torch.Tensor) -> torch.Tensor:
         # What all ranks compute alike counts once in the sum over them.
-        return _with_gradient(self._rows.alike(outputs), 1 / self._between.collective.size)
+        return scaled_gradient(self._rows.alike(outputs), 1 / self._between.collective.size)
 
     def joined(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
         # Tokens that were compared with a cut table are whole already.
@@ -137,21 +138,3 @@ class PartRows(WholeRows):
 
     def _joined(self, x: torch.Tensor) -> torch.Tensor:
         return joined(x, _TOKENS, self._between.collective, self._between.length)
-
-
-def _with_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    result: torch.Tensor = _Factor.apply(x, factor)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Factor(torch.autograd.Function):
-    """Multiplies the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None
