@@ -60,8 +60,7 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
         if between == "parts":
             check_parts(module, sizes)
         seat: Any = _Seat(sizes["tensor"] - 1, sizes["tensor"])
-        region = region_of(seat, between)
-        spread_tensor(module, region, plan)
+        spread_tensor(module, region_of(seat, between), plan)
     if sizes["pipeline"] > 1:
         virtual = options.get("virtual", 1)
         owners = schedule_of(options.get("schedule", "1f1b"), virtual).owners(sizes["pipeline"], virtual)
@@ -73,8 +72,6 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
         spread_experts(module, last)
-    if sizes["tensor"] > 1 and sizes["sequence"] == 1:
-        spread_between(module, region)
     if sizes["sequence"] > 1:
         check_sequence(module, options.get("context", CONTEXT))
 

@@ -35,6 +35,7 @@ from ringspark.estimators.parallel.model.tensor.layers import (
 )
 from ringspark.estimators.parallel.model.tensor.loss import Scores
 from ringspark.models.reports import CountingLayer
+from ringspark.models.transformer import TransformerLM, scores
 from ringspark.models.whole_rows import WholeRows
 
 # What the layers between cut ones work on.
@@ -166,22 +167,29 @@ def check_parts(module: nn.Module, sizes: Mapping[str, int]) -> None:
         )
 
 
+def _check_between(module: nn.Module, region: Region) -> None:
+    """Refuses, of a network that is cut, whole layers that look at all tokens where they would get a part.
+
+    Raises:
+        ValueError: There is such a layer.
+    """
+    if not isinstance(region.between, PartsBetween):
+        return
+    for name, layer in module.named_modules():
+        gathers = any(isinstance(part, ColumnLinear) for part in layer.modules())
+        if callable(getattr(layer, "attend", None)) and not gathers:
+            raise ValueError(
+                f"parallelism's 'between' \"parts\" leaves layer {name!r} a part of the tokens, and it "
+                "looks at all of them; have 'plan' cut it too, or set 'between' to \"whole\""
+            )
+
+
 def spread_between(module: nn.Module, region: Region) -> None:
     """Has the layers between the cut ones work on parts of the tokens, if the region's values are such.
 
     Runs after `spread_tensor`, and after the rows are spread otherwise.
-
-    Raises:
-        ValueError: The plan leaves a layer whole that looks at all tokens.
     """
     if isinstance(region.between, PartsBetween):
-        for name, layer in module.named_modules():
-            gathers = any(isinstance(part, ColumnLinear) for part in layer.modules())
-            if callable(getattr(layer, "attend", None)) and not gathers:
-                raise ValueError(
-                    f"parallelism's 'between' \"parts\" leaves layer {name!r} a part of the tokens, and it "
-                    "looks at all of them; have 'plan' cut it too, or set 'between' to \"whole\""
-                )
         is_cut = isinstance(getattr(module, "tokens", None), VocabularyEmbedding)
         module.rows = PartRows(module.rows, region.between, is_table_cut=is_cut)  # type: ignore[arg-type, assignment]
         OwnDraws(region.collective).watch(module, always=True)
@@ -194,7 +202,7 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
         plan: Pattern over names of modules -> style, [style, blocks], or ["grid", [rows, columns]].
 
     Raises:
-        ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be cut that way.
+        ValueError: A style is unknown, a pattern fits no layer, or a layer cannot be cut, or left whole, so.
     """
     layers = dict(module.named_modules())
     names: dict[int, list[str]] = {}
@@ -243,8 +251,8 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
             part.train(layer.training)
             if isinstance(part, VocabularyEmbedding):
                 is_tokens = layer is getattr(module, "tokens", None)
-                if is_tokens and callable(getattr(module, "scores", None)):
-                    vars(module)["scores"] = Scores(part)
+                if is_tokens:
+                    _compare_with_parts(module, name, part)
                 if not is_tokens and isinstance(region.between, PartsBetween):
                     raise ValueError(
                         f"parallelism's plan cuts {name!r} by ids, which with 'between' \"parts\" only "
@@ -258,9 +266,22 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
         raise ValueError(f"parallelism's plan names {unused[0]!r}, which fits no layer; leave it out")
     if not cuts:
         raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
+    _check_between(module, region)
     if region.draws is not None:
         region.draws.watch(module)
     return cuts
+
+
+def _compare_with_parts(module: nn.Module, name: str, table: VocabularyEmbedding) -> None:
+    """Has a language model compare with the ids of all ranks, where its table is cut."""
+    if not isinstance(module, TransformerLM):
+        return
+    if module.scores is not scores:
+        raise ValueError(
+            f"parallelism's plan cuts {name!r} by ids, and {type(module).__name__} has its own `scores`, "
+            "which would compare with one worker's ids alone; set 'plan' to one without it"
+        )
+    vars(module)["scores"] = Scores(table)
 
 
 def _style(pattern: str, given: Any) -> tuple[Any, Any]:

@@ -75,6 +75,7 @@ PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
         (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know how long the rows"),
         # Attention that no rank gathers the tokens for would see its own alone.
         (lambda: TransformerLM(**SIZES), {}, PAIR, "'blocks.0.attention' a part of the tokens"),
+        (lambda: TransformerLM(**SIZES), {"sequence": 2}, PAIR, "'blocks.0.attention' a part of the tokens"),
         # Ranks look up other positions, so none could take the others' part of the sum.
         (lambda: TransformerLM(**SIZES), {}, {"positions": "vocabulary"}, "cuts 'positions' by ids"),
         (lambda: TransformerLM(**SIZES), {}, {"blocks.0.up": "column_joined"}, "leaves all tokens on every"),
@@ -86,6 +87,20 @@ def test_parts_of_the_tokens_between_are_refused_where_they_would_be_wrong(
     sizes = dict.fromkeys(AXES, 1) | {"tensor": 2} | changes
     with pytest.raises(ValueError, match=message):
         check_spread(network(), sizes, {"plan": plan, "between": "parts"})
+
+
+class Tempered(TransformerLM):
+    """Divides by a temperature, which no rank's own way to compare would."""
+
+    def scores(self, x: torch.Tensor, tokens: nn.Embedding) -> torch.Tensor:  # type: ignore[override]
+        return x @ tokens.weight.T / 2
+
+
+def test_a_way_to_compare_of_ones_own_is_not_replaced() -> None:
+    sizes = dict.fromkeys(AXES, 1) | {"tensor": 2}
+    with pytest.raises(ValueError, match=r"Tempered has its own `scores`, .* set 'plan'"):
+        check_spread(Tempered(**SIZES), sizes, {})
+    check_spread(Tempered(**SIZES), sizes, {"plan": PAIR})
 
 
 @pytest.mark.parametrize("wrong", [5, -1])
