@@ -38,6 +38,8 @@ _FAREWELL_SECONDS = 1.0
 _LAST_STORE_SECONDS = 5.0
 # The witness imports the store's client before it can write; a host that is gone has none.
 _PATIENCE_SECONDS = 10.0
+# Ranks that start again write into the same file, so they wait for it, but not long for a host that is gone.
+_RESTART_PATIENCE_SECONDS = 3.0
 
 
 class RankOutput:
@@ -156,14 +158,29 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
 
     Runs on the driver, and for a lost rank waits until the witness has stored them.
     """
-    start = rank_log.start_name(pulse.token, pulse.launch)
-    deadline = time.monotonic() + (_PATIENCE_SECONDS if failure.type == LOST else 0.0)
     # Whatever the store's client raises, the failure itself matters more.
     with suppress(Exception):
-        while time.monotonic() < deadline and not _has_died(pulse, failure.rank, start):
-            time.sleep(0.1)
+        start = _await_witness(failure, pulse, _PATIENCE_SECONDS)
         return replace(failure, last_lines=rank_log.last_lines(pulse.run_uri, failure.rank, start))
     return failure
+
+
+def await_output(failure: Failure, pulse: Pulse) -> None:
+    """Waits until the witness of a lost rank has stored what it printed. Runs on the driver before a restart.
+
+    A short training may otherwise end, and remove the folder of the signs of life, before the witness looks.
+    """
+    with suppress(Exception):
+        _await_witness(failure, pulse, _RESTART_PATIENCE_SECONDS)
+
+
+def _await_witness(failure: Failure, pulse: Pulse, patience: float) -> str:
+    """Returns the name of the rank's start."""
+    start = rank_log.start_name(pulse.token, pulse.launch)
+    deadline = time.monotonic() + (patience if failure.type == LOST else 0.0)
+    while time.monotonic() < deadline and not _has_died(pulse, failure.rank, start):
+        time.sleep(0.1)
+    return start
 
 
 def _has_died(pulse: Pulse, rank: int, start: str) -> bool:

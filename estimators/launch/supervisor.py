@@ -26,7 +26,7 @@ from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
-from ringspark.estimators.launch.rank_output import with_last_lines
+from ringspark.estimators.launch.rank_output import await_output, with_last_lines
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, lost_workers, was_cancelled
 from ringspark.estimators.run.owner import write_owner
 from ringspark.estimators.stages.session import spark_conf
@@ -81,6 +81,7 @@ class Supervisor:
                     if not error.may_pass or len(self.restarts) >= self.config.max_restarts:
                         raise self._final(error) from None
                     self._note(error.first.sentence)
+                    await_output(error.first, self._pulse)
                     self._make_room(error.first)
                     if self.check_data is not None:
                         # If the store does not answer now, the workers will wait for it.
