@@ -6,9 +6,9 @@ are over: each memory once, on the rank that holds most of it. Theory is arithme
 In the second table the kernel refuses every rank more than a limit (RLIMIT_DATA, above what a connected
 process has before it builds the network): tensors, buffers, threads and all. The network is built part by
 part, trained for two steps, and its weights are written. Its state is what one worker needs with AdamW in
-fp32: weights, gradients and moments, 16 bytes a parameter. The limit is the state through 6 or 3.75, then 0.25
-less each time until 4 ranks train to the end; then 2 ranks and 1 get the same limit each, the same network
-and settings, and the same rows.
+fp32: weights, gradients and moments, 16 bytes a parameter. The limit is the state through 6 or 3.75, then
+0.25 less each time until 4 ranks train to the end; then 2 ranks and 1 get the same limit each, the same
+network and settings, and the same rows.
 
     python tests/benchmarks/mesh_memory.py
 """
