@@ -50,8 +50,10 @@ class TokenExchange:
         moved = exchanged(rows.to(wide), sent, counts, collective)
         # Rank by rank, and in each expert by expert: the experts need theirs together.
         flat = [count for row in arriving for count in row]
-        numbers = torch.arange(own).repeat(collective.size).repeat_interleave(
-            torch.tensor(flat), output_size=sum(flat)
+        numbers = (
+            torch.arange(own)
+            .repeat(collective.size)
+            .repeat_interleave(torch.tensor(flat), output_size=sum(flat))
         )
         order = numbers.argsort(stable=True).to(rows.device)
         here: list[int] = [sum(column) for column in zip(*arriving, strict=True)]
