@@ -1,7 +1,8 @@
 """A network as a mesh leaves it to each rank of one copy: modules without weights, and who has which stages.
 
 Ranks that differ along an axis that cuts tensors or rows have parts of one size, or smaller ones by one
-place: the first, which has the largest, stands for all.
+place: the first, which has the largest, stands for all. So does it along 'expert', where each expert is
+taken to get as many tokens as any other: which ones it gets is known from numbers alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.memory.columns import Column
+from ringspark.estimators.parallel.model.expert import spread_experts
 from ringspark.estimators.parallel.model.pipeline.cutting import (
     cut_by_names,
     cut_stages,
@@ -86,8 +88,6 @@ def cut_network(
     Raises:
         ValueError: The network cannot be cut that way.
     """
-    if sizes["expert"] > 1:
-        raise ValueError("networks that are spread over 'expert' are not planned")
     whole = skeleton(empty)
     stand_ins: dict[str, StandIn] = {}
     if sizes["tensor"] > 1:
@@ -95,6 +95,9 @@ def cut_network(
         plan = options.get("plan") or plan_of(whole, sizes["tensor"])
         region = region_of(stand_in, options.get("between", BETWEEN))  # type: ignore[arg-type]
         spread_tensor(whole, region, plan)
+    if sizes["expert"] > 1:
+        stand_ins["expert"] = stand_in = StandIn(0, sizes["expert"])
+        spread_experts(whole, stand_in)  # type: ignore[arg-type]
     if sizes["sequence"] > 1:
         stand_ins["sequence"] = stand_in = StandIn(0, sizes["sequence"])
         spread_sequence(whole, stand_in, options.get("context", CONTEXT))  # type: ignore[arg-type]

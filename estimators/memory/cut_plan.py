@@ -49,6 +49,11 @@ def plan_cut(
     Raises:
         Exception: Like `measure_step`; ValueError if the network cannot be cut that way.
     """
+    if config.axes["expert"] > 1 and config.sharding != "none":
+        raise ValueError(
+            f"the memory of a mesh over 'expert' with sharding={config.sharding!r} is not planned; plan it "
+            "with sharding='none', which needs more"
+        )
     num_micro = min(config.gradient_accumulation, labels[0].shape[0])
     inputs, labels = ([micro_batch(c, num_micro) for c in columns] for columns in (inputs, labels))
     network = cut_network(empty, config.axes, config.parallelism, inputs)

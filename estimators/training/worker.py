@@ -328,6 +328,8 @@ def _final_weights(
             best.remove_others()
         return best.uri, best.epoch
     status.phase = "writing the checkpoint"
+    for parameter in state.module.parameters():
+        parameter.grad = None  # no step follows; a tensor on its way to the first rank takes their place
     uri = storage.join(config.run_uri, run_layout.CHECKPOINT)
     with state.averaged():
         save_together(uri, state.module, mesh, status.tick, epoch=state.epoch, step=state.step)

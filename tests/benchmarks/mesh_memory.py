@@ -1,7 +1,14 @@
-"""What a rank of each mesh holds, counted from its tensors, against theory.
+"""What a rank of each mesh holds, against theory; and the networks that 4 ranks train and 1 or 2 cannot hold.
 
-Real trainings by `train_worker`, without Spark. Counted when a step's backward passes are over: each memory
-once, on the rank that holds most of it. Theory is arithmetic on the layers.
+Real trainings by `train_worker`, without Spark. The first table counts tensors when a step's backward passes
+are over: each memory once, on the rank that holds most of it. Theory is arithmetic on the layers.
+
+In the second table the kernel refuses every rank more than a limit (RLIMIT_DATA, above what a connected
+process has before it builds the network): tensors, buffers, threads and all. The network is built part by
+part, trained for two steps, and its weights are written. Its state is what one worker needs with AdamW in
+fp32: weights, gradients and moments, 16 bytes a parameter. The limit is the state through 6 or 3.75, then
+0.25 less each time until 4 ranks train to the end; then 2 ranks and 1 get the same limit each, the same
+network and settings, and the same rows.
 
     python tests/benchmarks/mesh_memory.py
 """
@@ -9,13 +16,24 @@ once, on the rank that holds most of it. Theory is arithmetic on the layers.
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import harness
-from rank_bytes import KINDS, columns, config_of, counted_bytes, expected_bytes
+from rank_bytes import (
+    KINDS,
+    columns,
+    config_of,
+    counted_bytes,
+    expected_bytes,
+    is_of_the_limit,
+    trained_within,
+)
 from written_shards import written
+
+from ringspark.estimators import WorkerError
 
 MIB = 2**20
 PIPELINE = {"gradient_accumulation": 8}
@@ -34,6 +52,13 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"pipeline": 2, "tensor": 2}, PIPELINE),
     ({"shard": 2, "tensor": 2}, {"sharding": "parameters"}),
     ({"shard": 2, "pipeline": 2}, {"sharding": "optimizer"} | PIPELINE),
+]
+# Axis, settings, how many times the limit the state is at first: theory leaves no room for more.
+LIMITED: list[tuple[str, dict[str, Any], float]] = [
+    ("tensor", {}, 3.75),
+    ("pipeline", {"gradient_accumulation": 4}, 3.75),
+    ("shard", {"sharding": "parameters"}, 3.75),
+    ("pipeline", {"gradient_accumulation": 4, "optimizer": "adamw8bit"}, 6.0),
 ]
 
 
@@ -65,11 +90,51 @@ def count(folder: Path, layers: int, width: int, rows: int, most_ranks: int) -> 
     )
 
 
+def limit(folder: Path, layers: int, width: int, *, is_tiny: bool) -> None:
+    """The second table."""
+    manifest = written(folder / "large", columns(16, width))
+    state = 16 * layers * width * (width + 1)
+
+    def tried(axis: str, changes: dict[str, Any], workers: int, times: float) -> bool:
+        """Whether so many ranks train to the end with the state through `times` each."""
+        mesh = {axis: workers} if workers > 1 else {"data": 1}
+        alone = {"sharding": "none"} if workers == 1 else {}
+        settings = {"num_workers": workers, "parallelism": mesh} | changes | alone
+        run = Path(tempfile.mkdtemp(dir=folder))
+        try:
+            trained_within(config_of(manifest, run, layers - 1, width, 8, **settings), int(state / times))
+        except WorkerError as error:
+            if not is_of_the_limit(error):
+                raise
+            return False
+        finally:
+            shutil.rmtree(run)
+        return True
+
+    table = []
+    for axis, changes, most in LIMITED[-1:] if is_tiny else LIMITED:
+        # A tiny network's threads and buffers are larger than its state.
+        times = 0.001 if is_tiny else most
+        while not tried(axis, changes, 4, times):
+            times -= 0.25
+        fewer = ["trains" if tried(axis, changes, n, times) else "ended by the limit" for n in (2, 1)]
+        name = told({axis: 4}, changes) + (f", {changes['optimizer']}" if "optimizer" in changes else "")
+        table.append([name, f"{state / times / MIB:,.0f}", f"{times:.2f}", *fewer])
+        print(f"found: {table[-1]}", flush=True)
+    harness.print_table(
+        f"{layers} layers of {width} x {width}: AdamW's state is {state / MIB:,.0f} MiB",
+        ["4 workers", "MiB a worker that suffice", "the state is times that", "2 workers", "1 worker"],
+        table,
+    )
+
+
 def main() -> None:
-    """Prints the table."""
-    options = harness.parse(__doc__, rows=(512, 16), layers=(8, 8), width=(256, 64), most_ranks=(4, 2))
+    """Prints both tables, or one."""
+    sizes = {"layers": (8, 8), "width": (256, 64), "most_ranks": (4, 2)}
+    options = harness.parse(__doc__, rows=(512, 16), large_layers=(16, 4), large_width=(4096, 64), **sizes)
     with tempfile.TemporaryDirectory() as folder:
         count(Path(folder), options.layers - 1, options.width, options.rows, options.most_ranks)
+        limit(Path(folder), options.large_layers, options.large_width, is_tiny=options.tiny)
 
 
 if __name__ == "__main__":

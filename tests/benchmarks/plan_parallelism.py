@@ -4,8 +4,9 @@ One gang holds all meshes of a network and takes their steps in turns, so that a
 does so for all. What the plan itself measures is taken before, so on a busy machine compare the times as
 shares of whole copies' (`data 4`). A step is the trainer's own, with the strategy and the pipeline that a
 training has, without the reading of rows. The peak is counted from torch's allocator on every rank, as in the
-benchmark `plan_memory`; the fullest rank counts. Two networks: a transformer with many rows, and a wide
-perceptron with few, whose gradients weigh more than its rows.
+benchmark `plan_memory`; the fullest rank counts. Three networks: a transformer with many rows, a wide
+perceptron with few, whose gradients weigh more than its rows, and a transformer of mixtures of experts, whose
+tokens the plan deals evenly and the router as it likes.
 
     python tests/benchmarks/plan_parallelism.py --chart docs/plan_parallelism.png
 
@@ -30,15 +31,15 @@ from plan_memory import _num_bytes, _tensors
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel import STRATEGIES, Exchange
+from ringspark.estimators.parallel import Exchange
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.scaling import plan_parallelism
 from ringspark.estimators.scaling.meshes import ParallelismPlan
+from ringspark.estimators.training import worker
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
-from ringspark.estimators.training.driver_check import own_optimizer
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.objective.heads import make_heads
@@ -108,6 +109,14 @@ def networks(rows: int, *, tiny: bool) -> list[Network]:
             labels=((1,), "float32"),
             loss="mse",
         ),
+        Network(
+            name="mixtures of experts",
+            spec=ModelSpec("transformer_lm", sizes | {"experts": {"num_experts": 8}}),
+            rows=rows,
+            inputs=ids,
+            labels=ids,
+            loss="cross_entropy",
+        ),
     ]
 
 
@@ -158,9 +167,7 @@ class Rounds:
             num_micro = config.gradient_accumulation
             pipeline = spread(module, mesh, config.parallelism, num_micro, sample, place)
         exchange = Exchange(micro_batches=config.gradient_accumulation)
-        sync = STRATEGIES[exchange.strategy]().prepare(
-            module, lambda net: own_optimizer(config, UserObjects(), net), mesh.gradients, exchange
-        )
+        sync = worker._tied(config, UserObjects(), module, mesh, exchange, place)
         sync.ranks_differ |= mesh.cuts_network
         log = opened.enter_context(RunLog(folder, writes=False))
         observation = opened.enter_context(Observation.of(config, mesh, place))

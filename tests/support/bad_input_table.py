@@ -715,7 +715,7 @@ SETTINGS = [
       "exchange inside every step", "consistency='bsp'"),
     R("mesh: with an optimizer of whole parameters",
       lambda p: p.mesh(parallelism={"tensor": 2}, optimizer="adafactor"),
-      "optimizer 'adafactor' looks at whole ones", "set optimizer='adamw'"),
+      "optimizer 'adafactor' looks at whole ones", "or give the workers to 'pipeline'"),
     R("mesh: with adapters",
       lambda p: p.mesh(parallelism={"tensor": 2}, lora={"rank": 1, "targets": ["head"]}),
       "lora adds matrices", "leave lora unset"),

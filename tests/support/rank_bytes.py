@@ -1,4 +1,4 @@
-"""What one rank of a mesh holds of a training: counted from its tensors, and by arithmetic.
+"""What one rank of a mesh holds of a training: counted from its tensors, by arithmetic, and under a limit.
 
 The network is the product's `mlp` with equal layers: layers of W x W numbers, of which a mesh cuts whole ones
 or halves, so that what a rank should hold can be said in one line.
@@ -6,17 +6,23 @@ or halves, so that what a rank should hold can be said in one line.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
+import resource
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
 from held_bytes import held_bytes
 from torch import nn
 
+from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training import worker
@@ -159,3 +165,48 @@ def counted_bytes(config: TrainConfig) -> list[dict[str, int]]:
     work = partial(_counting, config)
     texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=300)
     return [json.loads(text) for text in texts]
+
+
+def data_bytes() -> int:
+    """Bytes of memory that this process alone may write, as the kernel limits them."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+
+
+def keep_tensors_apart() -> None:
+    """Gives every tensor of 1 MiB and more memory of its own, as MALLOC_MMAP_THRESHOLD_ does from outside.
+
+    Else the C library puts tensors of up to 32 MiB side by side as soon as one was freed, and what is freed
+    between two others is not given back: 16 MiB matrices then take up to four times their size. Arrow's
+    own allocator reserves 1 GiB of addresses ahead, which the limit counts; the system's does not.
+    """
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+
+
+def _limited(config: TrainConfig, most: int, collective: Collective, device: str, status: Status) -> str:
+    """Trains in a process that gets at most so many bytes more than it has now."""
+    torch.set_num_threads(1)
+    keep_tensors_apart()
+    before = data_bytes()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (before + most, hard))
+    result = worker.train_worker(config, collective, None, device, status)
+    return json.dumps({"steps": result.steps, "weights": result.checkpoint_uri})
+
+
+def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
+    """Trains on ranks of which each gets at most `most` bytes; returns the steps, and where the weights are.
+
+    Raises:
+        WorkerError: A rank wanted more.
+    """
+    work = partial(_limited, config, most)
+    texts = run_spawned(config.num_workers, config.collective, work, timeout_seconds=600)
+    found: dict[str, Any] = json.loads(texts[0])
+    return found
+
+
+def is_of_the_limit(error: WorkerError) -> bool:
+    """Whether ranks ended because one of them was refused memory."""
+    return re.search(r"can't allocate memory|MemoryError|Cannot allocate|bad_alloc", str(error)) is not None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.communication import exchanged, length_of_part
@@ -41,20 +42,35 @@ class TokenExchange:
             sizes: Number of rows for each expert of all ranks.
         """
         collective, own = self._collective, self._lengths[self._collective.rank]
-        told = collective.all_gather(torch.tensor(sizes), [len(sizes)] * collective.size)
-        first = sum(self._lengths[: collective.rank])
-        arriving = torch.stack(told)[:, first : first + own]  # (ranks, own experts)
+        arriving = self._arriving(rows, sizes)  # (ranks, own experts)
         sent = [sum(part) for part in _parts(sizes, self._lengths)]
-        counts = arriving.sum(1).tolist()
+        counts = [sum(row) for row in arriving]
         # One dtype on all ranks: one without rows may run outside of the others' autocast.
         wide = torch.promote_types(rows.dtype, torch.float32)
         moved = exchanged(rows.to(wide), sent, counts, collective)
         # Rank by rank, and in each expert by expert: the experts need theirs together.
-        numbers = torch.arange(own).repeat(collective.size).repeat_interleave(arriving.flatten())
+        flat = [count for row in arriving for count in row]
+        numbers = (
+            torch.arange(own)
+            .repeat(collective.size)
+            .repeat_interleave(torch.tensor(flat), output_size=sum(flat))
+        )
         order = numbers.argsort(stable=True).to(rows.device)
-        computed = experts(moved.index_select(0, order), arriving.sum(0).tolist())
+        here: list[int] = [sum(column) for column in zip(*arriving, strict=True)]
+        computed = experts(moved.index_select(0, order), here)
         back = computed.to(wide).index_select(0, order.argsort())
         return exchanged(back, counts, sent, collective)
+
+    def _arriving(self, rows: torch.Tensor, sizes: list[int]) -> list[list[int]]:
+        """Returns the number of rows from each rank for each expert of this rank."""
+        collective = self._collective
+        first = sum(self._lengths[: collective.rank])
+        own = slice(first, first + self._lengths[collective.rank])
+        told = collective.all_gather(torch.tensor(sizes), [len(sizes)] * collective.size)
+        if rows.is_meta or isinstance(rows, FakeTensor):
+            # A plan knows no numbers: every rank's tokens are dealt as this one's are, evenly.
+            return [sizes[own]] * collective.size
+        return [counts.tolist()[own] for counts in told]
 
 
 def spread_experts(module: nn.Module, collective: Collective) -> dict[str, Cut]:

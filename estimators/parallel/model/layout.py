@@ -264,5 +264,7 @@ class ModelLayout:
         if not pieces:
             return nothing
         found = [pieces[holder].view(shape) for holder, shape in zip(place.holders, shapes, strict=True)]
-        # A copy, because an optimizer goes on to change what this rank has.
-        return found[0].clone() if cut is None else join(found, cut)
+        if cut is not None:
+            return join(found, cut)
+        # A copy of what this rank has, because an optimizer goes on to change it; another's came as one.
+        return found[0].clone() if place.holders[0] == parts.rank else found[0]

@@ -10,6 +10,7 @@ from torch import nn
 from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.chain import links_of
+from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.skeleton import skeleton
 
 
@@ -61,11 +62,17 @@ def along_sequence(given: Spreadable, size: int) -> str:
 
 
 def along_expert(given: Spreadable, size: int) -> str:
-    """A mixture has some number of experts; which tokens they get is known from numbers alone."""
-    most = max((int(getattr(layer, "num_experts", 0)) for layer in given.network.modules()), default=0)
-    if most < size:
-        return f"the network has {most} experts for {size} workers" if most else "the network has no experts"
-    return "meshes over 'expert' are not planned"
+    """Each rank needs an expert of every mixture, and rows; a sharding cuts experts over fewer ranks."""
+    if given.config.sharding != "none":
+        return f"meshes over 'expert' are not planned with sharding={given.config.sharding!r}"
+    if not has_experts(given.network):
+        return "the network has no experts"
+    return along_data(given, size) or spread_refusal(given, {"expert": size})
+
+
+def has_experts(network: nn.Module) -> bool:
+    """Whether a network has mixtures of experts."""
+    return any(isinstance(layer, MixtureOfExperts) for layer in network.modules())
 
 
 # Axis -> (network, number of ranks along it) -> why it cannot be spread so, "" if it can.
@@ -78,7 +85,7 @@ AXIS_RULES: dict[str, Callable[[Spreadable, int], str]] = {
     "expert": along_expert,
 }
 # Those of which candidates are made.
-PLANNED_AXES = ("data", "tensor", "pipeline", "sequence")
+PLANNED_AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 
 
 def spread_refusal(given: Spreadable, sizes: Mapping[str, int]) -> str:

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ringspark.estimators.scaling.meshes.axes import AXIS_RULES, PLANNED_AXES, Spreadable, spread_refusal
+from ringspark.estimators.scaling.meshes.axes import (
+    AXIS_RULES,
+    PLANNED_AXES,
+    Spreadable,
+    has_experts,
+    spread_refusal,
+)
 from ringspark.estimators.training.settings.config import TrainConfig
 
 # Micro-batches of a step are tried up to so many for each stage of a pipeline, or without one in all.
@@ -48,9 +54,10 @@ def candidates(given: Spreadable, workers: int, *, interleaves: bool = True) -> 
     rows_axis = "shard" if given.config.sharding == "parameters" else "data"
     refusals: dict[tuple[str, int], str] = {}
     found: list[Candidate] = []
-    # Of a network that is not over tokens nobody expects that its rows be spread.
-    over_tokens = hasattr(given.network, "rows")
-    inside = [axis for axis in PLANNED_AXES[1:] if over_tokens or axis != "sequence"]
+    # Of a network that is not over tokens nobody expects that its rows be spread, nor of one without experts
+    # that they be.
+    left_out = {"sequence": not hasattr(given.network, "rows"), "expert": not has_experts(given.network)}
+    inside = [axis for axis in PLANNED_AXES[1:] if not left_out.get(axis)]
     for shape in _shapes(workers, 1 + len(inside)):
         named = zip((rows_axis, *inside), shape, strict=True)
         sizes = {axis: size for axis, size in named if size > 1}

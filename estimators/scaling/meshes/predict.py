@@ -134,7 +134,8 @@ def _planned(
     except Exception as error:
         told = str(error) if isinstance(error, ValueError) else reason(error)
         return MeshPlan(sizes=candidate.sizes, options=candidate.options, refusal=told)
-    rows = training.config.batch_size // max(1, candidate.size("data") * candidate.size("shard"))
+    copies = candidate.size("data") * candidate.size("shard") * candidate.size("expert")
+    rows = training.config.batch_size // copies
     plans = [
         _with_micro(training.settings, workers, candidate, profile, machine, memory, count)
         for count in micro_batches(candidate, rows, num_micro)

@@ -24,6 +24,7 @@ from ringspark.estimators.memory.work import Work
 from ringspark.estimators.parallel.model.pipeline.actions import Steps
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
 from ringspark.estimators.parallel.model.stand_in import Message
+from ringspark.estimators.scaling.meshes.axes import PLANNED_AXES
 from ringspark.estimators.scaling.meshes.candidates import Candidate, with_mesh
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.chain import links_of
@@ -148,7 +149,7 @@ class Profiles:
         sizes = dict(candidate.sizes)
         if self._config.sharding == "none":
             # Without a part that ranks with other rows split among each other, their number changes nothing.
-            sizes = {axis: size for axis, size in sizes.items() if axis in ("tensor", "pipeline", "sequence")}
+            sizes = {axis: size for axis, size in sizes.items() if axis in PLANNED_AXES[1:]}
         key = (*sorted(sizes.items()), repr(sorted(candidate.options.items())))
         if key not in self._found:
             self._found[key] = self._measured(sizes, candidate.options)

@@ -17,6 +17,8 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.cut_plan import orders_of
 from ringspark.estimators.memory.sharing import num_sharers, num_summing
 from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
+from ringspark.estimators.parallel.mesh import AXES
+from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
 from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.scaling.exchange_time import ring_seconds
@@ -71,8 +73,8 @@ def step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTi
         if action.kind is not Kind.WEIGHT:
             messages = profile.messages(rank, action.stage, action.kind is Kind.FORWARD, rows)
             for axis, found in messages.items():
-                # Ranks along tensor are neighbours, and lie between those along sequence.
-                reach = sizes[axis] * (1 if axis == "tensor" else sizes["tensor"])
+                # Ranks along the last axis are neighbours, and lie between those along the one before.
+                reach = math.prod(sizes[other] for other in AXES[AXES.index(axis) :])
                 seconds += machine.exchange(found, sizes[axis], reach)
             # Values come from the stage before, or go there as gradients.
             if arriving := profile.arriving(rank, action.stage, rows):
@@ -121,8 +123,12 @@ def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> flo
     if size == 1:
         return 0.0
     axes = config.axes
-    count = _largest_gradients(profile)
-    seconds = ring_seconds(size, count, machine.link(size, axes["tensor"] * size))
+    count, of_experts = _largest_gradients(profile)
+    link = machine.link(size, axes["tensor"] * size)
+    seconds = ring_seconds(size, count - of_experts, link)
+    if of_experts:
+        # Ranks with other experts have other gradients.
+        seconds += ring_seconds(size // axes["expert"], of_experts, link)
     if config.sharding == "parameters":
         seconds *= _WEIGHTS_AND_GRADIENTS * config.gradient_accumulation
     # Into the buffer that travels: each byte is read and written.
@@ -136,12 +142,16 @@ def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> 
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))
 
 
-def _largest_gradients(profile: Profile) -> int:
-    return max(
-        num_bytes(p for p in part.module.parameters() if p.requires_grad) for part in profile.network.parts
-    )
+def _largest_gradients(profile: Profile) -> tuple[int, int]:
+    """Returns the most bytes of gradients of a rank, and how many of them are those of experts."""
+    found = []
+    for part in profile.network.parts:
+        trained = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
+        experts = expert_names(part.module) & trained.keys()
+        found.append((num_bytes(trained.values()), num_bytes(trained[name] for name in experts)))
+    return max(found)
 
 
 def _in_buckets(profile: Profile) -> bool:
     """Whether gradients leave while others are still computed."""
-    return _largest_gradients(profile) > FLAT_BYTES
+    return _largest_gradients(profile)[0] > FLAT_BYTES

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS
+from ringspark.estimators.training.settings.parallelism import MODEL_AXES
 
 if TYPE_CHECKING:
     from ringspark.estimators.training.settings.config import TrainConfig
@@ -41,6 +42,12 @@ def _compresses(config: TrainConfig) -> bool:
 def _runs_apart(c: TrainConfig) -> bool:
     """Whether workers exchange by another way than common sums of their gradients."""
     return c.consistency["name"] != "bsp" and c.num_workers > 1
+
+
+def _cuts_parameters(c: TrainConfig) -> bool:
+    """Whether ranks of a mesh hold parts of parameters; the stages of a pipeline hold whole ones."""
+    only_stages = all(c.parallelism.get(a, 1) == 1 for a in MODEL_AXES if a != "pipeline")
+    return c.cuts_network and not (only_stages and c.sharding == "none")
 
 
 def makes_dense(c: TrainConfig) -> list[tuple[str, str]]:
@@ -336,11 +343,11 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism that cuts the network with an optimizer that looks at whole parameters",
         lambda c: (
-            c.cuts_network
-            and (c.optimizer in _OF_WHOLE_PARAMETERS or c.optimizer in ("adam8bit", "adam1bit"))
+            (_cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS)
+            or (c.cuts_network and c.optimizer == "adam1bit")
         ),
         "parallelism {parallelism} leaves a worker parts of parameters, and optimizer '{optimizer}' looks at "
-        "whole ones; set optimizer='adamw'",
+        "whole ones; set optimizer='adamw', or give the workers to 'pipeline'",
     ),
     Combination(
         "parallelism that cuts the network with lora",

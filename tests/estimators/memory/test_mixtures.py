@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
 from ringspark.estimators import plan_memory
+from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.scaling.layers import count_layers
 from ringspark.models import ModelSpec
 
@@ -40,3 +43,31 @@ def test_experts_cost_the_operations_of_the_perceptron_they_replace(experts: dic
     mixed = {layer.name: layer.work for layer in count_layers(spec(experts).build(), (ids,)).layers}
     perceptron = work["blocks.1.up"] + work["blocks.1.down"]
     assert mixed["blocks.1.mixture.experts"] == pytest.approx(perceptron, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
+def test_the_plan_of_ranks_with_other_experts_is_within_a_tenth_of_the_fullest_ones_peak(
+    mesh: dict[str, int], benchmark_meshes: Any
+) -> None:
+    """The plan deals tokens evenly and drops none, the router as it likes: 256 tokens a rank, 8 experts."""
+    workers = prod(mesh.values())
+    network = benchmark_meshes.networks(4 * workers, tiny=True)[-1]
+    rounds = benchmark_meshes.Rounds(network, [network.config(mesh, 1, workers)], 0, 0)
+    texts = run_spawned(workers, "torch", rounds, timeout_seconds=120)
+    measured = max(json.loads(text)[1][0] for text in texts)
+    inputs, labels = (((network.rows // workers, *shape), dtype) for (_, *shape), dtype in network.batch)
+    settings = {"numWorkers": workers, "collective": "torch", "loss": network.loss}
+    plan = plan_memory(network.spec, (inputs, labels), parallelism=mesh, **settings)
+    assert 0.9 < plan.peak / measured < 1.1
+    # Each rank has half of the experts and all else.
+    whole = plan_memory(network.spec, (inputs, labels), **settings)
+    experts = sum(p.numel() for n, p in network.spec.build().named_parameters() if ".experts." in n)
+    assert whole.parameters - plan.parameters == 4 * experts // 2
+
+
+def test_meshes_over_experts_with_a_sharding_are_not_planned() -> None:
+    settings = {"parallelism": {"expert": 2}, "numWorkers": 2, "collective": "torch"}
+    with pytest.raises(ValueError, match="over 'expert' with sharding='optimizer' is not planned"):
+        plan_memory(spec({"num_experts": 8}), BATCH, loss="cross_entropy", sharding="optimizer", **settings)

@@ -198,6 +198,36 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(lm, 4) if not c.refusal]
 
 
+def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: Training) -> None:
+    """A mixture sends its tokens away and gets them back, forward and backward, and tells how many before."""
+    sizes = {"vocab_size": 8, "max_seq_len": 4, "dim": 8, "depth": 1, "num_heads": 2}
+    spec = ModelSpec("transformer_lm", sizes | {"experts": {"num_experts": 4, "every": 1}})
+    ids = ((ROWS, 4), "int64")
+    config = replace(training.settings, model=spec.to_json(), losses=("cross_entropy",))
+    mixed = Training.of(config, UserObjects(), *columns_of((ids, ids)))
+    shapes = [dict(c.sizes) for c in candidates(mixed.spreadable(), 4) if not c.refusal]
+    assert {"expert": 4} in shapes
+    assert {"data": 2, "expert": 2} in shapes
+    assert not any("expert" in c.sizes for c in candidates(training.spreadable(), 4))
+    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.spreadable(), 5)
+    sharded = replace(mixed.spreadable(), config=replace(config, sharding="optimizer"))
+    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, 2)
+    profile = mixed.profiles.of(Candidate(sizes={"expert": 2}))
+    tokens = 4 * ROWS * 4 * 8  # bytes of those of one rank
+    forward, backward = (profile.messages(0, 0, way, ROWS)["expert"] for way in (True, False))
+    counts = Message("all_gather", 2 * 4 * 8)
+    assert forward == [counts, *[Message("all_to_all", 2 * tokens)] * 2]
+    assert backward == [Message("all_to_all", 2 * tokens)] * 2
+    # Each rank has half of the rows. Experts' gradients are summed over none but their like: one rank.
+    link = replace(LINK, alpha=0.0)
+    named = dict(mixed.network.named_parameters())
+    experts = 4 * sum(p.numel() for n, p in named.items() if ".experts." in n)
+    rest = 4 * sum(p.numel() for p in named.values()) - experts
+    found = _time(mixed, _machine(inside={2: link}), expert=2).exposed
+    inside = 4 * tokens / 4 * link.beta + ring_seconds(2, counts.num_bytes, link) / 2
+    assert found == pytest.approx(ring_seconds(2, rest, link) + inside, rel=0.01)
+
+
 GIVEN: dict[str, Any] = {"link": LINK, "stepSeconds": {4: 0.01, 16: 0.02}}
 
 

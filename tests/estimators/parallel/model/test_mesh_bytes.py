@@ -1,4 +1,4 @@
-"""A mesh's memory: each rank holds what theory gives it."""
+"""A mesh's memory: each rank holds what theory gives it, and ranks train what one cannot hold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_bytes import KINDS, columns, config_of, counted_bytes, expected_bytes
+from rank_bytes import (
+    KINDS,
+    columns,
+    config_of,
+    counted_bytes,
+    expected_bytes,
+    is_of_the_limit,
+    trained_within,
+)
+from safetensors.torch import load_file
 
+from ringspark.estimators import WorkerError
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
@@ -53,3 +63,41 @@ def test_the_fullest_rank_holds_what_theory_gives_it(
     expected, ranks = expected_bytes(config, LAYERS, WIDTH), counted_bytes(config)
     most = {kind: max(rank[kind] for rank in ranks) for kind in KINDS}
     assert most == {kind: pytest.approx(count, rel=0.1) for kind, count in expected.items()}
+
+
+# 24 layers of 16 MiB: weights, gradients and AdamW's moments are 1,536 MiB.
+DEEP, WIDE, STATE = 24, 2048, 16 * 24 * 2048 * 2049
+MICRO = {"gradient_accumulation": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "changes", "times"),
+    [
+        pytest.param("pipeline", {"optimizer": "adamw8bit"} | MICRO, 4.0, id="pipeline4-adamw8bit"),
+        pytest.param("pipeline", MICRO, 2.9, id="pipeline4"),
+        pytest.param("tensor", {}, 2.9, id="tensor4"),
+        pytest.param("shard", {"sharding": "parameters"}, 2.25, id="shard4"),
+    ],
+)
+def test_four_ranks_train_what_one_and_two_cannot_hold(
+    make_shards: MakeShards, tmp_path: Path, mesh: str, changes: dict[str, Any], times: float
+) -> None:
+    """A rank may have 1/`times` of the state of AdamW for everything: threads and buffers, too."""
+    manifest, most = make_shards(columns(16, WIDE)), int(STATE / times)
+
+    def trained_by(workers: int) -> dict[str, Any]:
+        over = {mesh: workers} if workers > 1 else {"data": 1}
+        sharding = {"sharding": "none"} if workers == 1 else {}
+        settings = {"num_workers": workers, "parallelism": over} | changes | sharding
+        config = config_of(manifest, tmp_path / f"{workers}", DEEP - 1, WIDE, 8, **settings)
+        return dict(trained_within(config, most))
+
+    found = trained_by(4)
+    assert found["steps"] == 2
+    weights = load_file(Path(found["weights"]) / "model.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) * 16 == STATE
+    for workers in (2, 1):
+        with pytest.raises(WorkerError) as refused:
+            trained_by(workers)
+        assert is_of_the_limit(refused.value)
