@@ -42,7 +42,7 @@ class RecurrentLayer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A stack of recurrent layers and a linear head on one summary of each row; the outputs are logits or values.
+    """Recurrent layers and a linear head on a summary of each row; the outputs are logits or values.
 
     Args:
         hidden: Width of each layer.
@@ -77,8 +77,8 @@ class Recurrent(nn.Module):
         super().__init__()
         if (in_features is None) == (vocab_size is None):
             raise ValueError(
-                f"recurrent takes in_features (rows of numbers) or vocab_size (rows of ids), got {in_features} "
-                f"and {vocab_size}; give one of them"
+                f"recurrent takes in_features (rows of numbers) or vocab_size (rows of ids), got "
+                f"{in_features} and {vocab_size}; give one of them"
             )
         sizes = {"hidden": hidden, "out_features": out_features, "in_features": in_features}
         for name, size in (sizes | {"vocab_size": vocab_size, "dim": dim, "depth": depth}).items():

@@ -73,9 +73,9 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
             cut_stages(links, len(owners), [1.0] * len(links))
         if options.get("time_chunks", 1) > 1 and not goes_along_time(links):
             raise ValueError(
-                f"parallelism's 'time_chunks' needs a network with links that go along time one after the other, "
-                f"such as 'recurrent', and {type(module).__name__} has none; give its links over_time, as "
-                "ringspark.models.chain describes, or leave 'time_chunks' out"
+                "parallelism's 'time_chunks' needs a network with links that go along time one after the "
+                f"other, such as 'recurrent', and {type(module).__name__} has none; give its links "
+                "over_time, as ringspark.models.chain describes, or leave 'time_chunks' out"
             )
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])

@@ -144,9 +144,9 @@ PARALLELISM = Setting[dict[str, Any] | str](
     "blocks each), 'expert' (other experts) and 'sequence' (parts of every row), such as {'data': 2, "
     "'tensor': 2}; 'plan' says which layers 'tensor' cuts in a network of your own, 'between' whether the "
     "others work on 'whole' rows or 'parts' of their tokens; 'schedule', 'virtual' and 'cuts' say how a "
-    "pipeline runs, whose micro-batches are those of gradientAccumulation, and 'time_chunks' in how many parts rows "
-    "go through recurrent layers; 'auto' has them planned by memory "
-    "and time before the workers start, with gradientAccumulation where that is not set",
+    "pipeline runs, whose micro-batches are those of gradientAccumulation, and 'time_chunks' in how many "
+    "parts rows go through recurrent layers; 'auto' has them planned by memory and time before the workers "
+    "start, with gradientAccumulation where that is not set",
     default={},
     default_words="`{}`: all along 'data'",
     convert=_parallelism,

@@ -363,8 +363,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism's time_chunks without 'pipeline'",
         lambda c: c.parallelism.get("time_chunks", 1) > 1 and c.parallelism.get("pipeline", 1) == 1,
-        "parallelism's 'time_chunks' ({parallelism[time_chunks]}) passes parts of rows between the stages of a "
-        "pipeline; give workers to 'pipeline', or leave 'time_chunks' out",
+        "parallelism's 'time_chunks' ({parallelism[time_chunks]}) passes parts of rows between the stages of "
+        "a pipeline; give workers to 'pipeline', or leave 'time_chunks' out",
     ),
     Combination(
         "parallelism's time_chunks with 'tensor', 'expert' or 'sequence'",
@@ -372,8 +372,9 @@ COMBINATIONS: tuple[Combination, ...] = (
             c.parallelism.get("time_chunks", 1) > 1
             and any(c.parallelism.get(axis, 1) > 1 for axis in ("tensor", "expert", "sequence"))
         ),
-        "parallelism's 'time_chunks' goes with the axes 'data', 'shard' and 'pipeline', as other axes exchange "
-        "in every part of a row, got parallelism {parallelism}; leave the other axes or 'time_chunks' out",
+        "parallelism's 'time_chunks' goes with the axes 'data', 'shard' and 'pipeline', as other axes "
+        "exchange in every part of a row, got parallelism {parallelism}; leave the other axes or "
+        "'time_chunks' out",
     ),
     Combination(
         "parallelism's time_chunks with a schedule that splits backward passes",

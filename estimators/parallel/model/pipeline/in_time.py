@@ -34,7 +34,8 @@ class Piece:
     Attributes:
         inputs: The values that want gradients, leaves.
         results: The results that get gradients.
-        states: Each state after the chunk that wants a gradient, with the leaf that the next chunk starts from.
+        states: Each state after the chunk that wants a gradient, with the leaf that the next chunk starts
+            from.
     """
 
     inputs: list[torch.Tensor]

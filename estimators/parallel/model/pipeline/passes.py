@@ -113,14 +113,14 @@ def _place(
     streams = streams_of(stages, options.time_chunks)
     if options.time_chunks > 1 and not any(streams):
         raise ValueError(
-            "parallelism's 'time_chunks' needs a cut between two links that go along time, and the stages begin "
-            f"at {', '.join(stage[0].name for stage in stages)}; name others by parallelism's 'cuts', or leave "
-            "'time_chunks' out"
+            "parallelism's 'time_chunks' needs a cut between two links that go along time, and the stages "
+            f"begin at {', '.join(stage[0].name for stage in stages)}; name others by parallelism's 'cuts', "
+            "or leave 'time_chunks' out"
         )
     if any(streams) and schedule.splits:
         raise ValueError(
-            f"parallelism's 'time_chunks' does not go with schedule {options.schedule!r}, which splits backward "
-            "passes; set schedule='1f1b'"
+            f"parallelism's 'time_chunks' does not go with schedule {options.schedule!r}, which splits "
+            "backward passes; set schedule='1f1b'"
         )
     sections = [
         sections_of(stage, streams_in=number > 0 and streams[number - 1], streams_out=streams[number])

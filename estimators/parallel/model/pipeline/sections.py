@@ -1,13 +1,14 @@
 """How a stage works through chunks of time: its links in sections that go along time, or need whole rows.
 
 A stack of recurrent layers overlaps in time: layer 2 can work on chunk t while layer 1 works on chunk t + 1,
-since layer 2 needs of layer 1 the chunk t alone, and of itself the state after chunk t - 1. Where the last link
-of a stage and the first of the next go along time (`Link.over_time`), values pass between the two chunk by
-chunk, and the chunks' gradients come back in reverse.
+since layer 2 needs of layer 1 the chunk t alone, and of itself the state after chunk t - 1. Where the last
+link of a stage and the first of the next go along time (`Link.over_time`), values pass between the two chunk
+by chunk, and the chunks' gradients come back in reverse.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ def streams_of(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[bool]
     """Returns of each stage whether the next one gets its values chunk by chunk."""
     if time_chunks == 1:
         return [False] * len(stages)
-    pairs = zip(stages, stages[1:], strict=False)
+    pairs = itertools.pairwise(stages)
     between = [_goes_along(before[-1]) and _goes_along(after[0]) for before, after in pairs]
     return [*between, False]
 
@@ -42,8 +43,8 @@ def streams_of(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[bool]
 def sections_of(links: Sequence[Link], *, streams_in: bool, streams_out: bool) -> list[Section]:
     """Cuts a stage into sections; none if whole rows come in and go out.
 
-    The links that go along time at an end of the stage where chunks pass work on them; all others on whole rows.
-    Of a stage that gives whole rows the last section does, though it may have no links.
+    The links that go along time at an end of the stage where chunks pass work on them; all others work on
+    whole rows, as the last section of a stage does that gives whole rows, though it may have no links.
     """
     if not (streams_in or streams_out):
         return []
@@ -77,7 +78,7 @@ def lengths_of(arguments: Sequence[torch.Tensor], time_chunks: int) -> list[int]
 
 def goes_along_time(links: Sequence[Link]) -> bool:
     """Whether two links follow each other that go along time, between which chunks could pass."""
-    return any(_goes_along(a) and _goes_along(b) for a, b in zip(links, links[1:], strict=False))
+    return any(_goes_along(a) and _goes_along(b) for a, b in itertools.pairwise(links))
 
 
 def _goes_along(link: Link) -> bool:

@@ -39,8 +39,8 @@ class StageForward:
 
         Args:
             stage: Number of the stage; only left out where the rank has one alone.
-            part: (first link, end, states of the links): what runs, and from which states where the values are
-                a chunk of time. The result is then (result, states after it).
+            part: (first link, end, states of the links): what runs, and from which states where the values
+                are a chunk of time. The result is then (result, states after it).
         """
         if stage is None:
             (stage,) = self.stages
