@@ -7,13 +7,15 @@ time, so a pipeline can have the second layer work on a row's first part while t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from ringspark.models.chain import Link, State
 from ringspark.models.mlp import check_dropout
 
-CELLS: dict[str, type[nn.RNNBase]] = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn": nn.RNN}
+CELLS: dict[str, Callable[..., nn.RNNBase]] = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn": nn.RNN}
 POOLS = ("last", "mean")
 Masked = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -134,7 +134,7 @@ def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp
 
 @pytest.mark.slow
 def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table: Any, tmp_path: Path) -> None:
-    """Batches of texts of one to four tokens by two stages; the model reads each row alone as the gang did."""
+    """Batches of texts of one to four tokens by two stages; the model reads each row alone."""
     spec = ModelSpec("recurrent", SIZES | {"hidden": 8, "depth": 2})
     settings: dict[str, Any] = {"numWorkers": 2, "collective": "torch"}
     settings["parallelism"] = {"pipeline": 2, "time_chunks": 3, "cuts": ["layers.1"]}

@@ -122,11 +122,10 @@ def _gradients(collective: Collective, device: str, status: Status, *, cases: Se
     found: dict[str, float] = {}
     for name, schedule, chunks, options in cases:
         whole, cut = _network(name), _network(name)
-        recomputes = options.pop("recomputes", False)
+        recomputes = options.pop("recomputes", "none")
         chosen = PipelineOptions(schedule=schedule, time_chunks=chunks, num_micro=3, **options)
         passes = pipelined(cut, mesh, chosen)
-        if recomputes:
-            apply_activation_checkpoint(passes.network, "all")
+        apply_activation_checkpoint(passes.network, recomputes)
         for number, rows in enumerate([(2, 2, 1), (3,)]):
             # The second step has rows of other lengths, some of fewer times than chunks.
             micros = _rows(name, rows, TIMES if number == 0 else 2, number)
@@ -167,7 +166,8 @@ def test_two_stages_in_other_chunks_have_the_gradients_of_one_process() -> None:
             *((name, schedule, 3, {}) for name in NETWORKS for schedule in ("gpipe", "1f1b")),
             ("gru", "1f1b", 1, {}),
             ("gru", "naive", 2, {}),
-            ("gru", "1f1b", 3, {"recomputes": True}),
+            ("gru", "1f1b", 3, {"recomputes": "all"}),
+            ("lstm", "1f1b", 3, {"recomputes": "sqrt"}),
             ("between", "gpipe", 2, {"cuts": ["5"]}),
         ],
     )
@@ -182,6 +182,34 @@ def test_more_stages_in_chunks_have_the_gradients_of_one_process(size: int) -> N
     if size == 3:
         cases.append(("gru", "interleaved", 3, virtual))
     _check(size, [*cases, ("between", "1f1b", 3, {"cuts": ["2", "4", "5"][: size - 1]})])
+
+
+def _late(collective: Collective, device: str, status: Status, *, schedule: str) -> str:
+    """Trains with late gradients, on whole rows and in chunks; returns the largest difference of weights."""
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    weights = []
+    for chunks in (1, 3):
+        options = PipelineOptions(schedule=schedule, num_micro=2, time_chunks=chunks)
+        passes = pipelined(_network("lstm"), mesh, options)
+        optimizer = torch.optim.SGD(passes.network.parameters(), 0.1)
+        for number in range(6):
+            if number < 4:
+                passes.train(_rows("lstm", (2, 1), TIMES, number), lambda y, index: _loss(y))
+            elif passes.steps_under_way:
+                passes.drain()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.cat([p.detach().flatten() for p in passes.network.parameters()]))
+    start = torch.cat([p.detach().flatten() for p in _network("lstm").parameters()])
+    assert not torch.isin(weights[0], start).all()
+    return json.dumps(float((weights[1] - weights[0]).abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_late_gradients_are_the_same_in_chunks(schedule: str) -> None:
+    for text in run_spawned(2, "torch", partial(_late, schedule=schedule)):
+        assert json.loads(text) < 1e-6
 
 
 @pytest.mark.slow  # Torch's orders bring its compiler along.
