@@ -9,6 +9,7 @@ from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
 from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint
+from ringspark.models.recurrent import Recurrent
 from ringspark.models.registry import MODELS
 from ringspark.models.reports import CountingLayer, add_counts, add_loss
 from ringspark.models.resnet import ResNet
@@ -27,6 +28,7 @@ __all__ = [
     "ModelSpec",
     "RandomCrop",
     "RandomHorizontalFlip",
+    "Recurrent",
     "ResNet",
     "TabularEnsemble",
     "TabularNet",

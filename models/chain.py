@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+State = tuple[torch.Tensor, ...] | None
+
 
 @dataclass(frozen=True)
 class Link:
@@ -36,11 +38,17 @@ class Link:
         run: What computes it: a submodule or a method of the network, so that a copy of the network is run by
             its own.
         parts: Names of the submodules and parameters that it uses.
+        over_time: (state, chunk of the values) -> (chunk of the result, state), for a link that sees of a row
+            only what came before, such as a recurrent layer. All values and results are (batch, time, ...),
+            and are cut along time. The state is a tuple of tensors, or None: at the start of a row, and of a
+            link that looks at each position alone. All chunks one after the other give what `run` gives. None
+            for a link that needs whole rows.
     """
 
     name: str
     run: Callable[..., Any]
     parts: tuple[str, ...]
+    over_time: Callable[..., tuple[Any, State]] | None = None
 
 
 def links_of(network: nn.Module) -> list[Link]:
@@ -70,6 +78,25 @@ def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
     for index, link in enumerate(links):
         result = link.run(*(values if index == 0 else as_values(result, link)))
     return result
+
+
+def run_over_time(
+    links: Sequence[Link], states: Sequence[State], values: tuple[Any, ...]
+) -> tuple[Any, list[State]]:
+    """Returns what the last link gives for one chunk of time, and the state of each link after it.
+
+    Args:
+        links: Links that go along time.
+        states: State of each link after the chunk before; None at the start of the rows.
+        values: One chunk of what is given to the first link.
+    """
+    result: Any = values
+    after: list[State] = []
+    for index, (link, state) in enumerate(zip(links, states, strict=True)):
+        assert link.over_time is not None
+        result, new = link.over_time(state, *(values if index == 0 else as_values(result, link)))
+        after.append(new)
+    return result, after
 
 
 def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:

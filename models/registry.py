@@ -9,6 +9,7 @@ MODELS: dict[str, str] = {
     "embedding_mean": "ringspark.models.embedding_mean:EmbeddingMean",
     "linear": "ringspark.models.linear:Linear",
     "mlp": "ringspark.models.mlp:MLP",
+    "recurrent": "ringspark.models.recurrent:Recurrent",
     "resnet": "ringspark.models.resnet:ResNet",
     "tabular": "ringspark.models.tabular:TabularNet",
     "tabular_ensemble": "ringspark.models.tabular_ensemble:TabularEnsemble",

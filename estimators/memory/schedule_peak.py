@@ -9,7 +9,7 @@ from __future__ import annotations
 from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.memory.rank_step import LEAVING, RankBytes
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
-from ringspark.estimators.parallel.model.pipeline.executor import SENDS_UNDER_WAY
+from ringspark.estimators.parallel.model.pipeline.exchange import SENDS_UNDER_WAY
 
 
 def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:

@@ -133,6 +133,20 @@ def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp
 
 
 @pytest.mark.slow
+def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table: Any, tmp_path: Path) -> None:
+    """Batches of texts of one to four tokens by two stages; the model reads each row alone."""
+    spec = ModelSpec("recurrent", SIZES | {"hidden": 8, "depth": 2})
+    settings: dict[str, Any] = {"numWorkers": 2, "collective": "torch"}
+    settings["parallelism"] = {"pipeline": 2, "time_chunks": 3, "cuts": ["layers.1"]}
+    model = classifier(tmp_path / "runs", model=spec, epochs=8, **settings).fit(table)
+    model.write().save(str(tmp_path / "model"))
+    again = type(model).load(str(tmp_path / "model"))
+    said = {row.text: row.predictedLabel for row in again.transform(table).collect()}
+    assert said == dict(zip(TEXTS, by_hand(model, TEXTS), strict=True))
+    assert [said[text] for text in TEXTS] == CLASSES
+
+
+@pytest.mark.slow
 def test_a_run_of_texts_goes_on_exactly(table: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model": TRANSFORMER, "epochs": 2}
     whole = classifier(tmp_path, **settings).fit(table)

@@ -14,6 +14,16 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "embedding_mean": {"vocab_size": 9, "dim": 8, "out_features": 2, "dropout": 0.1},
     "linear": {"in_features": 5, "out_features": 2},
     "mlp": {"in_features": 5, "hidden": [8, 7], "out_features": 2, "dropout": 0.2, "norm": "batch"},
+    "recurrent": {"in_features": 5, "hidden": 6, "depth": 2, "out_features": 2, "dropout": 0.1},
+    "recurrent lstm of ids": {
+        "vocab_size": 9,
+        "hidden": 6,
+        "depth": 3,
+        "out_features": 2,
+        "kind": "lstm",
+        "pool": "mean",
+        "padding_id": 0,
+    },
     "resnet": {"in_channels": 3, "out_features": 2, "depths": [1, 2], "width": 4, "norm": "group"},
     "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
     "tabular_ensemble": {
@@ -54,7 +64,9 @@ def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     if name.startswith("tabular"):
         categories = torch.randint(0, 4, (rows, 2), generator=generator)
         return categories, torch.randn(rows, 3, generator=generator)
-    if name == "embedding_mean" or name.startswith("transformer"):
+    if name == "recurrent":
+        return (torch.randn(rows, 4, 5, generator=generator),)
+    if name in ("embedding_mean", "recurrent lstm of ids") or name.startswith("transformer"):
         vocab_size = EXAMPLES[name]["vocab_size"]
         ids = torch.randint(0, vocab_size, (rows, 4), generator=generator)  # type: ignore[call-overload]
         return (ids, ids > 1) if name == "embedding_mean" else (ids,)

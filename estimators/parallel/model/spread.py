@@ -16,6 +16,7 @@ from ringspark.estimators.parallel.model.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_by_names, cut_stages
 from ringspark.estimators.parallel.model.pipeline.passes import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
+from ringspark.estimators.parallel.model.pipeline.sections import goes_along_time
 from ringspark.estimators.parallel.model.sequence.spread import check_sequence, spread_sequence
 from ringspark.estimators.parallel.model.tensor import (
     MeshGrids,
@@ -69,6 +70,12 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
             cut_by_names(links, len(owners), options["cuts"])
         else:
             cut_stages(links, len(owners), [1.0] * len(links))
+        if options.get("time_chunks", 1) > 1 and not goes_along_time(links):
+            raise ValueError(
+                "parallelism's 'time_chunks' needs a network with links that go along time one after the "
+                f"other, such as 'recurrent', and {type(module).__name__} has none; give its links "
+                "over_time, as ringspark.models.chain describes, or leave 'time_chunks' out"
+            )
     if sizes["expert"] > 1:
         last: Any = _Seat(sizes["expert"] - 1, sizes["expert"])
         spread_experts(module, last)
@@ -119,6 +126,7 @@ def spread(
             virtual=options.get("virtual", 1),
             cuts=tuple(options.get("cuts") or ()),
             num_micro=num_micro,
+            time_chunks=options.get("time_chunks", 1),
         )
         # Layers that are cut already would exchange in the measure, which one rank runs alone.
         is_cut = bool(cuts) or mesh.sizes["sequence"] > 1

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "schedule": "1f1b",
     "virtual": 1,
     "cuts": (),
+    "time_chunks": 1,
     "context": "ring",
 }
 
@@ -83,12 +84,17 @@ def _one_of(name: str, known: Sequence[str]) -> Callable[[Any], str]:
     return convert
 
 
-def _virtual(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"parallelism's 'virtual' must be a number of stages a worker of at least 1, got {value!r}"
-        )
-    return value
+def _number_of(name: str, what: str) -> Callable[[Any], int]:
+    """Returns what takes a number of something for an option."""
+
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"parallelism's {name!r} must be a number of {what} of at least 1, got {value!r}"
+            )
+        return value
+
+    return convert
 
 
 def _cuts(value: Any) -> list[str]:
@@ -104,8 +110,9 @@ _CHECKS: dict[str, Any] = {
     "plan": _plan,
     "between": _one_of("between", BETWEEN_NAMES),
     "schedule": _one_of("schedule", SCHEDULE_NAMES),
-    "virtual": _virtual,
+    "virtual": _number_of("virtual", "stages a worker"),
     "cuts": _cuts,
+    "time_chunks": _number_of("time_chunks", "chunks of a row's time"),
     "context": _one_of("context", CONTEXT_NAMES),
 }
 
@@ -137,8 +144,9 @@ PARALLELISM = Setting[dict[str, Any] | str](
     "blocks each), 'expert' (other experts) and 'sequence' (parts of every row), such as {'data': 2, "
     "'tensor': 2}; 'plan' says which layers 'tensor' cuts in a network of your own, 'between' whether the "
     "others work on 'whole' rows or 'parts' of their tokens; 'schedule', 'virtual' and 'cuts' say how a "
-    "pipeline runs, whose micro-batches are those of gradientAccumulation; 'auto' has them planned by memory "
-    "and time before the workers start, with gradientAccumulation where that is not set",
+    "pipeline runs, whose micro-batches are those of gradientAccumulation, and 'time_chunks' in how many "
+    "parts rows go through recurrent layers; 'auto' has them planned by memory and time before the workers "
+    "start, with gradientAccumulation where that is not set",
     default={},
     default_words="`{}`: all along 'data'",
     convert=_parallelism,

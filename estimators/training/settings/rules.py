@@ -368,6 +368,31 @@ COMBINATIONS: tuple[Combination, ...] = (
         "compile=False, or give all workers to 'data'",
     ),
     Combination(
+        "parallelism's time_chunks without 'pipeline'",
+        lambda c: c.parallelism.get("time_chunks", 1) > 1 and c.parallelism.get("pipeline", 1) == 1,
+        "parallelism's 'time_chunks' ({parallelism[time_chunks]}) passes parts of rows between the stages of "
+        "a pipeline; give workers to 'pipeline', or leave 'time_chunks' out",
+    ),
+    Combination(
+        "parallelism's time_chunks with 'tensor', 'expert' or 'sequence'",
+        lambda c: (
+            c.parallelism.get("time_chunks", 1) > 1
+            and any(c.parallelism.get(axis, 1) > 1 for axis in ("tensor", "expert", "sequence"))
+        ),
+        "parallelism's 'time_chunks' goes with the axes 'data', 'shard' and 'pipeline', as other axes "
+        "exchange in every part of a row, got parallelism {parallelism}; leave the other axes or "
+        "'time_chunks' out",
+    ),
+    Combination(
+        "parallelism's time_chunks with a schedule that splits backward passes",
+        lambda c: (
+            c.parallelism.get("time_chunks", 1) > 1
+            and c.parallelism.get("schedule") in ("zero_bubble", "zbv")
+        ),
+        "parallelism's 'time_chunks' takes backward passes against time as a whole, and schedule "
+        "'{parallelism[schedule]}' splits them; set schedule='1f1b', or leave 'time_chunks' out",
+    ),
+    Combination(
         "parallelism's schedule without a flush with onNonFinite='rollback'",
         lambda c: c.parallelism.get("schedule") in ("pipedream", "2bw") and c.on_non_finite == "rollback",
         "onNonFinite 'rollback' goes back to a checkpoint, and with parallelism's schedule "

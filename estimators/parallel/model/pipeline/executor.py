@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
+from ringspark.estimators.parallel.model.pipeline.exchange import Exchange, Place
+from ringspark.estimators.parallel.model.pipeline.in_time import (
+    Give,
+    Gradients,
+    LiveInTime,
+    Piece,
+    Span,
+    backward,
+    forward,
+)
+from ringspark.estimators.parallel.model.pipeline.sections import Section
 from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
-from ringspark.estimators.parallel.model.pipeline.wire import Forms, Values, Wait, Wire, forms_of, marked
-from ringspark.models.chain import Link, as_values
+from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
+from ringspark.models.chain import State, as_values
 
 Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 # Gets the number of a micro-batch, just after a stage has run; returns the scalar that it adds to the loss.
 Added = Callable[[int], torch.Tensor | None]
-
-# Gradients that may be on their way while the next are computed.
-SENDS_UNDER_WAY = 2
 
 
 @dataclass
@@ -46,28 +54,6 @@ class _Live:
     groups: list[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank's place in the pipeline.
-
-    Attributes:
-        rank: Its number.
-        owners: The rank of each stage.
-        firsts: The first link of each stage.
-    """
-
-    rank: int
-    owners: Sequence[int]
-    firsts: Sequence[Link]
-
-    @property
-    def last(self) -> int:
-        return len(self.owners) - 1
-
-    def is_own(self, stage: int) -> bool:
-        return self.owners[stage] == self.rank
-
-
 class Executor:
     """Runs the stages of one rank.
 
@@ -83,11 +69,8 @@ class Executor:
         self.recorder = Recorder()
         self.most_live = 0
         self._place = place
-        self._wire = wire
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._arriving: dict[tuple[bool, int, int], Callable[[], Any]] = {}
-        self._sending: deque[Wait] = deque()
-        self._keys: dict[int, Hashable] = {}
+        self._exchange = Exchange(place, wire)
+        self._live: dict[tuple[int, int], _Live | LiveInTime] = {}
 
     def train(
         self,
@@ -106,10 +89,10 @@ class Executor:
             first_micro: Number of the first new micro-batch.
         """
         for micro, arguments in enumerate(inputs, first_micro):
-            self._keys[micro] = _key(module, arguments)
+            self._exchange.begin(micro, module, arguments)
         for step in steps:
             if isinstance(step, Arrival):
-                self._expect(step)
+                self._exchange.expect(step)
                 continue
             if step.kind is Kind.FORWARD:
                 self._keep_forward(module, step, inputs, loss, added, first_micro)
@@ -121,38 +104,48 @@ class Executor:
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
         """Runs the stages on one micro-batch without gradients; returns outputs where the last stage is."""
         micro = -1
-        self._keys[micro] = _key(module, inputs)
-        result = None
+        self._exchange.begin(micro, module, inputs)
+        result: Any = None
         for stage in stages:
-            values: Values = tuple(inputs)
-            if stage > 0:
-                if not self._place.is_own(stage - 1):
-                    self._expect(Arrival(True, stage, micro, self._place.owners[stage - 1]))
-                values = self._arrived(True, stage, micro)
-            result = self._forward(module, stage, micro, values)
-            if stage != self._place.last:
-                outputs = as_values(result, self._place.firsts[stage + 1])
-                self._sending.append(self._hand_on(outputs, stage, micro))
-                result = None
+            if stage > 0 and not self._place.is_own(stage - 1):
+                self._exchange.expect(Arrival(True, stage, micro, self._place.owners[stage - 1]))
+            sent: list[Wait] = []
+            found: list[Any] = []
+
+            def give(
+                result: Any, chunk: int, stage: int = stage, sent: list[Wait] = sent, found: Any = found
+            ) -> list[torch.Tensor]:
+                if stage == self._place.last:
+                    found.append(result)
+                else:
+                    outputs = as_values(result, self._place.firsts[stage + 1])
+                    sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
+                return []
+
+            if self._place.sections[stage]:
+                self._forward_in_time(module, stage, micro, inputs, give, nullcontext)
+            else:
+                values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
+                give(self._forward(module, stage, micro, values), 0)
+            result = found[0] if found else None
+            if sent:
+                self._exchange.keep(sent)
         # The others may still be busy with what was sent; the next micro-batch need not wait for them.
-        self._limit_sends()
+        self._exchange.limit_sends()
         return result
 
     def finish(self) -> None:
         """Waits until everything that this rank sends has left."""
-        while self._sending:
-            self._sending.popleft()()
+        self._exchange.finish()
 
     def drop(self) -> None:
         """Drops everything under way, because references to it would keep connections open."""
         self._live.clear()
-        self._arriving.clear()
-        self._sending.clear()
+        self._exchange.drop()
 
     def forget(self, micros: Sequence[int]) -> None:
         """Forgets finished micro-batches."""
-        for micro in micros:
-            self._keys.pop(micro, None)
+        self._exchange.forget(micros)
 
     def _forward(self, module: nn.Module, stage: int, micro: int, values: Values) -> Any:
         with self.weights(micro), self.around():
@@ -170,7 +163,10 @@ class Executor:
         """Runs a forward pass, and keeps what its backward pass needs: not the network's outputs, then."""
         _, stage, micro = action
         index = micro - first_micro
-        values = tuple(inputs[index]) if stage == 0 else self._arrived(True, stage, micro)
+        if self._place.sections[stage]:
+            self._keep_in_time(module, action, inputs, loss, added, first_micro)
+            return
+        values = tuple(inputs[index]) if stage == 0 else self._exchange.arrived(True, stage, micro)
         with self.recorder.span(action):
             result = self._forward(module, stage, micro, values)
             if stage == self._place.last:
@@ -181,16 +177,111 @@ class Executor:
         if stage != self._place.last:
             outputs = as_values(result, self._place.firsts[stage + 1])
             more = _wanted((own,))
-            self._live[stage, micro] = _Live(values, [*_wanted(outputs), *more], adds=bool(more))
-            self._live[stage, micro].sent = self._hand_on(outputs, stage, micro)
+            live = self._live[stage, micro] = _Live(values, [*_wanted(outputs), *more], adds=bool(more))
+            live.sent = self._exchange.hand_on(outputs, stage, micro)
+
+    def _keep_in_time(
+        self,
+        module: nn.Module,
+        action: Action,
+        inputs: Sequence[Sequence[torch.Tensor]],
+        loss: Loss,
+        added: Added,
+        first_micro: int,
+    ) -> None:
+        """Runs a forward pass chunk by chunk."""
+        _, stage, micro = action
+        index = micro - first_micro
+        live = self._live[stage, micro] = LiveInTime([])
+
+        def give(result: Any, chunk: int) -> list[torch.Tensor]:
+            if stage == self._place.last:
+                return _wanted((loss(result, index),))
+            outputs = as_values(result, self._place.firsts[stage + 1])
+            live.sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
+            return _wanted(outputs)
+
+        span = partial(self.recorder.span, action)
+        arguments = inputs[index] if stage == 0 else ()
+        live.sections = self._forward_in_time(module, stage, micro, arguments, give, span)
+        if stage != self._place.last and added(index) is not None:
+            raise ValueError(
+                "layers of a stage that works in chunks of time add to the loss, which parallelism's "
+                "'time_chunks' does not cut; leave 'time_chunks' out"
+            )
+
+    def _forward_in_time(
+        self,
+        module: nn.Module,
+        stage: int,
+        micro: int,
+        arguments: Sequence[torch.Tensor],
+        give: Give,
+        span: Span,
+    ) -> list[list[Piece]]:
+        streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
+        if stage == 0:
+            arriving: Iterator[Values] = iter([tuple(arguments)])
+        else:
+            chunks = range(len(lengths) if streams_in else 1)
+            arriving = (self._exchange.arrived(True, stage, micro, chunk) for chunk in chunks)
+
+        def call(values: Values, section: Section, states: Sequence[State]) -> tuple[Any, Sequence[State]]:
+            found: tuple[Any, Sequence[State]] = module(
+                *values,
+                stage=stage,
+                part=(section.first, section.end, states if section.is_chunked else None),
+            )
+            return found
+
+        # One context for all chunks: it collects what the layers report of the micro-batch.
+        with self.weights(micro), self.around():
+            return forward(
+                self._place.sections[stage],
+                lengths,
+                arriving,
+                call,
+                give,
+                streams_in=streams_in,
+                span=span,
+            )
+
+    def _backward_in_time(self, action: Action, live: LiveInTime) -> None:
+        _, stage, micro = action
+        place, lengths = self._place, self._exchange.lengths(micro)
+        sections = place.sections[stage]
+        if stage == place.last:
+            gradients: Gradients = [[torch.ones_like(r) for r in live.sections[-1][0].results]]
+        else:
+            chunks = reversed(range(len(lengths) if place.streams[stage] else 1))
+            gradients = (self._exchange.arrived(False, stage, micro, chunk) for chunk in chunks)
+        streams_in = place.streams_in(stage)
+        sent: list[Wait] = []
+        with self.weights(micro):
+            span = partial(self.recorder.span, action)
+            found = backward(sections, live.sections, lengths, gradients, streams_in=streams_in, span=span)
+            chunk = len(lengths) if streams_in else 1
+            for own in found:
+                chunk -= 1
+                if stage > 0:
+                    sent.append(self._exchange.hand_back(own, stage, micro, chunk))
+        for wait in live.sent:
+            # Their gradients are here, so this does not wait.
+            wait()
+        self._exchange.limit_sends()
+        self._exchange.keep(sent)
+        del self._live[stage, micro]
 
     def _backward(self, module: nn.Module, action: Action) -> None:
         kind, stage, micro = action
         live = self._live[stage, micro]
+        if isinstance(live, LiveInTime):
+            self._backward_in_time(action, live)
+            return
         if kind is not Kind.WEIGHT:
             gradients: list[torch.Tensor] | None = None
             if stage != self._place.last:
-                arrived: list[torch.Tensor] = self._arrived(False, stage, micro)
+                arrived: list[torch.Tensor] = self._exchange.arrived(False, stage, micro)
                 # A loss of the stage's own stands behind its outputs.
                 gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
             if live.sent is not None:
@@ -212,61 +303,24 @@ class Executor:
             elif live.results:
                 torch.autograd.backward(live.results, live.gradients)
         if kind is not Kind.WEIGHT and stage > 0:
-            self._hand_back(live.inputs, stage, micro)
+            self._exchange.limit_sends()
+            self._exchange.keep([self._exchange.hand_back(_taken(live.inputs), stage, micro)])
         if kind is not Kind.INPUT:
             del self._live[stage, micro]
-
-    def _expect(self, arrival: Arrival) -> None:
-        """Begins to receive."""
-        is_forward, stage, micro, source = arrival
-        if is_forward:
-            found = self._wire.start_receive((stage, self._keys[micro]), source)
-            self._arriving[True, stage, micro] = found
-        else:
-            forms = self._wire.forms((stage + 1, self._keys[micro]))
-            self._arriving[False, stage, micro] = self._wire.start_receive_gradients(forms, source)
-
-    def _arrived(self, is_forward: bool, stage: int, micro: int) -> Any:
-        return self._arriving.pop((is_forward, stage, micro))()
-
-    def _hand_on(self, outputs: Values, stage: int, micro: int) -> Wait:
-        """Gives the outputs of a stage to the next one."""
-        following = stage + 1
-        if not self._place.is_own(following):
-            return self._wire.send(outputs, (following, self._keys[micro]), self._place.owners[following])
-        # The next stage has a graph of its own, as if it had received the values.
-        forms: Forms = forms_of(outputs)
-        values = marked(tuple(None if v is None else v.detach() for v in outputs), forms)
-        self._arriving[True, following, micro] = lambda: values
-        return _nothing
-
-    def _hand_back(self, inputs: Values, stage: int, micro: int) -> None:
-        """Gives the gradients of a stage's inputs to the stage before it."""
-        gradients = []
-        for value in _wanted(inputs):
-            gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)
-            value.grad = None
-        before = stage - 1
-        if self._place.is_own(before):
-            self._arriving[False, before, micro] = lambda: gradients
-            return
-        self._limit_sends()
-        self._sending.append(self._wire.send_gradients(gradients, self._place.owners[before]))
-
-    def _limit_sends(self) -> None:
-        while len(self._sending) > SENDS_UNDER_WAY:
-            self._sending.popleft()()
-
-
-def _key(module: nn.Module, arguments: Sequence[torch.Tensor]) -> Hashable:
-    """Returns what decides the forms of a micro-batch's values on all ranks of the pipeline."""
-    forms = tuple((value.dtype, tuple(value.shape)) for value in arguments)
-    return forms, module.training, torch.is_grad_enabled()
 
 
 def _wanted(values: Values) -> list[torch.Tensor]:
     """Returns the values that require gradients."""
     return [value for value in values if value is not None and value.requires_grad]
+
+
+def _taken(inputs: Values) -> list[torch.Tensor]:
+    """Returns the gradients of a stage's inputs, and leaves none there."""
+    gradients = []
+    for value in _wanted(inputs):
+        gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)
+        value.grad = None
+    return gradients
 
 
 def _input_gradients(module: nn.Module, live: _Live) -> list[dict[str, Any]]:
@@ -285,7 +339,3 @@ def _weight_gradients(module: nn.Module, groups: list[dict[str, Any]]) -> None:
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(module.parameters(), groups)
-
-
-def _nothing() -> None:
-    """Waits for nothing."""

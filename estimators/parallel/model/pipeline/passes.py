@@ -22,8 +22,10 @@ from ringspark.estimators.parallel.model.pipeline.cutting import (
     parameter_counts,
 )
 from ringspark.estimators.parallel.model.pipeline.delayed import Backlog, DelayedStep
-from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss, Place
+from ringspark.estimators.parallel.model.pipeline.exchange import Place
+from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Executor, Loss
 from ringspark.estimators.parallel.model.pipeline.schedules import Schedule, schedule_of
+from ringspark.estimators.parallel.model.pipeline.sections import sections_of, streams_of
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.pipeline.ties import TiedGradients, find_ties
 from ringspark.estimators.parallel.model.pipeline.timeline import Timed
@@ -43,12 +45,14 @@ class PipelineOptions:
         virtual: Stages a rank.
         cuts: Names of the links that begin the second and later stages; none cuts by cost.
         num_micro: Micro-batches of a step; a step may have fewer. Only schedules without a flush ask for it.
+        time_chunks: Chunks of time in which values pass between stages that go along time.
     """
 
     schedule: str = "1f1b"
     virtual: int = 1
     cuts: Sequence[str] = ()
     num_micro: int = 1
+    time_chunks: int = 1
 
 
 def pipelined(
@@ -86,7 +90,7 @@ def pipelined(
     ties = find_ties(network, stages, owners)
     layers = counted_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
-    place = Place(rank=collective.rank, owners=owners, firsts=[stage[0] for stage in stages])
+    place = _place(collective.rank, owners, stages, schedule, options)
     return PipelinePasses(
         network,
         collective,
@@ -96,6 +100,39 @@ def pipelined(
         TiedGradients(network, ties, cast(PointToPoint, collective), collective.rank),
         device or torch.device("cpu"),
         layers,
+    )
+
+
+def _place(
+    rank: int,
+    owners: Sequence[int],
+    stages: Sequence[Sequence[Link]],
+    schedule: Schedule,
+    options: PipelineOptions,
+) -> Place:
+    streams = streams_of(stages, options.time_chunks)
+    if options.time_chunks > 1 and not any(streams):
+        raise ValueError(
+            "parallelism's 'time_chunks' needs a cut between two links that go along time, and the stages "
+            f"begin at {', '.join(stage[0].name for stage in stages)}; name others by parallelism's 'cuts', "
+            "or leave 'time_chunks' out"
+        )
+    if any(streams) and schedule.splits:
+        raise ValueError(
+            f"parallelism's 'time_chunks' does not go with schedule {options.schedule!r}, which splits "
+            "backward passes; set schedule='1f1b'"
+        )
+    sections = [
+        sections_of(stage, streams_in=number > 0 and streams[number - 1], streams_out=streams[number])
+        for number, stage in enumerate(stages)
+    ]
+    return Place(
+        rank=rank,
+        owners=owners,
+        firsts=[stage[0] for stage in stages],
+        streams=streams,
+        sections=sections,
+        time_chunks=options.time_chunks,
     )
 
 

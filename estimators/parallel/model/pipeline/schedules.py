@@ -20,12 +20,14 @@ class Schedule:
         delays: (ranks, micro-batches) -> how many steps each stage's gradients are late; None if they are
             not.
         virtual: The least and the most stages a rank.
+        splits: Whether a backward pass is made in two halves.
         is_v: Whether the stages go down the ranks and up again, instead of round and round.
     """
 
     order: Callable[[int, int, int], Orders] | None = None
     delays: Callable[[int, int], list[int]] | None = None
     virtual: tuple[int, int] = (1, 1)
+    splits: bool = False
     is_v: bool = False
 
     def owners(self, num_ranks: int, virtual: int) -> list[int]:
@@ -49,8 +51,8 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(order=orders.gpipe),
     "1f1b": Schedule(order=orders.one_forward_one_backward),
     "interleaved": Schedule(order=orders.interleaved, virtual=(2, _MANY)),
-    "zero_bubble": Schedule(order=orders.zero_bubble, virtual=(1, _MANY)),
-    "zbv": Schedule(order=orders.zbv, virtual=(2, 2), is_v=True),
+    "zero_bubble": Schedule(order=orders.zero_bubble, virtual=(1, _MANY), splits=True),
+    "zbv": Schedule(order=orders.zbv, virtual=(2, 2), splits=True, is_v=True),
     "pipedream": Schedule(delays=delayed.late_by_depth),
     "2bw": Schedule(delays=delayed.one_step_late),
 }

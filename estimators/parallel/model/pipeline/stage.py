@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.models.chain import Link, belongs_to, run_links
+from ringspark.models.chain import Link, State, belongs_to, run_links, run_over_time
 
 
 class StageForward:
@@ -29,19 +29,36 @@ class StageForward:
         """Lets `inspect.signature(network.forward)` see the arguments of the network's own forward."""
         return functools.partial(type(self.network).forward, self.network)
 
-    def __call__(self, *values: Any, stage: int | None = None) -> Any:
-        """Runs one stage.
+    def __call__(
+        self,
+        *values: Any,
+        stage: int | None = None,
+        part: tuple[int, int, Sequence[State] | None] | None = None,
+    ) -> Any:
+        """Runs one stage, or some of its links.
 
         Args:
             stage: Number of the stage; only left out where the rank has one alone.
+            part: (first link, end, states of the links): what runs, and from which states where the values
+                are a chunk of time. The result is then (result, states after it).
         """
         if stage is None:
             (stage,) = self.stages
         links = self.stages[stage]
-        if stage > 0 and _overwrites(links[0]):
+        states: Sequence[State] | None = None
+        if part is not None:
+            first, end, states = part
+            links = links[first:end]
+        if links and (stage > 0 or part is not None) and _overwrites(links[0]):
             # A leaf of the graph must not be changed in place, nor may what the stage before keeps.
             values = tuple(None if value is None else value.clone() for value in values)
-        return run_links(links, values)
+        if states is not None:
+            return run_over_time(links, states, values)
+        result = run_links(links, values)
+        if part is None:
+            return result
+        # Without links, what comes is what goes.
+        return (result[0] if not links and len(result) == 1 else result), ()
 
 
 def _overwrites(link: Link) -> bool:

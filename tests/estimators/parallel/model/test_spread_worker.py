@@ -15,6 +15,7 @@ from small_training import config_of, train_gang, weights_of
 from ringspark.estimators import WorkerError
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.parallelism import AXES
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -290,6 +291,31 @@ def test_a_mesh_trains_a_transformer_as_one_worker_does(
     _check_mesh(_texts(make_shards, tmp_path / "one", TRANSFORMERS[name]), TRANSFORMERS[name], mesh, changes)
 
 
+RECURRENT = ModelSpec(
+    "recurrent",
+    {"vocab_size": 23, "hidden": 12, "depth": 4, "out_features": 3, "padding_id": 0, "kind": "lstm"},
+)
+IN_TIME = [
+    _slow({"pipeline": 2, "time_chunks": 3}),
+    _slow({"pipeline": 2, "time_chunks": 2, "schedule": "gpipe"}, gradient_accumulation=3),
+    _slow(
+        {"pipeline": 4, "time_chunks": 3, "cuts": ["layers.1", "layers.2", "layers.3"]},
+        gradient_accumulation=2,
+    ),
+    _slow({"data": 2, "pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, sharding="optimizer"),
+    _slow({"pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, gradient_checkpointing="all"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes"), IN_TIME)
+def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """Rows of 0 to 11 tokens, of which the network's head sees the state after the last one."""
+    config = _texts(make_shards, tmp_path / "one", RECURRENT, held_out=9)
+    _check_mesh(config, RECURRENT, mesh, changes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -429,9 +455,7 @@ def test_counts_of_an_epoch_go_on_over_another_mesh(
 
 def _check_mesh(config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], changes: dict[str, Any]) -> None:
     one = train_gang(replace(config, **{k: v for k, v in changes.items() if k != "sharding"}))
-    workers = int(np.prod([size for size in mesh.values() if isinstance(size, int)]))
-    if "virtual" in mesh:
-        workers //= mesh["virtual"]
+    workers = int(np.prod([mesh.get(axis, 1) for axis in AXES]))
     uri = str(Path(config.run_uri).parent / "mesh")
     many = train_gang(replace(config, run_uri=uri, num_workers=workers, parallelism=mesh, **changes))
     assert one.steps == many.steps == 51

@@ -1,0 +1,170 @@
+"""Recurrent networks over sequences of numbers or of token ids: GRU, LSTM or Elman layers, and a linear head.
+
+Cho et al. 2014 (GRU), Hochreiter and Schmidhuber 1997 (LSTM). Each layer is a link of its own that goes along
+time, so a pipeline can have the second layer work on a row's first part while the first layer is at the next
+(Appleyard et al. 2016, "Optimizing Performance of Recurrent Neural Networks on GPUs", overlap layers so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ringspark.models.chain import Link, State
+from ringspark.models.mlp import check_dropout
+
+CELLS: dict[str, Callable[..., nn.RNNBase]] = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn": nn.RNN}
+POOLS = ("last", "mean")
+Masked = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class RecurrentLayer(nn.Module):
+    """One layer along time, and dropout on its outputs: (batch, time, width) -> (batch, time, hidden)."""
+
+    def __init__(self, kind: str, width: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.cell = CELLS[kind](width, hidden, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, state: State = None) -> tuple[torch.Tensor, State]:
+        """Runs the layer on (batch, time, width).
+
+        Args:
+            state: What an earlier call returned for the times before; None at the start of the rows.
+
+        Returns:
+            Outputs (batch, time, hidden), and the state after the last time.
+        """
+        is_lstm = isinstance(self.cell, nn.LSTM)
+        given = state if state is None or is_lstm else state[0]
+        y, after = self.cell(x, given)
+        return self.dropout(y), after if is_lstm else (after,)
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers and a linear head on a summary of each row; the outputs are logits or values.
+
+    Args:
+        hidden: Width of each layer.
+        out_features: Outputs per row.
+        in_features: Numbers at each time, for rows of (time, in_features) numbers; or
+        vocab_size: Number of token ids, which run from 0 to `vocab_size - 1`, for rows of ids.
+        dim: Width of the ids' embeddings; None takes `hidden`.
+        depth: Number of layers.
+        kind: A name in `CELLS`.
+        pool: What the head sees: the outputs at a row's "last" real time, or their "mean" over the real ones.
+        dropout: Dropout probability on the outputs of all layers but the last.
+        padding_id: Token id that fills rows up at their ends; a mask given to `forward` says the same without
+            it.
+
+    Raises:
+        ValueError: If an argument is out of range, or not one of `in_features` and `vocab_size` is given.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        out_features: int,
+        in_features: int | None = None,
+        vocab_size: int | None = None,
+        dim: int | None = None,
+        depth: int = 1,
+        kind: str = "gru",
+        pool: str = "last",
+        dropout: float = 0.0,
+        padding_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        if (in_features is None) == (vocab_size is None):
+            raise ValueError(
+                f"recurrent takes in_features (rows of numbers) or vocab_size (rows of ids), got "
+                f"{in_features} and {vocab_size}; give one of them"
+            )
+        sizes = {"hidden": hidden, "out_features": out_features, "in_features": in_features}
+        for name, size in (sizes | {"vocab_size": vocab_size, "dim": dim, "depth": depth}).items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        for name, word, known in (("kind", kind, tuple(CELLS)), ("pool", pool, POOLS)):
+            if word not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}")
+        check_dropout("dropout", dropout)
+        if padding_id is not None and not 0 <= padding_id < (vocab_size or 0):
+            raise ValueError(f"padding_id must be one of vocab_size's ids, got {padding_id}")
+        self.pool, self.padding_id = pool, padding_id
+        self.tokens = None if vocab_size is None else nn.Embedding(vocab_size, dim or hidden)
+        width = (dim or hidden) if in_features is None else in_features
+        self.layers = nn.ModuleList(
+            RecurrentLayer(kind, hidden if i else width, hidden, dropout if i + 1 < depth else 0.0)
+            for i in range(depth)
+        )
+        self.head = nn.Linear(hidden, out_features)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps rows to (batch, out_features).
+
+        Args:
+            x: (batch, time, in_features) numbers, or (batch, time) ids.
+            mask: (batch, time), 0 where a row is filled up at its end; None takes `padding_id`. A row that is
+                all filled up is summed up as zeros.
+        """
+        y, real = self._vectors(x, mask)
+        for layer in self.layers:
+            y, _ = layer(y)
+        return self._pooled_head(y, real)
+
+    def links(self) -> list[Link]:
+        """Returns the embedding, if there is one, the layers and the head; the mask travels beside."""
+        layers = [_LayerLink(layer) for layer in self.layers]
+        first = Link("tokens", self._vectors, ("tokens",), self._vectors_over_time)
+        return [
+            *([] if self.tokens is None else [first]),
+            *(Link(f"layers.{i}", run, (f"layers.{i}",), run.over_time) for i, run in enumerate(layers)),
+            Link("head", self._pooled_head, ("head",)),
+        ]
+
+    def _vectors(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Masked:
+        """Returns (batch, time, width), and (batch, time) booleans, False where a row is filled up."""
+        real = None if mask is None else mask.bool()
+        if self.tokens is None:
+            return x, real
+        ids = x.long()
+        if real is None and self.padding_id is not None:
+            real = ids != self.padding_id
+        return self.tokens(ids), real
+
+    def _vectors_over_time(
+        self, state: State, x: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[Masked, State]:
+        return self._vectors(x, mask), None
+
+    def _pooled_head(self, y: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+        if real is None:
+            pooled = y[:, -1] if self.pool == "last" else y.mean(1)
+        else:
+            weights = real.bool()
+            if self.pool == "last":
+                # The last time that is real, of which there are none behind it.
+                behind = weights.flip(1).cumsum(1).flip(1)  # (batch, time)
+                weights = weights & (behind == 1)
+            numbers = weights.unsqueeze(-1).to(y.dtype)
+            pooled = (y * numbers).sum(1) / numbers.sum(1).clamp(min=1)
+        out: torch.Tensor = self.head(pooled)
+        return out
+
+
+class _LayerLink:
+    """A layer that takes and gives beside its values which of them are real."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Masked:
+        return self.over_time(None, x, mask)[0]
+
+    def over_time(
+        self, state: State, x: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[Masked, State]:
+        y, after = self.layer(x, state)
+        return (y, mask), after

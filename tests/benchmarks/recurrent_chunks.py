@@ -1,0 +1,172 @@
+"""How long the ranks of a pipeline of recurrent layers wait, by chunks of time, and what smaller chunks cost.
+
+A layer for each rank sleeps instead of computing, as long as the chunk is: once forward, and twice as long
+back, under `gpipe`. So the timelines are those of as many devices however few cores there are, and what
+sending costs is in the measured waits. The second table is one process that computes a stack of GRU layers:
+the time of a step in chunks against whole rows, which is what smaller matrices cost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from statistics import median
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.pipeline.actions import Action, Kind
+from ringspark.estimators.parallel.model.pipeline.timeline import Timed, bubble_share
+from ringspark.estimators.training.phase import Status
+from ringspark.models import Link, ModelSpec
+from ringspark.models.chain import State, run_links
+
+TIMES = 64
+CHUNKS = (1, 2, 4, 8)
+# Ranks -> micro-batches of a step.
+GANGS = {2: (1,), 4: (1, 4)}
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which takes time forward, and twice as long back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = 2 * seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SleepingStack(nn.Module):
+    """Layers over time whose state is their last output."""
+
+    def __init__(self, depth: int, seconds: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(depth))
+        self.seconds = seconds
+
+    def links(self) -> list[Link]:
+        return [
+            Link(str(i), partial(self._whole, weight), (f"weights.{i}",), partial(self._along, weight))
+            for i, weight in enumerate(self.weights)
+        ]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return run_links(self.links(), (x,))
+
+    def _whole(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._along(weight, None, x)[0]
+
+    def _along(self, weight: torch.Tensor, state: State, x: torch.Tensor) -> tuple[torch.Tensor, State]:
+        y: torch.Tensor = Sleep.apply(x * weight, self.seconds * x.shape[1] / TIMES)
+        return (y if state is None else y + 0.1 * state[0]), (y[:, -1:],)
+
+
+def step(passes: PipelinePasses, inputs: list[torch.Tensor]) -> None:
+    passes.train([(x,) for x in inputs], lambda y, index: y.square().sum())
+
+
+def timelines(
+    seconds: float,
+    repeats: int,
+    cases: list[tuple[int, int]],
+    collective: Collective,
+    device: str,
+    status: Status,
+) -> str:
+    """Runs on every rank; returns its actions in each recorded step of each (micro-batches, chunks)."""
+    found = []
+    for num_micro, chunks in cases:
+        options = PipelineOptions(schedule="gpipe", time_chunks=chunks)
+        mesh = Mesh.of(collective, {"pipeline": collective.size})
+        passes = pipelined(SleepingStack(collective.size, seconds), mesh, options)
+        inputs = [torch.randn(2, TIMES, 4) for _ in range(num_micro)]
+        step(passes, inputs)
+        rounds = []
+        for _ in range(repeats):
+            collective.barrier()
+            passes.record()
+            step(passes, inputs)
+            assert passes.timeline is not None
+            rounds.append([(*timed.action, timed.begin, timed.end) for timed in passes.timeline])
+        found.append(rounds)
+    return json.dumps(found)
+
+
+def measured(ranks: int, cases: list[tuple[int, int]], seconds: float, repeats: int) -> list[list[str]]:
+    """Returns a line for each case: the median share of waits, and the median seconds of a step's passes."""
+    task = partial(timelines, seconds, repeats, cases)
+    told = [json.loads(text) for text in run_spawned(ranks, "torch", task, timeout_seconds=300)]
+    table = []
+    for number, (num_micro, chunks) in enumerate(cases):
+        shares, lengths = [], []
+        for i in range(repeats):
+            lines = [
+                [Timed(Action(Kind(k), s, m), b, e) for k, s, m, b, e in rank[number][i]] for rank in told
+            ]
+            shares.append(bubble_share(lines))
+            every = [timed for line in lines for timed in line]
+            lengths.append(max(t.end for t in every) - min(t.begin for t in every))
+        theory = (ranks - 1) / (chunks * num_micro + ranks - 1)
+        words = [str(ranks), str(num_micro), str(chunks)]
+        table.append([*words, f"{median(shares):.3f}", f"{theory:.3f}", f"{median(lengths):.2f}"])
+    return table
+
+
+def computing(hidden: int, steps: int) -> list[list[str]]:
+    """One process runs two stages of a GRU stack one after the other, in turns by chunks."""
+    spec = ModelSpec("recurrent", {"in_features": hidden, "hidden": hidden, "depth": 4, "out_features": 1})
+    x = torch.randn(32, TIMES, hidden)
+    mesh = Mesh.of(LocalCollective())
+    made = {
+        chunks: pipelined(
+            spec.build(), mesh, PipelineOptions(schedule="interleaved", virtual=2, time_chunks=chunks)
+        )
+        for chunks in CHUNKS
+    }
+    seconds: dict[int, list[float]] = {chunks: [] for chunks in CHUNKS}
+    for number in range(steps + 1):
+        for chunks, passes in made.items():
+            begin = time.perf_counter()
+            step(passes, [x])
+            if number:
+                seconds[chunks].append(time.perf_counter() - begin)
+    ratios = {c: [a / b for a, b in zip(seconds[c], seconds[1], strict=True)] for c in CHUNKS}
+    return [[str(c), f"{median(seconds[c]):.3f}", f"{median(ratios[c]):.2f}"] for c in CHUNKS]
+
+
+def main() -> None:
+    """A gang for each number of ranks; then one process that computes."""
+    options = harness.parse(__doc__, milliseconds=(480, 8), hidden=(256, 16), steps=(9, 1))
+    table = []
+    for ranks, micros in GANGS.items():
+        cases = [(num_micro, chunks) for num_micro in micros for chunks in CHUNKS]
+        table += measured(ranks, cases, options.milliseconds / 1000, min(options.repeats, 3))
+    harness.print_table(
+        f"recurrent_chunks: one layer a rank that sleeps {options.milliseconds} ms for a row's {TIMES} times "
+        "and twice as long back, gpipe",
+        ["ranks", "micro-batches", "chunks", "share of waits", "theory", "seconds a step"],
+        table,
+    )
+    harness.print_table(
+        f"one process, 4 GRU layers of {options.hidden} in 2 stages, 32 rows of {TIMES} times, a step",
+        ["chunks", "seconds a step", "times whole rows"],
+        computing(options.hidden, options.steps),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Recurrent layers pipelined in time compute what one process computes, in whatever chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
+from ringspark.estimators.parallel.model.pipeline.actions import Kind
+from ringspark.estimators.parallel.model.pipeline.sections import Section, lengths_of, sections_of
+from ringspark.estimators.training.phase import Status
+from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
+from ringspark.models.chain import run_links
+
+pytestmark = pytest.mark.distributed
+TIMES = 7
+IDS = {"vocab_size": 9, "hidden": 5, "depth": 4, "out_features": 2, "padding_id": 0}
+NETWORKS: dict[str, ModelSpec] = {
+    "gru": ModelSpec("recurrent", {**IDS, "kind": "gru"}),
+    "lstm": ModelSpec("recurrent", {**IDS, "kind": "lstm", "pool": "mean"}),
+    "numbers": ModelSpec(
+        "recurrent", {"in_features": 3, "hidden": 5, "depth": 4, "out_features": 2, "kind": "rnn"}
+    ),
+}
+
+
+class Between(nn.Module):
+    """Links that need whole rows stand before, between and behind those over time, which sum up."""
+
+    def __init__(self, *, adds: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(8))
+        self._adds = adds
+
+    def links(self) -> list[Link]:
+        # Of the list a stage keeps some, under other numbers.
+        layers = list(self.layers)
+
+        def whole(i: int, x: torch.Tensor) -> torch.Tensor:
+            return layers[i](x + x.mean(1, keepdim=True)).tanh()  # type: ignore[no-any-return]
+
+        def along(i: int, state: Any, x: torch.Tensor) -> Any:
+            y = layers[i](x).tanh().cumsum(1) + (0 if state is None else state[0])
+            if self._adds:
+                add_loss(y.square().sum((1, 2)))
+            return y, (y[:, -1:],)
+
+        kinds = "wttwttwt"
+        return [
+            Link(str(i), partial(whole, i), (f"layers.{i}",))
+            if kind == "w"
+            else Link(str(i), lambda x, i=i: along(i, None, x)[0], (f"layers.{i}",), partial(along, i))
+            for i, kind in enumerate(kinds)
+        ]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return run_links(self.links(), (x,))
+
+
+def _network(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    # Its sums are long: their rounding in single precision would be more than what is looked for.
+    return Between().double() if name == "between" else NETWORKS[name].build()
+
+
+def _rows(name: str, rows: Sequence[int], times: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
+    draw = torch.Generator().manual_seed(seed)
+    if name in ("numbers", "between"):
+        dtype = torch.float64 if name == "between" else torch.float32
+        x = torch.randn(sum(rows), times, 3, generator=draw, dtype=dtype)
+    else:
+        x = torch.randint(1, 9, (sum(rows), times), generator=draw)
+        x[-1, times // 2 :] = 0
+    return [(own,) for own in torch.split(x, list(rows))]
+
+
+def _loss(y: torch.Tensor) -> torch.Tensor:
+    return y.sin().square().sum()
+
+
+def _compare(whole: nn.Module, passes: PipelinePasses, rows: list[tuple[torch.Tensor, ...]]) -> float:
+    """Returns the largest difference of gradients, and of what evaluation gives."""
+    whole.zero_grad()
+    passes.network.zero_grad()
+    for own in rows:
+        _loss(whole(*own)).backward()
+    assert passes.train(rows, lambda y, index: _loss(y))
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    found = [0.0]
+    for name, parameter in passes.network.named_parameters():
+        want = wanted[name]
+        if want is None or parameter.grad is None:
+            assert want is parameter.grad
+        else:
+            found.append(float((parameter.grad - want).abs().max()))
+    assert len(found) > 1
+    for network in (whole, passes.network):
+        network.eval()
+    for own in (rows[0], tuple(value[:0] for value in rows[0])):
+        output = passes.evaluate(own)
+        passes.finish()
+        if output is not None and len(output):
+            with torch.no_grad():
+                found.append(float((output - whole(*own)).abs().max()))
+    for network in (whole, passes.network):
+        network.train()
+    return max(found)
+
+
+def _gradients(collective: Collective, device: str, status: Status, *, cases: Sequence[Any]) -> str:
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    found: dict[str, float] = {}
+    for name, schedule, chunks, options in cases:
+        whole, cut = _network(name), _network(name)
+        recomputes = options.pop("recomputes", "none")
+        chosen = PipelineOptions(schedule=schedule, time_chunks=chunks, num_micro=3, **options)
+        passes = pipelined(cut, mesh, chosen)
+        apply_activation_checkpoint(passes.network, recomputes)
+        for number, rows in enumerate([(2, 2, 1), (3,)]):
+            # The second step has rows of other lengths, some of fewer times than chunks.
+            micros = _rows(name, rows, TIMES if number == 0 else 2, number)
+            passes.record()
+            key = f"{name} {schedule} {chunks} {recomputes} {options} {number}"
+            found[key] = _compare(whole, passes, micros)
+            assert passes.timeline is not None
+            # The first rank has the last stage, the last one the first, which gives its chunks one by one.
+            if name != "between" and passes.num_stages == 2 and not collective.rank:
+                num = len(rows) * min(chunks, micros[0][0].shape[1])
+                forward = [t for t in passes.timeline if t.action.kind is Kind.FORWARD]
+                assert len(forward) == num + len(rows) * (chunks > 1)  # each chunk, and the head
+    return json.dumps(found)
+
+
+def _check(size: int, cases: Sequence[Any]) -> None:
+    for text in run_spawned(size, "torch", partial(_gradients, cases=cases)):
+        assert len(json.loads(text)) == 2 * len(cases)
+        assert max(json.loads(text).values()) < 1e-6, text
+
+
+def test_two_stages_in_chunks_have_the_gradients_of_one_process() -> None:
+    _check(
+        2,
+        [
+            ("gru", "gpipe", 2, {}),
+            ("lstm", "1f1b", 3, {}),
+            ("between", "1f1b", 3, {"cuts": ["2"]}),
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_two_stages_in_other_chunks_have_the_gradients_of_one_process() -> None:
+    _check(
+        2,
+        [
+            *((name, schedule, 3, {}) for name in NETWORKS for schedule in ("gpipe", "1f1b")),
+            ("gru", "1f1b", 1, {}),
+            ("gru", "naive", 2, {}),
+            ("gru", "1f1b", 3, {"recomputes": "all"}),
+            ("lstm", "1f1b", 3, {"recomputes": "sqrt"}),
+            ("between", "gpipe", 2, {"cuts": ["5"]}),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_stages_in_chunks_have_the_gradients_of_one_process(size: int) -> None:
+    cuts = [["layers.1", "layers.3"], ["layers.1", "layers.2", "layers.3"]][size - 3]
+    cases = [(n, s, c, {"cuts": cuts}) for n in NETWORKS for s in ("gpipe", "1f1b") for c in (1, 2, 3)]
+    virtual = {"virtual": 2, "cuts": ["layers.0", "layers.1", "layers.2", "layers.3", "head"]}
+    if size == 3:
+        cases.append(("gru", "interleaved", 3, virtual))
+    _check(size, [*cases, ("between", "1f1b", 3, {"cuts": ["2", "4", "5"][: size - 1]})])
+
+
+def _late(collective: Collective, device: str, status: Status, *, schedule: str) -> str:
+    """Trains with late gradients, on whole rows and in chunks; returns the largest difference of weights."""
+    mesh = Mesh.of(collective, {"pipeline": collective.size})
+    weights = []
+    for chunks in (1, 3):
+        options = PipelineOptions(schedule=schedule, num_micro=2, time_chunks=chunks)
+        passes = pipelined(_network("lstm"), mesh, options)
+        optimizer = torch.optim.SGD(passes.network.parameters(), 0.1)
+        for number in range(6):
+            if number < 4:
+                passes.train(_rows("lstm", (2, 1), TIMES, number), lambda y, index: _loss(y))
+            elif passes.steps_under_way:
+                passes.drain()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.cat([p.detach().flatten() for p in passes.network.parameters()]))
+    start = torch.cat([p.detach().flatten() for p in _network("lstm").parameters()])
+    assert not torch.isin(weights[0], start).all()
+    return json.dumps(float((weights[1] - weights[0]).abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_late_gradients_are_the_same_in_chunks(schedule: str) -> None:
+    for text in run_spawned(2, "torch", partial(_late, schedule=schedule)):
+        assert json.loads(text) < 1e-6
+
+
+@pytest.mark.slow  # Torch's orders bring its compiler along.
+def test_stages_of_one_rank_hand_chunks_to_each_other() -> None:
+    mesh = Mesh.of(LocalCollective())
+    for name, cuts in (("gru", ["layers.0", "layers.2", "layers.3"]), ("between", ["2", "5", "7"])):
+        whole, cut = _network(name), _network(name)
+        options = PipelineOptions(schedule="interleaved", virtual=4, cuts=cuts, time_chunks=3)
+        passes = pipelined(cut, mesh, options)
+        assert _compare(whole, passes, _rows(name, (2, 1), TIMES, 0)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "zero_bubble"}, "does not go with schedule 'zero_bubble'"),
+        ({"cuts": ["head"]}, "stages begin at tokens, head; name others by parallelism's 'cuts'"),
+    ],
+)
+def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, Any], message: str) -> None:
+    class Two(LocalCollective):
+        size = 2
+
+    mesh = Mesh.of(LocalCollective())
+    object.__setattr__(mesh, "axes", {**mesh.axes, "pipeline": Two()})
+    with pytest.raises(ValueError, match=message):
+        pipelined(_network("gru"), mesh, PipelineOptions(time_chunks=2, **{"cuts": ["layers.2"], **options}))
+
+
+@pytest.mark.slow
+def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
+    mesh = Mesh.of(LocalCollective())
+    options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["2"], time_chunks=2)
+    passes = pipelined(Between(adds=True).double(), mesh, options)
+    with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
+        passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
+
+
+def test_rows_are_cut_into_chunks_of_nearly_one_length() -> None:
+    assert lengths_of([torch.zeros(2, 8)], 3) == [3, 3, 2]
+    assert lengths_of([torch.zeros(2, 2)], 3) == [1, 1]
+    with pytest.raises(ValueError, match="cuts the network's first argument along its second dimension"):
+        lengths_of([torch.zeros(3)], 2)
+
+
+def test_a_stage_works_in_chunks_where_they_pass() -> None:
+    links = Between().links()  # whole, along, along, whole, along, along, whole, along
+    every = sections_of(links[1:6], streams_in=True, streams_out=True)
+    assert every == [Section(0, 2, True), Section(2, 3, False), Section(3, 5, True)]
+    assert sections_of(links[1:3], streams_in=True, streams_out=False) == [
+        Section(0, 2, True),
+        Section(2, 2, False),
+    ]
+    assert sections_of(links[1:6], streams_in=False, streams_out=True) == [
+        Section(0, 3, False),
+        Section(3, 5, True),
+    ]
+    assert sections_of(links, streams_in=False, streams_out=False) == []
