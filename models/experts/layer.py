@@ -175,7 +175,10 @@ class MixtureOfExperts(CountingLayer):
         if self.rows.is_spread:
             routing = self._of_own(routing, seq)
         flat = x.reshape(-1, x.shape[-1])  # (batch * seq, dim)
-        out = self._everywhere(flat, routing) if torch.compiler.is_exporting() else self._dealt(flat, routing)
+        if torch.compiler.is_exporting():
+            out = self._everywhere(flat, routing)
+        else:
+            out = self._dealt(flat, routing, real.numel())
         return out.view(x.shape).to(x.dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -200,10 +203,14 @@ class MixtureOfExperts(CountingLayer):
             experts=routing.experts.where(tokens >= 0, self.num_experts),
         )
 
-    def _dealt(self, flat: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Computes each assignment by its expert, and adds up by token in fp32."""
+    def _dealt(self, flat: torch.Tensor, routing: Routing, num_routed: int) -> torch.Tensor:
+        """Computes each assignment by its expert, and adds up by token in fp32.
+
+        Args:
+            num_routed: Number of tokens that were routed; of rows that are spread, more than this rank's.
+        """
         order = routing.experts.argsort(stable=True)
-        sizes = self._sizes(routing.experts)
+        sizes = self._sizes(routing.experts, flat.shape[0], num_routed)
         order = order[: sum(sizes)]  # behind them are those without an expert
         tokens = routing.tokens[order]
         rows = flat.index_select(0, tokens)
@@ -213,11 +220,12 @@ class MixtureOfExperts(CountingLayer):
         weighted = computed * routing.weights[order][:, None]
         return torch.zeros_like(flat, dtype=weighted.dtype).index_add(0, tokens, weighted)
 
-    def _sizes(self, experts: torch.Tensor) -> list[int]:
-        """Returns the number of assignments to each expert."""
+    def _sizes(self, experts: torch.Tensor, num_own: int, num_routed: int) -> list[int]:
+        """Returns the number of assignments of own tokens to each expert."""
         if experts.is_meta or isinstance(experts, FakeTensor):
             # A plan of memory or time knows no numbers, and takes an even load without drops.
-            return [len(experts) // self.num_experts] * self.num_experts
+            each, more = divmod(len(experts) * num_own // num_routed, self.num_experts)
+            return [each + (number < more) for number in range(self.num_experts)]
         numbers = torch.arange(self.num_experts, device=experts.device)
         counts: list[int] = (experts[:, None] == numbers).sum(0).tolist()
         return counts

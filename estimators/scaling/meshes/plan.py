@@ -42,8 +42,8 @@ def plan_parallelism(
     coresPerHost: int | None = None,
     repeats: int = 5,
 ) -> ParallelismPlan:
-    """Predicts memory and time of a step for every mesh over 'data', 'tensor', 'pipeline' and
-    'sequence'.
+    """Predicts memory and time of a step for every mesh over 'data', 'tensor', 'pipeline',
+    'sequence' and 'expert'.
 
     >>> from ringspark.models import ModelSpec
     >>> spec = ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 4, "out_features": 1})

@@ -118,21 +118,24 @@ def _passes(
 
 
 def _sum_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
-    """Returns the seconds of the exchange of gradients, of the rank that has most of them."""
+    """Returns the seconds of the exchange of gradients, of the rank whose exchange takes longest."""
     size = num_summing(config)
     if size == 1:
         return 0.0
     axes = config.axes
-    count, of_experts = _largest_gradients(profile)
     link = machine.link(size, axes["tensor"] * size)
-    seconds = ring_seconds(size, count - of_experts, link)
-    if of_experts:
+
+    def of_rank(count: int, of_experts: int) -> float:
         # Ranks with other experts have other gradients.
-        seconds += ring_seconds(size // axes["expert"], of_experts, link)
-    if config.sharding == "parameters":
-        seconds *= _WEIGHTS_AND_GRADIENTS * config.gradient_accumulation
-    # Into the buffer that travels: each byte is read and written.
-    return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
+        seconds = ring_seconds(size, count - of_experts, link)
+        if of_experts:
+            seconds += ring_seconds(size // axes["expert"], of_experts, link)
+        if config.sharding == "parameters":
+            seconds *= _WEIGHTS_AND_GRADIENTS * config.gradient_accumulation
+        # Into the buffer that travels: each byte is read and written.
+        return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
+
+    return max(of_rank(*found) for found in _gradients(profile))
 
 
 def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
@@ -142,16 +145,16 @@ def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> 
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))
 
 
-def _largest_gradients(profile: Profile) -> tuple[int, int]:
-    """Returns the most bytes of gradients of a rank, and how many of them are those of experts."""
+def _gradients(profile: Profile) -> list[tuple[int, int]]:
+    """Returns the bytes of each rank's gradients, and how many of them are those of experts."""
     found = []
     for part in profile.network.parts:
         trained = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
         experts = expert_names(part.module) & trained.keys()
         found.append((num_bytes(trained.values()), num_bytes(trained[name] for name in experts)))
-    return max(found)
+    return found
 
 
 def _in_buckets(profile: Profile) -> bool:
     """Whether gradients leave while others are still computed."""
-    return _largest_gradients(profile)[0] > FLAT_BYTES
+    return max(_gradients(profile))[0] > FLAT_BYTES

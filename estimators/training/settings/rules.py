@@ -46,8 +46,7 @@ def _runs_apart(c: TrainConfig) -> bool:
 
 def _cuts_parameters(c: TrainConfig) -> bool:
     """Whether ranks of a mesh hold parts of parameters; the stages of a pipeline hold whole ones."""
-    only_stages = all(c.parallelism.get(a, 1) == 1 for a in MODEL_AXES if a != "pipeline")
-    return c.cuts_network and not (only_stages and c.sharding == "none")
+    return any(c.parallelism.get(axis, 1) != 1 for axis in MODEL_AXES if axis != "pipeline")
 
 
 def makes_dense(c: TrainConfig) -> list[tuple[str, str]]:
@@ -342,12 +341,26 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "parallelism that cuts the network with an optimizer that looks at whole parameters",
-        lambda c: (
-            (_cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS)
-            or (c.cuts_network and c.optimizer == "adam1bit")
-        ),
+        lambda c: _cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
         "parallelism {parallelism} leaves a worker parts of parameters, and optimizer '{optimizer}' looks at "
         "whole ones; set optimizer='adamw', or give the workers to 'pipeline'",
+    ),
+    Combination(
+        "parallelism over 'pipeline' with sharding and an optimizer that looks at whole parameters",
+        lambda c: (
+            c.cuts_network
+            and not _cuts_parameters(c)
+            and c.sharding != "none"
+            and c.optimizer in _OF_WHOLE_PARAMETERS
+        ),
+        "sharding '{sharding}' leaves workers parts of a stage's parameters, and optimizer '{optimizer}' "
+        "looks at whole ones; set sharding='none', or optimizer='adamw'",
+    ),
+    Combination(
+        "parallelism that cuts the network with adam1bit",
+        lambda c: c.cuts_network and c.optimizer == "adam1bit",
+        "optimizer 'adam1bit' sums whole gradients in one bit, of which parallelism {parallelism} leaves a "
+        "worker parts; set optimizer='adamw', or give all workers to 'data'",
     ),
     Combination(
         "parallelism that cuts the network with lora",

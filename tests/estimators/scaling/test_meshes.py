@@ -218,6 +218,9 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: T
     counts = Message("all_gather", 2 * 4 * 8)
     assert forward == [counts, *[Message("all_to_all", 2 * tokens)] * 2]
     assert backward == [Message("all_to_all", 2 * tokens)] * 2
+    # Of rows that are spread, each rank sends its own tokens alone.
+    spread = mixed.profiles.of(Candidate(sizes={"expert": 2, "sequence": 2}))
+    assert Message("all_to_all", tokens) in spread.messages(0, 0, True, ROWS)["expert"]
     # Each rank has half of the rows. Experts' gradients are summed over none but their like: one rank.
     link = replace(LINK, alpha=0.0)
     named = dict(mixed.network.named_parameters())
