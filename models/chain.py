@@ -41,8 +41,9 @@ class Link:
         over_time: (state, chunk of the values) -> (chunk of the result, state), for a link that sees of a row
             only what came before, such as a recurrent layer. All values and results are (batch, time, ...),
             and are cut along time. The state is a tuple of tensors, or None: at the start of a row, and of a
-            link that looks at each position alone. All chunks one after the other give what `run` gives. None
-            for a link that needs whole rows.
+            link that looks at each position alone. All chunks one after the other give what `run` gives. Like
+            `run` a method of what holds the weights; nothing in it changes its arguments in place. None for a
+            link that needs whole rows.
     """
 
     name: str

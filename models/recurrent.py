@@ -148,8 +148,9 @@ class Recurrent(nn.Module):
                 # The last time that is real, of which there are none behind it.
                 behind = weights.flip(1).cumsum(1).flip(1)  # (batch, time)
                 weights = weights & (behind == 1)
-            numbers = weights.unsqueeze(-1).to(y.dtype)
-            pooled = (y * numbers).sum(1) / numbers.sum(1).clamp(min=1)
+            # At least in fp32: 16 bits do not count beyond some hundreds.
+            numbers = weights.unsqueeze(-1).to(torch.promote_types(y.dtype, torch.float32))
+            pooled = ((y * numbers).sum(1) / numbers.sum(1).clamp(min=1)).to(y.dtype)
         out: torch.Tensor = self.head(pooled)
         return out
 

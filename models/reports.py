@@ -99,6 +99,12 @@ def add_loss(rows: torch.Tensor) -> None:
         reports.losses.append(rows)
 
 
+def num_losses() -> int:
+    """Returns how many losses have been added so far; 0 outside of `collected`."""
+    reports = _OPEN.get()
+    return 0 if reports is None else len(reports.losses)
+
+
 def add_counts(layer: CountingLayer, counts: torch.Tensor) -> None:
     """Adds to the counts of a layer; see `CountingLayer`."""
     reports = _OPEN.get()

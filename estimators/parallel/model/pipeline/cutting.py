@@ -102,7 +102,12 @@ def measured_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[t
     values: tuple[torch.Tensor | None, ...] = tuple(inputs)
     network.eval()
     try:
-        with torch.no_grad(), keep_random_state(list(inputs)):
+        # Where one kernel computes a whole LSTM, its products are not counted.
+        as_products = (
+            torch.backends.mkldnn.flags(False, None, None),
+            torch.backends.cudnn.flags(enabled=False),
+        )
+        with torch.no_grad(), keep_random_state(list(inputs)), as_products[0], as_products[1]:
             for index, link in enumerate(links):
                 with FlopCounterMode(display=False) as counter:
                     result = link.run(*values)

@@ -26,11 +26,16 @@ from ringspark.estimators.parallel.model.pipeline.sections import Section
 from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
 from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
 from ringspark.models.chain import State, as_values
+from ringspark.models.reports import num_losses
 
 Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 # Gets the number of a micro-batch, just after a stage has run; returns the scalar that it adds to the loss.
 Added = Callable[[int], torch.Tensor | None]
+_ADDS_IN_CHUNKS = (
+    "layers of a stage that works in chunks of time add to the loss, which parallelism's 'time_chunks' does "
+    "not cut; leave 'time_chunks' out"
+)
 
 
 @dataclass
@@ -193,10 +198,12 @@ class Executor:
         _, stage, micro = action
         index = micro - first_micro
         live = self._live[stage, micro] = LiveInTime([])
+        returned: list[Any] = []
 
         def give(result: Any, chunk: int) -> list[torch.Tensor]:
             if stage == self._place.last:
-                return _wanted((loss(result, index),))
+                returned.append(result)
+                return []
             outputs = as_values(result, self._place.firsts[stage + 1])
             live.sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
             return _wanted(outputs)
@@ -204,11 +211,12 @@ class Executor:
         span = partial(self.recorder.span, action)
         arguments = inputs[index] if stage == 0 else ()
         live.sections = self._forward_in_time(module, stage, micro, arguments, give, span)
-        if stage != self._place.last and added(index) is not None:
-            raise ValueError(
-                "layers of a stage that works in chunks of time add to the loss, which parallelism's "
-                "'time_chunks' does not cut; leave 'time_chunks' out"
-            )
+        if stage == self._place.last:
+            # As for whole rows, outside of what is around forward passes: in fp32.
+            with self.recorder.span(action):
+                live.sections[-1][0].results = _wanted((loss(returned.pop(), index),))
+        elif added(index) is not None:
+            raise ValueError(_ADDS_IN_CHUNKS)
 
     def _forward_in_time(
         self,
@@ -227,11 +235,14 @@ class Executor:
             arriving = (self._exchange.arrived(True, stage, micro, chunk) for chunk in chunks)
 
         def call(values: Values, section: Section, states: Sequence[State]) -> tuple[Any, Sequence[State]]:
+            known = num_losses()
             found: tuple[Any, Sequence[State]] = module(
                 *values,
                 stage=stage,
                 part=(section.first, section.end, states if section.is_chunked else None),
             )
+            if section.is_chunked and num_losses() > known:
+                raise ValueError(_ADDS_IN_CHUNKS)
             return found
 
         # One context for all chunks: it collects what the layers report of the micro-batch.
@@ -268,8 +279,9 @@ class Executor:
         for wait in live.sent:
             # Their gradients are here, so this does not wait.
             wait()
-        self._exchange.limit_sends()
-        self._exchange.keep(sent)
+        if sent:
+            self._exchange.limit_sends()
+            self._exchange.keep(sent)
         del self._live[stage, micro]
 
     def _backward(self, module: nn.Module, action: Action) -> None:

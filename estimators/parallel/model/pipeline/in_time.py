@@ -76,7 +76,7 @@ def forward(
         last = give if number + 1 == len(sections) else None
         cut = _cut_anew(chunks, is_chunked, section.is_chunked, lengths)
         chunks, is_chunked = (
-            _section_forward(section, cut, kept[number], call, last, span),
+            _section_forward(section, cut, lengths, kept[number], call, last, span),
             section.is_chunked,
         )
     for _ in chunks:
@@ -107,12 +107,20 @@ def backward(
 
 
 def _section_forward(
-    section: Section, chunks: Iterator[Values], kept: list[Piece], call: Call, give: Give | None, span: Span
+    section: Section,
+    chunks: Iterator[Values],
+    lengths: Sequence[int],
+    kept: list[Piece],
+    call: Call,
+    give: Give | None,
+    span: Span,
 ) -> Iterator[Values]:
     states: list[State] = [None] * (section.end - section.first)
     for number, values in enumerate(chunks):
         with span():
             result, after = call(values, section, states)
+            if section.is_chunked:
+                _check_times(_as_tuple(result), lengths[number])
             if give is not None:
                 kept.append(Piece(_wanted(values), give(result, number)))
             else:
@@ -170,18 +178,22 @@ def _gradients_anew(
 
 
 def _split(values: Values, lengths: Sequence[int]) -> Iterator[Values]:
-    for value in values:
-        if value is not None and (value.dim() < 2 or value.shape[1] != sum(lengths)):
-            raise ValueError(
-                f"links over time pass on values of (batch, time, ...), of {sum(lengths)} times here as the "
-                f"network's first argument has, got a shape of {tuple(value.shape)}; leave time_chunks out, "
-                "or let whole rows' links keep the number of times"
-            )
+    _check_times(values, sum(lengths))
     pieces = [None if v is None else torch.split(v.detach(), list(lengths), 1) for v in values]
     for chunk in range(len(lengths)):
         # Each chunk is a leaf of its own; a view of another tensor could not become one after the next.
         own = tuple(None if p is None else p[chunk].detach() for p in pieces)
         yield marked(own, forms_of(values))
+
+
+def _check_times(values: Values, length: int) -> None:
+    for value in values:
+        if value is not None and (value.dim() < 2 or value.shape[1] != length):
+            raise ValueError(
+                f"links over time pass on values of (batch, time, ...), of {length} times here as the "
+                f"network's first argument has, got a shape of {tuple(value.shape)}; leave time_chunks out, "
+                "or let links keep the number of times"
+            )
 
 
 def _joined(chunks: Sequence[Values]) -> Values:

@@ -17,10 +17,12 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.pipeline import PipelineOptions, PipelinePasses, pipelined
 from ringspark.estimators.parallel.model.pipeline.actions import Kind
+from ringspark.estimators.parallel.model.pipeline.cutting import measured_costs, parameter_counts
 from ringspark.estimators.parallel.model.pipeline.sections import Section, lengths_of, sections_of
 from ringspark.estimators.training.phase import Status
 from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
-from ringspark.models.chain import run_links
+from ringspark.models.chain import links_of, run_links
+from ringspark.models.reports import collected
 
 pytestmark = pytest.mark.distributed
 TIMES = 7
@@ -137,7 +139,7 @@ def _gradients(collective: Collective, device: str, status: Status, *, cases: Se
             if name != "between" and passes.num_stages == 2 and not collective.rank:
                 num = len(rows) * min(chunks, micros[0][0].shape[1])
                 forward = [t for t in passes.timeline if t.action.kind is Kind.FORWARD]
-                assert len(forward) == num + len(rows) * (chunks > 1)  # each chunk, and the head
+                assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # each chunk, the head and its loss
     return json.dumps(found)
 
 
@@ -246,6 +248,92 @@ def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
     passes = pipelined(Between(adds=True).double(), mesh, options)
     with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
         passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
+
+
+class Added(nn.Module):
+    """A layer over time that adds its input's mean of each row to the loss, once for each chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.over_time(None, x)[0]  # type: ignore[no-any-return]
+
+    def over_time(self, state: Any, x: torch.Tensor) -> Any:
+        add_loss(x.square().mean((1, 2)))
+        return self.along(x), None
+
+
+class Pair(nn.Module):
+    """Two layers over time and a head."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.head = first, second, nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return run_links(self.links(), (x,))
+
+    def links(self) -> list[Link]:
+        layers = {"first": self.first, "second": self.second}
+        along = [Link(name, layer, (name,), layer.over_time) for name, layer in layers.items()]
+        return [*along, Link("head", self.pooled, ("head",))]
+
+    def pooled(self, y: torch.Tensor) -> Any:
+        return self.head(y[:, -1])
+
+
+class Along(Added):
+    """The same without the loss; it gives a value that has no time if it is to."""
+
+    def __init__(self, *, sums: bool = False) -> None:
+        super().__init__()
+        self._sums = sums
+
+    def over_time(self, state: Any, x: torch.Tensor) -> Any:
+        y = self.along(x)
+        return (y.sum(1) if self._sums else y), None
+
+
+def _in_one_process(network: nn.Module) -> PipelinePasses:
+    options = PipelineOptions(schedule="interleaved", virtual=2, cuts=["second"], time_chunks=2)
+    return pipelined(network, Mesh.of(LocalCollective()), options)
+
+
+def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
+    passes = _in_one_process(Pair(Along(), Added()))
+    with pytest.raises(ValueError, match="add to the loss, which parallelism's 'time_chunks' does not cut"):
+        passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y), around=collected)
+
+
+def test_values_without_time_are_refused_where_they_come_from() -> None:
+    with pytest.raises(ValueError, match=r"of 2 times here .*, got a shape of \(2, 3\)"):
+        _in_one_process(Pair(Along(sums=True), Along())).train(
+            [(torch.ones(2, 4, 3),)], lambda y, _: _loss(y)
+        )
+
+
+def test_the_loss_is_outside_of_what_is_around_the_passes() -> None:
+    seen = []
+
+    def loss(y: torch.Tensor, _: int) -> torch.Tensor:
+        seen.append((y.dtype, torch.is_autocast_enabled("cpu")))
+        return _loss(y)
+
+    around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    _in_one_process(Pair(Along(), Along())).train([(torch.ones(2, 4, 3),)] * 2, loss, around=around)
+    assert seen == [(torch.bfloat16, False)] * 2
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+def test_a_layers_products_count_in_the_cut(kind: str) -> None:
+    network = ModelSpec("recurrent", {**IDS, "hidden": 64, "kind": kind}).build()
+    links = links_of(network)
+    costs = measured_costs(network, links, [torch.ones(4, 16, dtype=torch.long)])
+    # At least each weight once for each row and time, beside the parameters themselves.
+    for link, cost, own in zip(links[1:5], costs[1:5], parameter_counts(network, links)[1:5], strict=True):
+        assert cost > 4 * 16 * own, link.name
 
 
 def test_rows_are_cut_into_chunks_of_nearly_one_length() -> None:
