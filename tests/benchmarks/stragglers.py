@@ -9,6 +9,7 @@ a server's table whose workers push in turn, so that each gradient is as many up
 from __future__ import annotations
 
 import json
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -149,12 +150,15 @@ def draw(chart: str, times: dict[str, list[float]], factors: list[int], curves: 
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for way, seconds in times.items():
+    for way, found in times.items():
+        # The target may not be reached, on a tiny run by nobody.
+        seconds = [value if math.isfinite(value) else math.nan for value in found]
         left.plot(factors, seconds, marker="o", label=way)
         xs, ys = zip(*curves[way], strict=True)
         right.plot(xs, ys, label=way)
     left.set(xlabel="one worker slower by", ylabel=f"seconds to {TARGET:.0%} of the first loss", xscale="log")
-    left.set_yscale("log")
+    if any(math.isfinite(value) for found in times.values() for value in found):
+        left.set_yscale("log")
     left.set_xticks(factors, [f"{factor} x" for factor in factors])
     left.minorticks_off()
     right.set(

@@ -1,5 +1,6 @@
 """Counts that no saved-tensor hook and no clock takes part in."""
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -14,6 +15,8 @@ def count_bytes() -> CountBytes:
     """Runs a function; returns the bytes it left allocated with what it returned, and its peak."""
 
     def count(function: Callable[[], object]) -> tuple[int, int]:
+        # Garbage of earlier tests must not be freed inside.
+        gc.collect()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             # Assigned, so that what is returned is freed after the profile only.
             result = function()
