@@ -193,7 +193,7 @@ def _needs(
     }
     reading = reading_needs(config, manifest)
     in_epoch, after_epoch = _checkpoints(config, manifest.select("train").num_rows)
-    # Rank 0 copies parameters and state while the training waits; the gradients are freed by then.
+    # Each writer copies its parameters and state while the training waits; the gradients are freed by then.
     copy = {"copy for a checkpoint": parameters // parts + state}
     moments: list[dict[str, int]] = [
         # Every rank makes the whole network on the host before it is cut or moved, unless parts will do.

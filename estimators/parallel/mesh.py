@@ -36,6 +36,8 @@ AXES = ("pipeline", "data", "shard", "expert", "sequence", "tensor")
 ROWS = ("data", "shard", "expert")
 # Along these, ranks hold parts of one network for the same rows.
 MODEL = ("pipeline", "sequence", "tensor")
+# Along these, ranks hold other weights.
+_PARTS = ("pipeline", "expert", "tensor")
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,23 @@ class Mesh:
     def writes(self) -> bool:
         """Whether this rank writes the run's files and decides by its clock; exactly one rank does."""
         return self.world.rank == 0
+
+    @property
+    def num_parts(self) -> int:
+        """Number of ranks that write a checkpoint, each its part of the network."""
+        return math.prod(self.sizes.get(axis, 1) for axis in _PARTS)
+
+    @property
+    def part(self) -> int | None:
+        """Number of the part of a checkpoint that this rank writes; None for a rank that writes none."""
+        if self.num_parts == 1:
+            return 0 if self.writes else None
+        return self.part_of(self.whole.rank) if self.holds_first and not self.places["sequence"] else None
+
+    def part_of(self, rank: int) -> int:
+        """Returns the part that a rank of `whole` writes, whose place on 'sequence' is the first."""
+        inner = self.sizes.get("tensor", 1)
+        return rank // (inner * self.sizes.get("sequence", 1)) * inner + rank % inner
 
     @property
     def cuts_network(self) -> bool:

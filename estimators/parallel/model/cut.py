@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,43 @@ class Cut:
     dim: int
     blocks: int = 1
     grid: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A tensor of which several parts of a checkpoint have a piece each.
+
+    Attributes:
+        shape: Shape of the whole.
+        parts: Numbers of the parts that have the pieces, in the order of the cut's places.
+    """
+
+    cut: Cut
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    def check(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
+        """Refuses what does not describe pieces of these shapes, one for each of `parts`.
+
+        Raises:
+            ValueError: The pieces overlap, leave a hole, or are none of such a cut.
+        """
+        grid = self.cut.grid
+        is_cut = (
+            self.cut.blocks >= 1 if grid is None else min(grid) >= 1 and math.prod(grid) == len(self.parts)
+        )
+        try:
+            found = [
+                shape_of(self.shape, self.cut, place, len(self.parts)) for place in range(len(self.parts))
+            ]
+            is_whole = is_cut and sum(map(math.prod, found)) == math.prod(self.shape)
+        except (IndexError, ValueError, ArithmeticError):
+            is_whole = False
+        if not is_whole or len(set(self.parts)) != len(self.parts) or found != [list(s) for s in shapes]:
+            raise ValueError(
+                f"its parts of {name!r} have the shapes {[list(s) for s in shapes]}, which do not make up "
+                f"{list(self.shape)}"
+            )
 
 
 def part_of(whole: torch.Tensor, cut: Cut, place: int, size: int) -> torch.Tensor:

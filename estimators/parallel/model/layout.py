@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,8 +20,8 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
-from ringspark.estimators.parallel.model.cut import Cut, join, part_of, shape_of
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, whole
+from ringspark.estimators.parallel.model.cut import Cut, Spread, join, part_of, shape_of
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, StateValue, whole
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, ModelLayout] = WeakKeyDictionary()
 
@@ -43,6 +44,21 @@ class _Place:
     shape: tuple[int, ...]
     dtype: str
     holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a rank writes of some tensors, and what the others do.
+
+    Attributes:
+        names: Tensors of which this rank writes what it has.
+        spreads: Those of which several parts have pieces.
+        total: Number of all tensors.
+    """
+
+    names: frozenset[str]
+    spreads: dict[str, Spread]
+    total: int
 
 
 class ModelLayout:
@@ -103,7 +119,8 @@ class ModelLayout:
 
     def own_state(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns this rank's part of a state dict of the whole network."""
-        return {name: self.own(name, tensor) for name, tensor in whole.items() if name in self._names}
+        # By name, because each tensor may have to be put together first.
+        return {name: self.own(name, whole[name]) for name in whole if name in self._names}
 
     def counts(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
         """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once.
@@ -127,7 +144,7 @@ class ModelLayout:
                 square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
         return self.mesh.whole.all_reduce(square.reshape(1))[0].sqrt()
 
-    def own_optimizer(self, whole: OptimizerState) -> OptimizerState:
+    def own_optimizer(self, whole: Mapping[str, Mapping[str, StateValue]]) -> OptimizerState:
         """Returns this rank's part of a whole optimizer state, by its own names."""
         known = {name: whole.get(self.whole_name(name)) for name in self._parameters}
         # Those of another network stay, so that whoever loads the state refuses it.
@@ -138,9 +155,21 @@ class ModelLayout:
             if values is not None
         }
 
-    def shared_parameters(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Like `shared`, for tensors of parameters by this rank's names. Runs on every rank."""
-        return self.shared({self.whole_name(name): tensor for name, tensor in own.items()})
+    def pieces(self, own: Mapping[str, torch.Tensor]) -> Pieces:
+        """Returns which pieces of all tensors this rank writes into its part. Runs on every rank.
+
+        Args:
+            own: As `shared` takes it.
+        """
+        table = self._table(own)
+        spreads = {}
+        for name, place in table.items():
+            if len(place.holders) > 1:
+                parts = tuple(self.mesh.part_of(holder) for holder in place.holders)
+                spreads[name] = Spread(self.cuts[self._parameter_of(name)], place.shape, parts)
+        rank = self.mesh.whole.rank
+        names = {n for n, place in table.items() if rank in place.holders} if self.mesh.holds_first else set()
+        return Pieces(frozenset(names), spreads, len(table))
 
     def shared(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns stand-ins for all tensors of the whole network, which `whole` fetches. Runs on every rank.
@@ -151,31 +180,20 @@ class ModelLayout:
         table = self._table(own)
         return {name: self._stand_in(name, place, own.get(name)) for name, place in table.items()}
 
-    def shared_optimizer(self, own: OptimizerState) -> OptimizerState:
-        """Returns stand-ins for the whole optimizer state, which `whole` fetches. Runs on every rank.
+    def merged_values(self, own: OptimizerState) -> dict[str, dict[str, Any]]:
+        """Returns what the whole optimizer's state has beside tensors. Runs on every rank.
 
         Args:
             own: The whole state of this rank's parameters; looked at where `Mesh.holds_first`.
         """
-        own = {self.whole_name(name): values for name, values in own.items()}
-        tensors = {
-            f"{name}/{key}": value
-            for name, values in own.items()
-            for key, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
         plain = {
-            name: {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
+            self.whole_name(name): {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
             for name, values in own.items()
         }
-        texts = gather_bytes(self.mesh.whole, json.dumps(plain).encode())
-        result: OptimizerState = {}
-        for text in texts:
+        result: dict[str, dict[str, Any]] = {}
+        for text in gather_bytes(self.mesh.whole, json.dumps(plain).encode()):
             for name, values in json.loads(text).items():
                 result.setdefault(name, {}).update(values)
-        for full, stand_in in self.shared(tensors).items():
-            name, key = full.rsplit("/", 1)
-            result.setdefault(name, {})[key] = stand_in
         return {name: result[name] for name in sorted(result)}
 
     def _table(self, own: Mapping[str, torch.Tensor]) -> dict[str, _Place]:

@@ -10,9 +10,10 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ringspark.estimators.parallel.model.cut import Spread
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
-from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
 FORMAT_VERSION = 1
 
@@ -74,6 +75,8 @@ class Record:
         optimizer_groups: Values of the parameter groups, without parameters and rates.
         ranks: One entry per rank: positions of its random numbers, states of its callbacks.
         files: Name -> expected length and digest.
+        num_parts: Into how many files weights, optimizer's state and average are written each.
+        spreads: File of one part -> tensor -> how the pieces in the parts make up the whole.
     """
 
     position: Position
@@ -83,9 +86,15 @@ class Record:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, FileSum] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    num_parts: int = added(1)
+    spreads: dict[str, dict[str, Spread]] = field(default_factory=dict, metadata={"added": True})
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        values = asdict(self)
+        if self.num_parts == 1:
+            # As ever, so that an older ringspark reads it.
+            del values["num_parts"], values["spreads"]
+        return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:

@@ -7,7 +7,9 @@ the clock, the good files and whether the writer is done; it tells the others be
 from __future__ import annotations
 
 import logging
+import secrets
 import time
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -49,7 +51,7 @@ class Recovery:
         self._root = checkpoints_uri(config.run_uri)
         self.due = Due(config, mesh)
         self._writer: BackgroundWriter | None = None
-        if self.due.is_asked and mesh.writes:
+        if self.due.is_asked and mesh.part is not None:
             self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
         self._start = time.monotonic()
         self._rollbacks = 0
@@ -74,7 +76,7 @@ class Recovery:
     @property
     def errors(self) -> tuple[str, ...]:
         """Why checkpoints are missing, one line each; empty on other ranks than rank 0."""
-        return tuple(self._writer.errors) if self._writer is not None else ()
+        return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
     def begin(self, running: Running) -> bool:
         """Looks for a checkpoint to resume from, and restores its position; see `load`.
@@ -127,16 +129,19 @@ class Recovery:
         state = running.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
         running.rates.take_changes()
-        is_free = True
+        is_free, reason = True, ""
         if self._writer is not None:
             is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
+            if is_free and self._mesh.num_parts > 1 and self._mesh.writes:
+                # Before the others begin, who wait for this rank's numbers.
+                reason = self._writer.clear(state.step)
         # Collective calls carry numbers, so 0 stands for no step.
-        mine = torch.tensor([running.first_bad.step or 0, int(is_free)])
-        first_bad, free = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
+        mine = torch.tensor([running.first_bad.step or 0, int(is_free and not reason), secrets.randbits(62)])
+        first_bad, free, tokens = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
         raise_first_bad(state.epoch, first_bad, running.scaler.advice)
         self.due.written(state.step)
-        if not free[0]:
-            self._note(state.step, "the one before is still being written")
+        if not all(free):
+            self._note(state.step, reason or "the one before is still being written")
             return
         ranks = gather_ranks(RankState.of(running, self._mesh), self._mesh.world)
         position = self._position(running)
@@ -155,7 +160,8 @@ class Recovery:
             # The weights and the optimizer that rank 0 copies are those which the others step on next.
             self._mesh.world.barrier()
         if snapshot is not None and self._writer is not None:
-            self._writer.start(snapshot)
+            part = replace(snapshot.part, token=f"{tokens[0]:x}", seconds=self._config.timeout_seconds)
+            self._writer.start(replace(snapshot, part=part))
 
     def roll_back(self, found: NonFiniteStep, running: Running) -> None:
         """Goes back to the newest good checkpoint and halves its learning rates. Runs on every rank.
@@ -202,7 +208,8 @@ class Recovery:
             return
         self._status.phase = "waiting for the last checkpoint"
         solo = Solo(self._mesh, self._status.tick)
-        if self._writer is not None and not self._writer.wait(self._config.timeout_seconds, solo.progress):
+        is_first = self._mesh.writes
+        if is_first and self._writer and not self._writer.wait(self._config.timeout_seconds, solo.progress):
             # The final weights matter more than one more checkpoint before them.
             self._note(self.due.last_step, "it was still being written when the training ended")
             self._writer.abandon()
@@ -221,7 +228,7 @@ class Recovery:
         return int(answer) if int(answer) >= 0 else None
 
     def _note(self, step: int, error: str) -> None:
-        if self._writer is not None:
+        if self._writer is not None and self._mesh.writes:
             self._writer.note(step, error)
 
     def _check_fits(self, step: int, position: Position, running: Running) -> None:

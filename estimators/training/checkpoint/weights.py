@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -181,16 +181,24 @@ def load_checkpoint(
     """
     info = read_info(uri)
     with local_file(uri, WEIGHTS, tick) as path:
-        state = _read(uri, path, info, device)
-        if (layout := layout_of(module)) is not None:
-            state = layout.own_state(state)
-        for name, own in module.state_dict().items():
-            if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
-                # Sharded: each rank takes its part of the file.
-                state[name] = part_of(state[name], own)
-        with _of_this_model(uri):
-            module.load_state_dict(state)
+        load_state(uri, module, _read(uri, path, info, device))
     return info
+
+
+def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Copies the whole network's tensors into the module's own; `uri` names them in messages.
+
+    Raises:
+        ValueError: They are not this module's.
+    """
+    layout = layout_of(module)
+    state = dict(whole) if layout is None else layout.own_state(whole)
+    for name, own in module.state_dict().items():
+        if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
+            # Sharded: each rank takes its part of the file.
+            state[name] = part_of(state[name], own)
+    with _of_this_model(uri):
+        module.load_state_dict(state)
 
 
 def map_checkpoint(

@@ -18,7 +18,8 @@ from ringspark.estimators.training.checkpoint.folders import (
     remove_unfinished_one,
     step_uri,
 )
-from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_snapshot
+from ringspark.estimators.training.checkpoint.parts import tell
+from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_part, write_snapshot
 
 # Number of errors that a result reports; the log has all.
 MAX_ERRORS = 20
@@ -34,7 +35,7 @@ class _AbandonedError(Exception):
 
 
 class BackgroundWriter:
-    """Writes checkpoints on rank 0.
+    """Writes checkpoints on rank 0, and parts of them on other ranks.
 
     Attributes:
         errors: One sentence per checkpoint that could not be written, at most `MAX_ERRORS`.
@@ -46,6 +47,18 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._abandoned = threading.Event()
         self.errors: list[str] = []
+
+    def clear(self, step: int) -> str:
+        """Makes room for a checkpoint that several ranks write, before any of them begins.
+
+        Returns:
+            Why there is none; empty if there is.
+        """
+        try:
+            remove_unfinished(self._root, step)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def start(self, snapshot: Snapshot) -> None:
         """Starts a write; the previous one must have ended."""
@@ -91,8 +104,12 @@ class BackgroundWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         step = snapshot.record.position.step
+        if snapshot.part.number:
+            self._write_part(step, snapshot)
+            return
         try:
-            remove_unfinished(self._root, step)
+            if snapshot.part.of == 1:
+                remove_unfinished(self._root, step)
             write_snapshot(step_uri(self._root, step), snapshot, self._check)
         except Exception as error:  # a store's client raises what it likes
             if not isinstance(error, _AbandonedError):
@@ -104,3 +121,16 @@ class BackgroundWriter:
             keep_newest(self._root, step, self._keep)
         except Exception as error:
             _log.warning("old checkpoints in %s could not be removed: %s", self._root, error)
+
+    def _write_part(self, step: int, snapshot: Snapshot) -> None:
+        uri = step_uri(self._root, step)
+        try:
+            tell(uri, snapshot.part, write_part(uri, snapshot, self._check))
+        except _AbandonedError:
+            return
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self.note(step, text)
+            # If this fails too, the first writer waits in vain, and no longer than a hung rank may take.
+            with suppress(Exception):
+                tell(uri, snapshot.part, {}, text)

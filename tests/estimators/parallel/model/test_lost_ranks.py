@@ -123,14 +123,15 @@ def test_the_bits_are_those_of_a_training_that_lost_no_rank(
 
 
 class _Killer(threading.Thread):
-    """Ends the process of rank 0 when it has written some files of a checkpoint, and not the last one.
+    """Ends the process of a rank when it has written some files of its part, and the checkpoint is not whole.
 
     Attributes:
         hit: The folder of the checkpoint; None while there was no such moment.
     """
 
-    def __init__(self, run: Path, diary: Path) -> None:
+    def __init__(self, run: Path, diary: Path, rank: int) -> None:
         super().__init__(daemon=True)
+        self._rank = rank
         self._root, self._diaries = run / "checkpoints", rows.Diaries(diary)
         self._over = threading.Event()
         self.hit: Path | None = None
@@ -139,11 +140,13 @@ class _Killer(threading.Thread):
         # After one whole checkpoint.
         while not self._over.is_set() and not list(self._root.glob("step-*/checkpoint.json")):
             time.sleep(0.01)
-        pid = rows.steps_of(self._diaries.read())[-1]["pid"]
+        pid = rows.steps_of(self._diaries.read(), self._rank)[-1]["pid"]
         while self.hit is None and not self._over.is_set():
             # An old one loses that file before the others when it is removed.
             for folder in sorted(self._root.glob("step-*"))[-1:]:
-                if (folder / "model.safetensors").exists() and not (folder / "checkpoint.json").exists():
+                if (folder / f"model-{self._rank:05d}-of-00002.safetensors").exists() and not (
+                    folder / "checkpoint.json"
+                ).exists():
                     os.kill(pid, signal.SIGKILL)
                     self.hit = folder
                     break
@@ -155,8 +158,9 @@ class _Killer(threading.Thread):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
-    make_shards: MakeShards, tmp_path: Path
+    make_shards: MakeShards, tmp_path: Path, rank: int
 ) -> None:
     mesh = {"pipeline": 2}
     # Of some megabytes, so that its files take their time.
@@ -167,7 +171,7 @@ def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
     )
     diary = tmp_path / "disturbed"
     objects = _objects(diary, mesh)
-    killer = _Killer(tmp_path / "run", diary)
+    killer = _Killer(tmp_path / "run", diary, rank)
     killer.start()
     try:
         with pytest.raises(WorkerError, match="exit code -9"):

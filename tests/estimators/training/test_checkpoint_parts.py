@@ -1,0 +1,209 @@
+"""Checkpoints of several parts: written by several ranks, committed once, refused where one is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peak_memory import memory_use
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.parallel.base import PlainSync
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.cut import Cut, Spread
+from ringspark.estimators.parallel.model.spread import spread
+from ringspark.estimators.training.checkpoint.folders import copy_checkpoint, newest_good, step_uri, steps_in
+from ringspark.estimators.training.checkpoint.parts import JoinedFiles, Part, places_of
+from ringspark.estimators.training.checkpoint.record import Position, Record
+from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot, verify
+from ringspark.estimators.training.checkpoint.weights import read_info
+from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
+from ringspark.estimators.training.phase import Status
+from ringspark.models import ModelSpec
+
+WHOLE = torch.arange(20.0).reshape(5, 4)
+SPREAD = Spread(Cut("tensor", 0), (5, 4), (0, 1))
+NAMES = [f"{kind}-0000{part}-of-00002.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
+FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"])
+
+
+def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
+    """A matrix that is cut, a bias in the first part, and one in the second."""
+    record = Record(
+        position=Position(epoch=1, step=step), num_parts=2, spreads={"model.safetensors": {"w": SPREAD}}
+    )
+    pieces: list[dict[str, torch.Tensor]] = [
+        {"w": WHOLE[:3] + step, "a": torch.ones(2)},
+        {"w": WHOLE[3:] + step, "b": torch.ones(3)},
+    ]
+    return [
+        Snapshot(
+            weights=own,
+            optimizer={f"{name}/m": tensor for name, tensor in own.items() if name != "w"},
+            ranks={},
+            average=None,
+            record=record,
+            num_tensors=3,
+            part=Part(number, 2, "abc", seconds),
+        )
+        for number, own in enumerate(pieces)
+    ]
+
+
+def _write(root: Path, snapshots: list[Snapshot], keep: int = 2) -> list[list[str]]:
+    """Each part by a writer of its own; their errors."""
+    writers = [BackgroundWriter(str(root), keep) for _ in snapshots]
+    assert writers[0].clear(snapshots[0].record.position.step) == ""
+    for writer, snapshot in zip(writers, snapshots, strict=True):
+        writer.start(snapshot)
+    assert all(writer.wait(60) for writer in writers)
+    return [writer.errors for writer in writers]
+
+
+def test_parts_are_one_checkpoint_that_is_counted_copied_and_pruned_whole(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        assert _write(root, _snapshots(step)) == [[], []]
+    assert steps_in(str(root)) == [2, 3]
+    folder = Path(step_uri(str(root), 3))
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    info = read_info(str(folder))
+    assert info.num_tensors == 3
+    assert info.num_bytes == sum(path.stat().st_size for path in folder.glob("model-*"))
+    copy_checkpoint(str(root), str(tmp_path / "copy"), 3)
+    copied = step_uri(str(tmp_path / "copy"), 3)
+    assert verify(copied).num_parts == 2
+    files = sorted(str(path) for path in Path(copied).glob("model-*"))
+    joined = JoinedFiles(files, {"w": SPREAD})
+    assert sorted(joined) == ["a", "b", "w"]
+    assert joined["w"].equal(WHOLE + 3)
+
+
+def _flip(folder: Path) -> None:
+    file = folder / NAMES[2]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _missing(folder: Path) -> None:
+    (folder / NAMES[3]).unlink()
+
+
+def _signed(change: Callable[[dict[str, Any]], None], folder: Path) -> None:
+    """Changes the record, and the digest that vouches for it."""
+    record = json.loads((folder / "training.json").read_text())
+    change(record)
+    text = json.dumps(record).encode()
+    (folder / "training.json").write_bytes(text)
+    info = replace(read_info(str(folder)), training_sha256=hashlib.sha256(text).hexdigest())
+    (folder / "checkpoint.json").write_text(json.dumps(asdict(info)))
+
+
+def _cut(**changes: Any) -> Callable[[Path], None]:
+    return partial(_signed, lambda r: r["spreads"]["model.safetensors"]["w"].update(changes))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "digest": (_flip, "another SHA-256"),
+    "missing": (_missing, f"holds no {NAMES[3]} any more"),
+    "more parts": (partial(_signed, lambda r: r.update(num_parts=3)), "none of 3 parts"),
+    "countless parts": (
+        partial(_signed, lambda r: r.update(num_parts=10**12)),
+        "speaks of 1000000000000 parts",
+    ),
+    "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "speaks of 0 parts"),
+    "overlap": (partial(_signed, lambda r: r.update(spreads={})), r"parts \[0, 1\] have 'w' each"),
+    "hole": (_cut(shape=[6, 4]), "do not make up"),
+    "order": (_cut(parts=[1, 0]), "do not make up"),
+    "other parts": (_cut(parts=[0]), "and .0. should"),
+    "other dimension": (_cut(cut={"axis": "tensor", "dim": 1, "blocks": 1, "grid": None}), "do not make up"),
+    "no dimension": (_cut(cut={"axis": "tensor", "dim": 7, "blocks": 1, "grid": None}), "do not make up"),
+    "no blocks": (_cut(cut={"axis": "tensor", "dim": 0, "blocks": 0, "grid": None}), "do not make up"),
+    "grid": (_cut(cut={"axis": "tensor", "dim": 0, "blocks": 1, "grid": [-1, -2]}), "do not make up"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_parts_that_make_up_no_whole_are_passed_over(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        _write(tmp_path, _snapshots(step))
+    change, words = DAMAGES[damage]
+    folder = Path(step_uri(str(tmp_path), 2))
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        verify(str(folder))
+    found = newest_good(str(tmp_path))
+    assert found is not None
+    assert found[0] == 1
+    assert "the checkpoint of step 2 is passed over" in caplog.text
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
+    tmp_path: Path, part: int
+) -> None:
+    _write(tmp_path, _snapshots(1))
+    snapshots = _snapshots(2)
+    snapshots[part].weights["w"] = snapshots[part].weights["w"].to(torch.complex128)
+    errors = _write(tmp_path, snapshots)
+    assert "the checkpoint of step 2 was not written (" in errors[0][0]
+    assert "complex128" in errors[0][0]
+    assert newest_good(str(tmp_path)) is not None
+    # The other part may have made the folder again; it is no checkpoint, and the next one clears it away.
+    assert not (Path(step_uri(str(tmp_path), 2)) / "checkpoint.json").exists()
+    assert _write(tmp_path, _snapshots(3)) == [[], []]
+    assert steps_in(str(tmp_path)) == [1, 3]
+
+
+def test_a_part_that_never_comes_or_is_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
+    _write(tmp_path, _snapshots(1))
+    first, second = _snapshots(2, seconds=1.0)
+    errors = _write(tmp_path, [first, replace(second, part=Part(1, 2, "other"))])
+    assert "part 1 of 2 was not written within 1 s" in errors[0][0]
+    assert steps_in(str(tmp_path)) == [1]
+
+
+def test_a_tensor_that_no_part_has_is_missed() -> None:
+    with pytest.raises(ValueError, match="no part has 'w'"):
+        places_of([{}, {}], {"w": SPREAD})
+
+
+# Six matrices with the head, which are cut by pairs: an odd one would be whole on both ranks.
+WIDTH, LAYERS = 256, 5
+
+
+def _peak(collective: Collective, device: str, status: Status) -> str:
+    """Bytes of this rank's weights and moments, and the most that a copy of its part takes."""
+    spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
+    module = spec.build()
+    mesh = Mesh.of(collective, {"tensor": 2})
+    spread(module, mesh, {"tensor": 2})
+    sync = PlainSync(module, torch.optim.AdamW(module.parameters()))
+    for parameter in module.parameters():
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        sync.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    own = 3 * sum(p.nbytes for p in module.parameters())
+    use = memory_use(lambda: take_snapshot(sync, Position(step=1), writes=collective.rank == 0))
+    return json.dumps([own, use.peak, use.kept])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_each_rank_copies_its_own_part_and_one_tensor_at_most() -> None:
+    one = WIDTH * WIDTH * 4
+    whole = 3 * (LAYERS + 1) * one
+    for own, peak, kept in (json.loads(text) for text in run_spawned(2, "torch", _peak)):
+        assert own < 0.6 * whole
+        assert 0.9 * own < kept <= own + 4096
+        assert peak <= own + one
