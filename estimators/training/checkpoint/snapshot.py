@@ -440,8 +440,8 @@ def load_training_state(
     _check_optimizer(uri, record, sync.optimizer)
     files = _files_of(uri, record)
     if average is not None and average.values:
-        with _joined_files(uri, AVERAGE, record, tick) as values:
-            average.load(values if layout is None else layout.own_parameters(values))
+        with _joined_files(uri, AVERAGE, record, tick) as averaged:
+            average.load(dict(averaged) if layout is None else layout.own_parameters(averaged))
     for name in files:
         _check_size(uri, name, record)
     with _joined_files(uri, OPTIMIZER, record, tick) as tensors:
@@ -453,9 +453,9 @@ def load_training_state(
     with _joined_files(uri, WEIGHTS, record, tick) as weights:
         load_state(uri, sync.network, weights)
     with local_file(uri, RANKS, tick) as path:
-        tensors = {key: tensor.clone() for key, tensor in tensor_file.read(path).items()}
+        numbers = {key: tensor.clone() for key, tensor in tensor_file.read(path).items()}
     states = [RankState(tensors={}, values=values) for values in record.ranks]
-    for key, tensor in tensors.items():
+    for key, tensor in numbers.items():
         rank, name = key.split("/", 1)
         if not rank.isdigit() or int(rank) >= len(states):
             raise ValueError(f"{uri}/{RANKS} speaks of rank {rank!r}, of {len(states)}; take another one")
