@@ -34,6 +34,7 @@ from namespaces import Host, Network, refusal
 
 # Rates below this share of what was asked for, or above its inverse, mean that the link is not shaped.
 _TRUE_SHARE = 0.8
+_TRIES = 5
 # Of the first gang, each later one takes the next: in a namespace of its own every port is free, but one
 # that a gang has used stays taken for a minute.
 _FIRST_PORT = 20_000
@@ -138,11 +139,22 @@ class ShapedHosts:
         return self.network.hosts
 
     def check(self, mbit: float | None, delay_ms: float) -> None:
-        """Measures one transfer from the first host to the second.
+        """Measures transfers from the first host to the second.
 
         Raises:
             RuntimeError: Rate or delay are not what was asked for.
         """
+        for _ in range(_TRIES):
+            # A busy machine sends less for a while; a link that is not shaped always carries too much.
+            self._measure(mbit)
+            if mbit is None or _TRUE_SHARE < self.mbit / mbit < 1 / _TRUE_SHARE:
+                break
+        else:
+            raise RuntimeError(f"a link of {mbit:g} Mbit/s was asked for, and carries {self.mbit:.1f}")
+        if self.round_trip_ms < delay_ms:
+            raise RuntimeError(f"a delay of {delay_ms:g} ms was asked for, it is {self.round_trip_ms:.2f}")
+
+    def _measure(self, mbit: float | None) -> None:
         source, target = self.hosts[:2]
         num_bytes = int((mbit or 1000) * 1e6 / 8 * 0.4)  # takes 0.4 s
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
@@ -156,10 +168,6 @@ class ShapedHosts:
                 raise RuntimeError(f"{source.name} does not reach {target.name}: {sent.stderr[-500:]}")
             self.mbit = float(receiver.stdout.readline()) * 8 / 1e6
         self.round_trip_ms = 1000 * float(sent.stdout)
-        if mbit is not None and not _TRUE_SHARE < self.mbit / mbit < 1 / _TRUE_SHARE:
-            raise RuntimeError(f"a link of {mbit:g} Mbit/s was asked for, and carries {self.mbit:.1f}")
-        if self.round_trip_ms < delay_ms:
-            raise RuntimeError(f"a delay of {delay_ms:g} ms was asked for, it is {self.round_trip_ms:.2f}")
 
     def run(
         self,
