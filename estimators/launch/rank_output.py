@@ -160,7 +160,8 @@ def with_last_lines(failure: Failure, pulse: Pulse) -> Failure:
     """
     # Whatever the store's client raises, the failure itself matters more.
     with suppress(Exception):
-        start = _await_witness(failure, pulse, _PATIENCE_SECONDS)
+        _await_witness(failure, pulse, _PATIENCE_SECONDS)
+        start = rank_log.start_name(pulse.token, pulse.launch)
         return replace(failure, last_lines=rank_log.last_lines(pulse.run_uri, failure.rank, start))
     return failure
 
@@ -174,13 +175,13 @@ def await_output(failure: Failure, pulse: Pulse) -> None:
         _await_witness(failure, pulse, _RESTART_PATIENCE_SECONDS)
 
 
-def _await_witness(failure: Failure, pulse: Pulse, patience: float) -> str:
-    """Returns the name of the rank's start."""
+def _await_witness(failure: Failure, pulse: Pulse, patience: float) -> None:
+    if failure.type != LOST:
+        return
     start = rank_log.start_name(pulse.token, pulse.launch)
-    deadline = time.monotonic() + (patience if failure.type == LOST else 0.0)
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not _has_died(pulse, failure.rank, start):
         time.sleep(0.1)
-    return start
 
 
 def _has_died(pulse: Pulse, rank: int, start: str) -> bool:
