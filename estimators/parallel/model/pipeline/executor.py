@@ -115,24 +115,14 @@ class Executor:
             if stage > 0 and not self._place.is_own(stage - 1):
                 self._exchange.expect(Arrival(True, stage, micro, self._place.owners[stage - 1]))
             sent: list[Wait] = []
-            found: list[Any] = []
-
-            def give(
-                result: Any, chunk: int, stage: int = stage, sent: list[Wait] = sent, found: Any = found
-            ) -> list[torch.Tensor]:
-                if stage == self._place.last:
-                    found.append(result)
-                else:
-                    outputs = as_values(result, self._place.firsts[stage + 1])
-                    sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
-                return []
-
+            returned: list[Any] = []
+            give = self._giver(stage, micro, sent, returned)
             if self._place.sections[stage]:
                 self._forward_in_time(module, stage, micro, inputs, give, nullcontext)
             else:
                 values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
                 give(self._forward(module, stage, micro, values), 0)
-            result = found[0] if found else None
+            result = returned[0] if returned else None
             if sent:
                 self._exchange.keep(sent)
         # The others may still be busy with what was sent; the next micro-batch need not wait for them.
@@ -168,10 +158,11 @@ class Executor:
         """Runs a forward pass, and keeps what its backward pass needs: not the network's outputs, then."""
         _, stage, micro = action
         index = micro - first_micro
+        arguments = tuple(inputs[index]) if stage == 0 else ()
         if self._place.sections[stage]:
-            self._keep_in_time(module, action, inputs, loss, added, first_micro)
+            self._keep_in_time(module, action, arguments, lambda y: loss(y, index), partial(added, index))
             return
-        values = tuple(inputs[index]) if stage == 0 else self._exchange.arrived(True, stage, micro)
+        values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
         with self.recorder.span(action):
             result = self._forward(module, stage, micro, values)
             if stage == self._place.last:
@@ -189,41 +180,43 @@ class Executor:
         self,
         module: nn.Module,
         action: Action,
-        inputs: Sequence[Sequence[torch.Tensor]],
-        loss: Loss,
-        added: Added,
-        first_micro: int,
+        arguments: Values,
+        loss: Callable[[Any], torch.Tensor],
+        added: Callable[[], torch.Tensor | None],
     ) -> None:
         """Runs a forward pass chunk by chunk."""
         _, stage, micro = action
-        index = micro - first_micro
         live = self._live[stage, micro] = LiveInTime([])
         returned: list[Any] = []
+        give = self._giver(stage, micro, live.sent, returned)
+        span = partial(self.recorder.span, action)
+        live.sections = self._forward_in_time(module, stage, micro, arguments, give, span)
+        if stage == self._place.last:
+            # As for whole rows, outside of what is around forward passes: in fp32.
+            with self.recorder.span(action):
+                live.sections[-1][0].results = _wanted((loss(returned.pop()),))
+        elif added() is not None:
+            raise ValueError(_ADDS_IN_CHUNKS)
+
+    def _giver(self, stage: int, micro: int, sent: list[Wait], returned: list[Any]) -> Give:
+        """Returns what takes the results of a stage, whole or chunk by chunk: it hands on or returns them."""
 
         def give(result: Any, chunk: int) -> list[torch.Tensor]:
             if stage == self._place.last:
                 returned.append(result)
                 return []
             outputs = as_values(result, self._place.firsts[stage + 1])
-            live.sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
+            sent.append(self._exchange.hand_on(outputs, stage, micro, chunk))
             return _wanted(outputs)
 
-        span = partial(self.recorder.span, action)
-        arguments = inputs[index] if stage == 0 else ()
-        live.sections = self._forward_in_time(module, stage, micro, arguments, give, span)
-        if stage == self._place.last:
-            # As for whole rows, outside of what is around forward passes: in fp32.
-            with self.recorder.span(action):
-                live.sections[-1][0].results = _wanted((loss(returned.pop(), index),))
-        elif added(index) is not None:
-            raise ValueError(_ADDS_IN_CHUNKS)
+        return give
 
     def _forward_in_time(
         self,
         module: nn.Module,
         stage: int,
         micro: int,
-        arguments: Sequence[torch.Tensor],
+        arguments: Sequence[torch.Tensor | None],
         give: Give,
         span: Span,
     ) -> list[list[Piece]]:
