@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Record
-from ringspark.estimators.training.checkpoint.snapshot import verify
 from ringspark.estimators.training.checkpoint.weights import COMMIT, replacing
 from ringspark.pipelines import storage
 

@@ -27,7 +27,6 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record
 
 _LOOK_SECONDS = 0.2
-_MAX_HEADER = 100_000_000
 
 
 class PartError(Exception):
@@ -114,7 +113,7 @@ def collect(uri: str, part: Part, check: Callable[[], None]) -> dict[str, FileSu
 
 
 # dtype and shape of a tensor in a file.
-Kind = tuple[str, tuple[int, ...]]
+Kind = tuple[torch.dtype, tuple[int, ...]]
 
 
 def places_of(
@@ -160,12 +159,11 @@ def kinds_in(uri: str, name: str) -> dict[str, Kind]:
     """
     try:
         with storage.open_file(storage.join(uri, name), "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER:
-                raise ValueError("its header is too long")
-            header = parse_object(file.read(length))
-        header.pop("__metadata__", None)
-        return {key: (str(entry["dtype"]), tuple(map(int, entry["shape"]))) for key, entry in header.items()}
+            entries, _ = tensor_file.read_header(file)
+        return {
+            key: (tensor_file.DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
+            for key, entry in entries.items()
+        }
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(
             f"{uri}/{name} is no readable safetensors file ({error}); take another one"
@@ -187,7 +185,7 @@ class JoinedFiles(Mapping[str, torch.Tensor]):
         self._files = [tensor_file.read(path) for path in paths]
         self._spreads = spreads
         found = [
-            {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in file.items()}
+            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in file.items()}
             for file in self._files
         ]
         try:

@@ -17,8 +17,9 @@ import torch
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, newest_good, step_uri
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks, restore_rank
+from ringspark.estimators.training.checkpoint.reading import load_training_state, read_record
 from ringspark.estimators.training.checkpoint.record import Position
-from ringspark.estimators.training.checkpoint.snapshot import load_training_state, read_record, take_snapshot
+from ringspark.estimators.training.checkpoint.snapshot import take_snapshot
 from ringspark.estimators.training.checkpoint.solo import Solo
 from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter

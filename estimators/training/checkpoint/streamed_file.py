@@ -8,7 +8,6 @@ swap together. The mapping is private, as that one is.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -19,13 +18,10 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.checkpoint.tensor_file import DTYPES
+from ringspark.estimators.training.checkpoint.tensor_file import DTYPES, read_header
 
 # Smaller tensors cost more to map than to keep: biases, norms, statistics.
 KEPT_BYTES = 64 << 10
-
-# Headers of more bytes are refused, as by the library.
-_MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -111,15 +107,10 @@ def _places(descriptor: int) -> dict[str, Place]:
     Raises:
         ValueError: It is no header, or tensors lie on each other, leave gaps, or lie outside the file.
     """
-    size = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER):
-        raise ValueError("its header is longer than the file")
-    header: Mapping[str, Any] = json.loads(os.pread(descriptor, length, 8))
-    places = {
-        name: _place(name, tensor, 8 + length) for name, tensor in header.items() if name != "__metadata__"
-    }
-    end = 8 + length
+    with open(descriptor, "rb", closefd=False) as file:
+        entries, origin = read_header(file)
+    places = {name: _place(name, entry, origin) for name, entry in entries.items()}
+    end, size = origin, os.fstat(descriptor).st_size
     for place in sorted(places.values(), key=lambda place: (place.start, place.num_bytes)):
         if place.start != end:
             raise ValueError(f"a tensor begins at byte {place.start}, the one before it ends at {end}")

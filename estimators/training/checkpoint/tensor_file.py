@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,8 +23,12 @@ from safetensors.torch import load_file
 
 from ringspark.estimators.parallel.optimizer_state import whole
 from ringspark.estimators.training.checkpoint.solo import Solo
+from ringspark.pipelines.typed_json import parse_object
 
 BLOCK_BYTES = 16 << 20
+
+# Longer headers are refused, as by the library.
+_MAX_HEADER = 100_000_000
 
 # The tensors start at a multiple of this many bytes, the width of vector loads.
 _ALIGNMENT = 64
@@ -132,6 +136,24 @@ def _has_parts(state: Mapping[str, torch.Tensor]) -> bool:
 def ordered(state: Mapping[str, torch.Tensor]) -> list[str]:
     """Returns the names by falling width of their numbers: each tensor starts at a multiple of its width."""
     return sorted(state, key=lambda name: (-state[name].element_size(), name))
+
+
+def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """Reads the header from the beginning of a file, and nothing behind it.
+
+    Returns:
+        Tensor -> its "dtype", "shape" and "data_offsets", unchecked; and the byte at which tensors begin.
+
+    Raises:
+        ValueError: It is no header.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    text = file.read(length) if length <= _MAX_HEADER else b""
+    if len(text) != length:
+        raise ValueError("it ends within its header")
+    entries = parse_object(text)
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
 
 
 def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ are shared.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -25,8 +24,6 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object
 
 INDEX = f"{WEIGHTS}.index.json"
-# The same bound as in the safetensors library.
-_MOST_HEADER_BYTES = 100_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NAMES_SHOWN = 5
 
@@ -162,14 +159,10 @@ def _indexed(uri: str) -> list[str]:
 def _header(uri: str) -> Shapes:
     """Returns the shapes of a file's tensors by name; reads no tensor."""
     with storage.open_file(uri, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
-    try:
-        if len(text) != length:
-            raise ValueError("it ends within its header")
-        entries: dict[str, Any] = json.loads(text)
-        return {name: tuple(entry["shape"]) for name, entry in entries.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"pretrained {storage.redact(uri)} is no readable safetensors file ({error}); copy it again"
-        ) from error
+        try:
+            entries, _ = tensor_file.read_header(file)
+            return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"pretrained {storage.redact(uri)} is no readable safetensors file ({error}); copy it again"
+            ) from error

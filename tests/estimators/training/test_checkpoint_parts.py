@@ -22,8 +22,9 @@ from ringspark.estimators.parallel.model.cut import Cut, Spread
 from ringspark.estimators.parallel.model.spread import spread
 from ringspark.estimators.training.checkpoint.folders import copy_checkpoint, newest_good, step_uri, steps_in
 from ringspark.estimators.training.checkpoint.parts import JoinedFiles, Part, places_of
+from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Position, Record
-from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot, verify
+from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.phase import Status

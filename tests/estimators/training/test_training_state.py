@@ -18,12 +18,9 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
-from ringspark.estimators.training.checkpoint.snapshot import (
-    load_training_state,
-    take_snapshot,
-    write_snapshot,
-)
+from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS

@@ -20,7 +20,7 @@ from torch import nn
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.checkpoint.snapshot import verify
+from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.weights import read_adapter
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.settings.config import UserObjects
