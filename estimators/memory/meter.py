@@ -24,6 +24,9 @@ from ringspark.estimators.memory.workspace import scratch_bytes
 
 # The purposes of bytes. "activations" is the rest: tensors that the backward pass needs, and temporaries.
 PARTS = ("parameters", "gradients", "optimizer_state", "activations", "batch", "communication")
+# Gradients that a rank of several has sent, and one rank alone still has. They count among "gradients",
+# unless a weighting names them.
+SENT = "sent"
 
 Weights = Mapping[str, float]
 
@@ -51,10 +54,11 @@ class Meter(TorchDispatchMode):
     def __init__(self, weightings: Mapping[str, Weights]) -> None:
         """Args: weightings: Name -> part -> share of one rank; a part without an entry counts in full."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weightings = {
-            name: [weights.get(part, 1.0) for part in PARTS] for name, weights in weightings.items()
-        }
-        self.live = dict.fromkeys(PARTS, 0)
+        self._weightings = {}
+        for name, weights in weightings.items():
+            as_gradients = {SENT: weights.get("gradients", 1.0)}
+            self._weightings[name] = dict.fromkeys(PARTS, 1.0) | as_gradients | dict(weights)
+        self.live = dict.fromkeys((*PARTS, SENT), 0)
         # Keyed by the storage's address, which is reused only after the release has removed the entry.
         self._held: dict[int, _Held] = {}
         self.answers_scalars = False
@@ -63,7 +67,7 @@ class Meter(TorchDispatchMode):
     def restart(self) -> None:
         """Forgets the peaks so far, but not the live tensors."""
         self.peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
-        self.highest = dict(self.live)
+        self.highest = dict.fromkeys(PARTS, 0)
         self._note()
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
@@ -129,14 +133,15 @@ class Meter(TorchDispatchMode):
         return release
 
     def _note(self) -> None:
-        live = list(self.live.values())
         for name, weights in self._weightings.items():
-            total = sum(n * w for n, w in zip(live, weights, strict=True))
+            total = sum(n * weights[part] for part, n in self.live.items())
             if total > self.peaks[name].total:
-                parts = {p: int(n * w) for p, n, w in zip(PARTS, live, weights, strict=True)}
+                parts = {part: int(n * weights[part]) for part, n in self.live.items()}
+                parts["gradients"] += parts.pop(SENT)
                 self.peaks[name] = Peak(total=sum(parts.values()), parts=parts)
-        for part, num_bytes in self.live.items():
-            self.highest[part] = max(self.highest[part], num_bytes)
+        for part in PARTS:
+            sent = self.live[SENT] if part == "gradients" else 0
+            self.highest[part] = max(self.highest[part], self.live[part] + sent)
 
 
 @dataclass(kw_only=True)

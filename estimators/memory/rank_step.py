@@ -17,8 +17,13 @@ import torch
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import Column
 from ringspark.estimators.memory.cut_network import CutNetwork, RankPart
-from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
+from ringspark.estimators.memory.meter import SENT, Peak
+from ringspark.estimators.memory.sharing import (
+    communication_bytes,
+    gradients_leave,
+    leaving_buckets,
+    sums_in_buckets,
+)
 from ringspark.estimators.memory.step import FakeStep, UpdateBytes, know_sizes, on_fake_tensors
 from ringspark.estimators.memory.work import Work, WorkCount
 from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, marked
@@ -61,7 +66,8 @@ class RankBytes:
         arriving: Bytes of the values that a stage gets from another rank, by stage.
         returning: Bytes of the gradients of what a stage gives to another rank, by stage.
         communication: Bytes of buffers in which gradients travel.
-        bucket: Bytes of gradients that live at a time beside these; 0 if all of them do.
+        in_buckets: Whether gradients lie in these once they are summed.
+        leaves: Whether they leave for these in the backward pass.
     """
 
     parts: Mapping[str, int]
@@ -73,7 +79,8 @@ class RankBytes:
     arriving: Mapping[int, int]
     returning: Mapping[int, int]
     communication: int
-    bucket: int
+    in_buckets: bool
+    leaves: bool
 
 
 # The moment with the most bytes where gradients leave as soon as they are there.
@@ -104,7 +111,7 @@ def measure_ranks(
     found = []
     for number, part in enumerate(network.parts):
         count = WorkCount()
-        leaving = {LEAVING: {"gradients": 0.0}}
+        leaving = {LEAVING: {SENT: 0.0}}
         with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
             rank = _Rank(config, network, part, step, count, forms)
             found.append(rank.measured(inputs, labels, None if known is None else known[number]))
@@ -143,6 +150,7 @@ class _Rank:
         rows = [*batch.inputs, *batch.labels]
         step.meter.assign(rows, "batch")
         step.module.train()
+        step.send(leaving_buckets(step.module))
         if step.transform is not None:
             batch = step.transform(batch, 0)
         rounds: list[dict[tuple[int, bool], PassBytes]] = [{}, {}]
@@ -166,7 +174,7 @@ class _Rank:
         return RankBytes(
             parts={
                 "parameters": step.meter.live["parameters"],
-                "gradients": step.meter.live["gradients"],
+                "gradients": step.meter.live["gradients"] + step.meter.live[SENT],
                 "optimizer_state": update.state,
             },
             first=rounds[0],
@@ -180,7 +188,8 @@ class _Rank:
             arriving={stage: self._bytes_before(stage) for stage in self._part.stages},
             returning=self._returning(),
             communication=communication_bytes(self._config, step.module),
-            bucket=bucket_bytes(self._config, step.module),
+            in_buckets=sums_in_buckets(self._config),
+            leaves=gradients_leave(self._config),
         )
 
     def _bytes_before(self, stage: int, *, wanted: bool = False) -> int:

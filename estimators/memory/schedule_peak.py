@@ -38,7 +38,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
         if kind is not Kind.WEIGHT:
             on_their_way -= rank.arriving[stage] if kind is Kind.FORWARD else rank.returning[stage]
         extra = held + ended + on_their_way + min(sent, SENDS_UNDER_WAY) * rank.arriving[stage]
-        highest = _higher(highest, one.peaks[LEAVING if rank.bucket else sharding], extra, waiting)
+        highest = _higher(highest, one.peaks[LEAVING if rank.leaves else sharding], extra, waiting)
         if kind is Kind.FORWARD:
             held += forward_kept
         if kind in (Kind.BACKWARD, Kind.INPUT):
@@ -48,12 +48,9 @@ def peak_of_steps(rank: RankBytes, steps: Steps, sharding: str) -> Peak:
             begun.add(stage)
     state = rank.update.peaks[sharding].parts.get("optimizer_state", 0)
     in_passes = highest.with_parts(optimizer_state=state)
-    if rank.bucket:
-        in_passes = in_passes.with_parts(gradients=rank.bucket)
     update = rank.update.peaks[sharding]
     update = update.with_parts(batch=update.parts["batch"] + waiting)
-    if rank.communication and sharding == "none":
-        # After the sum the gradients lie where they travelled.
+    if rank.in_buckets:
         update = update.with_parts(gradients=0)
     peak = max(in_passes, update, key=lambda found: found.total)
     return peak.with_parts(communication=rank.communication)

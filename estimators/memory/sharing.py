@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.collectives.compressors import is_asked
 from ringspark.estimators.parallel.data.compressed_sum import compressed_parameters
 from ringspark.estimators.parallel.data.gradient_buckets import deal
-from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES
+from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES, bucket_bytes_of, deal_by_ranks
+from ringspark.estimators.parallel.data.sparse_rows import sparse_parameters
+from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -43,17 +46,31 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
     return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
 
 
-def bucket_bytes(config: TrainConfig, module: nn.Module) -> int:
-    """Returns the most bytes of gradients that live at a time while buckets of them leave; 0 if all do.
+def sums_in_buckets(config: TrainConfig) -> bool:
+    """Returns whether gradients, once summed, lie in the buffers in which they travelled."""
+    in_every_step = config.consistency["name"] == "bsp" and not isinstance(config.local_steps, Mapping)
+    whole = config.sharding == "none" and not is_asked(config.gradient_compression)
+    return num_summing(config) > 1 and in_every_step and whole
+
+
+def gradients_leave(config: TrainConfig) -> bool:
+    """Returns whether gradients of a large network leave in the backward pass, in `leaving_buckets`."""
+    return sums_in_buckets(config) and config.axes["pipeline"] == 1 and config.gradient_accumulation == 1
+
+
+def leaving_buckets(module: nn.Module) -> list[list[nn.Parameter]]:
+    """Returns the parameters whose gradients leave together, in their order; empty if all leave at the end.
 
     Args:
-        module: Like that of `communication_bytes`.
+        module: A rank's part of the network.
     """
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    whole = config.sharding == "none" and num_summing(config) > 1 and config.axes["pipeline"] == 1
-    if not whole or config.gradient_accumulation > 1 or num_bytes(trained.values()) <= FLAT_BYTES:
-        return 0
-    return max(num_bytes(bucket.values()) for bucket in deal(trained, BUCKET_BYTES))
+    tables, experts = sparse_parameters(module), expert_names(module)
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in tables}
+    full = bucket_bytes_of(num_bytes(trained.values()), by_network=False)
+    if full is None:
+        return []
+    dealt = deal_by_ranks(trained, full, lambda name: name in experts)
+    return [list(bucket.values()) for _, bucket in dealt]
 
 
 def communication_bytes(config: TrainConfig, module: nn.Module) -> int:

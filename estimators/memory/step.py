@@ -23,8 +23,15 @@ from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.columns import Column
-from ringspark.estimators.memory.meter import Meter, Peak, Weights
-from ringspark.estimators.memory.sharing import SHARDED_PARTS, num_sharers, shares
+from ringspark.estimators.memory.meter import SENT, Meter, Peak, Weights
+from ringspark.estimators.memory.sharing import (
+    SHARDED_PARTS,
+    gradients_leave,
+    leaving_buckets,
+    num_sharers,
+    shares,
+    sums_in_buckets,
+)
 from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, prepared
 from ringspark.estimators.training.driver_check import own_optimizer
@@ -111,6 +118,8 @@ def on_fake_tensors(
     device = device_of(config)
     gpus = [device] if device.type == "cuda" else []
     sharded = {name: shares(name, num_sharers(config)) for name in SHARDED_PARTS}
+    if gradients_leave(config.without_sharding()):
+        sharded["none"] = {SENT: 0.0}
     meter = Meter({**sharded, **(weightings or {})})
     # Copied here, because a fake mode cannot copy real buffers.
     transform: BatchTransform | None = None
@@ -177,6 +186,7 @@ class FakeStep:
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(self.module, segment_policy(config.gradient_checkpointing))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._unsent: list[tuple[Sequence[nn.Parameter], set[nn.Parameter]]] = []
         # A rank holds of the average what it holds of the parameters.
         self._average = [torch.empty_like(p) for p in self._trained if config.ema_decay is not None]
         meter.assign(self._average, "parameters")
@@ -193,9 +203,23 @@ class FakeStep:
             device=device,
         )
 
+    def send(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Counts gradients of the first backward pass as sent once their bucket, and all before it, are full.
+
+        Args:
+            buckets: Parameters of the network, as `leaving_buckets` gives them.
+        """
+        self._unsent = [(bucket, set(bucket)) for bucket in buckets]
+
     def _own_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.meter.assign([parameter.grad], "gradients")
+        if parameter.grad is None:
+            return
+        self.meter.assign([parameter.grad], "gradients")
+        for _, awaited in self._unsent:
+            awaited.discard(parameter)
+        while self._unsent and not self._unsent[0][1]:
+            bucket, _ = self._unsent.pop(0)
+            self.meter.assign([p.grad for p in bucket if p.grad is not None], SENT)
 
     def run(
         self, inputs: Sequence[Column], labels: Sequence[Column], update: UpdateBytes | None
@@ -211,6 +235,8 @@ class FakeStep:
         self.module.train()
         if self.transform is not None:
             batch = self.transform(batch, 0)
+        if gradients_leave(self._config.without_sharding()):
+            self.send(leaving_buckets(self.module))
         self.meter.restart()
         divisor = global_weights(self.recipe, batch, batch.num_rows, LocalCollective())
         # Outputs are kept for metrics until the step is over, as in the trainer.
@@ -227,11 +253,15 @@ class FakeStep:
         parts["optimizer_state"] = update.state
         parts["activations"] = max(parts["activations"], update.temporaries)
         peaks = {}
+        in_buckets = sums_in_buckets(self._config.without_sharding())
         for name, peak in backward.items():
+            in_update = update.peaks[name]
+            if in_buckets and name == "none":
+                in_update = in_update.with_parts(gradients=0)
             share = shares(name, num_sharers(self._config)).get("optimizer_state", 1.0)
             with_state = peak.parts | {"optimizer_state": int(update.state * share)}
             peak = Peak(total=sum(with_state.values()), parts=with_state)
-            peaks[name] = max(peak, update.peaks[name], key=lambda found: found.total)
+            peaks[name] = max(peak, in_update, key=lambda found: found.total)
         return StepBytes(parts=parts, peaks=peaks, update=update)
 
     def update(self) -> UpdateBytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket, deal
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows, sparse_parameters
 from ringspark.estimators.parallel.sharded.shard_layout import BUCKET_BYTES
+
+Ranks = TypeVar("Ranks")
 
 # Gradients of at most so many bytes travel in one exchange. From 2 to 250 MiB, `slope --sweep` finds both
 # ways within a tenth of each other where the ranks keep the cores of one host busy.
@@ -89,15 +91,7 @@ class SummedGradients(PlainSync):
                 p.device.type == "cpu" and collective.sends_at_once(p.device) for p in trained.values()
             )
             bucket_bytes = bucket_bytes_of(num_bytes(trained.values()), by_network=by_network)
-        dealt = [
-            (ranks, own)
-            for ranks, named in _by_collective(trained, collective, over)
-            for own in deal(named, bucket_bytes)
-        ]
-        if over is not None:
-            # A bucket is complete when its layer nearest to the input is.
-            place = {name: number for number, name in enumerate(trained)}
-            dealt.sort(key=lambda bucket: -min(place[name] for name in bucket[1]))
+        dealt = deal_by_ranks(trained, bucket_bytes, over or (lambda _: collective))
         self._over = [ranks for ranks, _ in dealt]
         self._buckets = [GradientBucket(own) for _, own in dealt]
         self._sums: list[Callable[[], None]] = []  # that the ranks exchange now, in the order of the buckets
@@ -163,12 +157,22 @@ def _name(number: int) -> str:
     return f"gradients.{number}"
 
 
-def _by_collective(
-    named: Mapping[str, nn.Parameter], collective: Collective, over: Callable[[str], Collective] | None
-) -> list[tuple[Collective, dict[str, nn.Parameter]]]:
-    """Returns the parameters of each collective, in their order."""
-    found: dict[int, tuple[Collective, dict[str, nn.Parameter]]] = {}
+def deal_by_ranks(
+    named: Mapping[str, nn.Parameter], num_bytes: int | None, over: Callable[[str], Ranks]
+) -> list[tuple[Ranks, dict[str, nn.Parameter]]]:
+    """Deals parameters out to buckets that each travel among the same ranks, in the order of leaving.
+
+    Args:
+        num_bytes: Like that of `deal`.
+        over: Returns the ranks that sum the gradient of the parameter called so.
+    """
+    groups: dict[int, tuple[Ranks, dict[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
-        ranks = collective if over is None else over(name)
-        found.setdefault(id(ranks), (ranks, {}))[1][name] = parameter
-    return list(found.values())
+        ranks = over(name)
+        groups.setdefault(id(ranks), (ranks, {}))[1][name] = parameter
+    dealt = [(ranks, own) for ranks, group in groups.values() for own in deal(group, num_bytes)]
+    if len(groups) > 1:
+        # A bucket is complete when its layer nearest to the input is.
+        place = {name: number for number, name in enumerate(named)}
+        dealt.sort(key=lambda bucket: -min(place[name] for name in bucket[1]))
+    return dealt

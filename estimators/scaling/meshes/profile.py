@@ -19,7 +19,7 @@ from ringspark.estimators.memory.cut_plan import steps_of
 from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.memory.rank_step import RankBytes, measure_ranks
 from ringspark.estimators.memory.schedule_peak import peak_of_steps
-from ringspark.estimators.memory.sharing import bucket_bytes, communication_bytes
+from ringspark.estimators.memory.sharing import communication_bytes, gradients_leave, sums_in_buckets
 from ringspark.estimators.memory.work import Work
 from ringspark.estimators.parallel.model.pipeline.actions import Steps
 from ringspark.estimators.parallel.model.pipeline.cutting import cut_stages
@@ -108,7 +108,8 @@ def _peak(rank: RankBytes, config: TrainConfig, module: nn.Module, steps: Steps)
     rank = replace(
         rank,
         communication=communication_bytes(config, module),
-        bucket=bucket_bytes(config, module),
+        in_buckets=sums_in_buckets(config),
+        leaves=gradients_leave(config),
     )
     return peak_of_steps(rank, steps, config.sharding)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.cut_network import CutNetwork, cut_network
@@ -130,6 +132,21 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     gpipe = replace(config, parallelism={**config.parallelism, "schedule": "gpipe"})
     highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], "none").total for m in (4, 8)]
     assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("hidden", [[128] * 4, [2048] * 5], ids=["one exchange", "buckets"])
+def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int], benchmark_meshes: Any) -> None:
+    """In the backward pass of a large network, the memory of a gradient is free once a bucket has it."""
+    few_rows = benchmark_meshes.networks(32, tiny=True)[1]
+    spec = ModelSpec("mlp", {"in_features": 256, "hidden": hidden, "out_features": 1})
+    network = replace(few_rows, spec=spec)
+    steps = benchmark_meshes.Rounds(network, [network.config({"data": 2}, 1, 2)], 0, 0)
+    texts = run_spawned(2, "torch", steps, timeout_seconds=120)
+    measured = max(json.loads(text)[1][0] for text in texts)
+    batch = [((network.rows // 2, *shape), dtype) for (_, *shape), dtype in network.batch]
+    plan = plan_memory(spec, tuple(batch), loss=network.loss, numWorkers=2, collective="torch")
+    assert plan.peak == pytest.approx(measured, rel=0.01)
 
 
 def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
