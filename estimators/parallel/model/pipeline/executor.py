@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,29 +13,16 @@ from torch import nn
 
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
 from ringspark.estimators.parallel.model.pipeline.exchange import Exchange, Place
-from ringspark.estimators.parallel.model.pipeline.in_time import (
-    Give,
-    Gradients,
-    LiveInTime,
-    Piece,
-    Span,
-    backward,
-    forward,
-)
-from ringspark.estimators.parallel.model.pipeline.sections import Section
+from ringspark.estimators.parallel.model.pipeline.in_time import Give, LiveInTime, Piece, Span
+from ringspark.estimators.parallel.model.pipeline.stages_in_time import ADDS_IN_CHUNKS, StagesInTime
 from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
 from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
-from ringspark.models.chain import State, as_values
-from ringspark.models.reports import num_losses
+from ringspark.models.chain import as_values
 
 Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 # Gets the number of a micro-batch, just after a stage has run; returns the scalar that it adds to the loss.
 Added = Callable[[int], torch.Tensor | None]
-_ADDS_IN_CHUNKS = (
-    "layers of a stage that works in chunks of time add to the loss, which parallelism's 'time_chunks' does "
-    "not cut; leave 'time_chunks' out"
-)
 
 
 @dataclass
@@ -75,6 +62,7 @@ class Executor:
         self.most_live = 0
         self._place = place
         self._exchange = Exchange(place, wire)
+        self._in_time = StagesInTime(place, self._exchange)
         self._live: dict[tuple[int, int], _Live | LiveInTime] = {}
 
     def train(
@@ -196,7 +184,7 @@ class Executor:
             with self.recorder.span(action):
                 live.sections[-1][0].results = _wanted((loss(returned.pop()),))
         elif added() is not None:
-            raise ValueError(_ADDS_IN_CHUNKS)
+            raise ValueError(ADDS_IN_CHUNKS)
 
     def _giver(self, stage: int, micro: int, sent: list[Wait], returned: list[Any]) -> Give:
         """Returns what takes the results of a stage, whole or chunk by chunk: it hands on or returns them."""
@@ -220,68 +208,17 @@ class Executor:
         give: Give,
         span: Span,
     ) -> list[list[Piece]]:
-        streams_in, lengths = self._place.streams_in(stage), self._exchange.lengths(micro)
-        if stage == 0:
-            arriving: Iterator[Values] = iter([tuple(arguments)])
-        else:
-            chunks = range(len(lengths) if streams_in else 1)
-            arriving = (self._exchange.arrived(True, stage, micro, chunk) for chunk in chunks)
-
-        def call(values: Values, section: Section, states: Sequence[State]) -> tuple[Any, Sequence[State]]:
-            known = num_losses()
-            found: tuple[Any, Sequence[State]] = module(
-                *values,
-                stage=stage,
-                part=(section.first, section.end, states if section.is_chunked else None),
-            )
-            if section.is_chunked and num_losses() > known:
-                raise ValueError(_ADDS_IN_CHUNKS)
-            return found
-
         # One context for all chunks: it collects what the layers report of the micro-batch.
         with self.weights(micro), self.around():
-            return forward(
-                self._place.sections[stage],
-                lengths,
-                arriving,
-                call,
-                give,
-                streams_in=streams_in,
-                span=span,
-            )
-
-    def _backward_in_time(self, action: Action, live: LiveInTime) -> None:
-        _, stage, micro = action
-        place, lengths = self._place, self._exchange.lengths(micro)
-        sections = place.sections[stage]
-        if stage == place.last:
-            gradients: Gradients = [[torch.ones_like(r) for r in live.sections[-1][0].results]]
-        else:
-            chunks = reversed(range(len(lengths) if place.streams[stage] else 1))
-            gradients = (self._exchange.arrived(False, stage, micro, chunk) for chunk in chunks)
-        streams_in = place.streams_in(stage)
-        sent: list[Wait] = []
-        with self.weights(micro):
-            span = partial(self.recorder.span, action)
-            found = backward(sections, live.sections, lengths, gradients, streams_in=streams_in, span=span)
-            chunk = len(lengths) if streams_in else 1
-            for own in found:
-                chunk -= 1
-                if stage > 0:
-                    sent.append(self._exchange.hand_back(own, stage, micro, chunk))
-        for wait in live.sent:
-            # Their gradients are here, so this does not wait.
-            wait()
-        if sent:
-            self._exchange.limit_sends()
-            self._exchange.keep(sent)
-        del self._live[stage, micro]
+            return self._in_time.forward(module, stage, micro, arguments, give, span)
 
     def _backward(self, module: nn.Module, action: Action) -> None:
         kind, stage, micro = action
         live = self._live[stage, micro]
         if isinstance(live, LiveInTime):
-            self._backward_in_time(action, live)
+            with self.weights(micro):
+                self._in_time.backward(stage, micro, live, partial(self.recorder.span, action))
+            del self._live[stage, micro]
             return
         if kind is not Kind.WEIGHT:
             gradients: list[torch.Tensor] | None = None
