@@ -178,9 +178,10 @@ def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> No
     if max(cut.values()) > 1 and not is_elementwise(optimizer):
         name = type(optimizer).__name__
         raise ValueError(
-            f"parallelism {config.parallelism} leaves a worker parts of parameters, and optimizer {name} looks "
-            f"at whole ones; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, or, if "
-            "each weight moves by its own gradient and state alone, give its class is_elementwise = True"
+            f"parallelism {config.parallelism} leaves a worker parts of parameters, and optimizer {name} "
+            f"looks at whole ones; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
+            "or, if each weight moves by its own gradient and state alone, give its class "
+            "is_elementwise = True"
         )
     ways = makes_dense(config)
     if ways and isinstance(optimizer, torch.optim.SparseAdam):

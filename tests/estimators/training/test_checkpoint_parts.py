@@ -32,7 +32,7 @@ from ringspark.models import ModelSpec
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 SPREAD = Spread(Cut("tensor", 0), (5, 4), (0, 1))
-NAMES = [f"{kind}-0000{part}-of-00002.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
+NAMES = [f"{kind}-0000{part}-of-00002.abc.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
 FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"])
 
 
@@ -121,6 +121,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         partial(_signed, lambda r: r.update(num_parts=10**12)),
         "speaks of 1000000000000 parts",
     ),
+    "path": (partial(_signed, lambda r: r.update(token="/../abc")), "must be up to 16 hexadecimal digits"),
     "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "speaks of 0 parts"),
     "overlap": (partial(_signed, lambda r: r.update(spreads={})), r"parts \[0, 1\] have 'w' each"),
     "hole": (_cut(shape=[6, 4]), "do not make up"),
@@ -170,9 +171,23 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
 def test_a_part_that_never_comes_or_is_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
     _write(tmp_path, _snapshots(1))
     first, second = _snapshots(2, seconds=1.0)
-    errors = _write(tmp_path, [first, replace(second, part=Part(1, 2, "other"))])
+    errors = _write(tmp_path, [first, replace(second, part=Part(1, 2, "def"))])
     assert "part 1 of 2 was not written within 1 s" in errors[0][0]
     assert steps_in(str(tmp_path)) == [1]
+
+
+def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Path) -> None:
+    """Its rank is alive after the gang was started again; its bytes are other ones, as many."""
+    first, second = _snapshots(2)
+    late = replace(second, weights={"w": WHOLE[3:] - 1, "b": torch.ones(3)}, part=Part(1, 2, "fed"))
+    for snapshot in (second, late, first):
+        writer = BackgroundWriter(str(tmp_path), 2)
+        writer.start(snapshot)
+        assert writer.wait(60)
+        assert writer.errors == []
+    found = newest_good(str(tmp_path))
+    assert found is not None
+    assert found[0] == 2
 
 
 def test_a_tensor_that_no_part_has_is_missed() -> None:
