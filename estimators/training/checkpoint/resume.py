@@ -132,10 +132,11 @@ class Recovery:
         running.rates.take_changes()
         is_free, reason = True, ""
         if self._writer is not None:
-            is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
+            patience = self._config.timeout_seconds * _WAIT_SHARE
+            is_free = self._writer.wait(patience, self._status.tick)
             if is_free and self._mesh.num_parts > 1 and self._mesh.writes:
                 # Before the others begin, who wait for this rank's numbers.
-                reason = self._writer.clear(state.step)
+                reason = self._writer.clear(state.step, patience, self._status.tick)
         # Collective calls carry numbers, so 0 stands for no step.
         mine = torch.tensor([running.first_bad.step or 0, int(is_free and not reason), secrets.randbits(62)])
         first_bad, free, tokens = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()

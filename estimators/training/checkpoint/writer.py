@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from ringspark.estimators.training.checkpoint.folders import (
     keep_newest,
@@ -48,29 +49,43 @@ class BackgroundWriter:
         self._abandoned = threading.Event()
         self.errors: list[str] = []
 
-    def clear(self, step: int) -> str:
+    def clear(
+        self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
+    ) -> str:
         """Makes room for a checkpoint that several ranks write, before any of them begins.
+
+        Args:
+            seconds: How long the other ranks can wait for it; what takes longer goes on as a write does.
+            progress: Called once per second.
 
         Returns:
             Why there is none; empty if there is.
         """
-        try:
-            remove_unfinished(self._root, step)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        reasons: list[str] = []
+
+        def remove() -> None:
+            try:
+                remove_unfinished(self._root, step)
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error}")
+
+        self._start(remove)
+        if not self.wait(seconds, progress):
+            return f"unfinished ones were not removed within {seconds:g} s, the store does not answer"
+        return "".join(reasons)
 
     def start(self, snapshot: Snapshot) -> None:
         """Starts a write; the previous one must have ended."""
+        self._start(partial(self._write, snapshot))
+
+    def _start(self, work: Callable[[], None]) -> None:
         assert self._thread is None
         # Daemon: a hung store must not keep the process alive.
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot,), name="ringspark-checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=work, name="ringspark-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
-        """Waits for the running write; returns whether it has ended.
+        """Waits for the running write, or `clear`; returns whether it has ended.
 
         Args:
             progress: Called once per second.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from peak_memory import memory_use
 
 from ringspark.estimators.collectives import Collective
@@ -188,6 +191,35 @@ def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Pa
     found = newest_good(str(tmp_path))
     assert found is not None
     assert found[0] == 2
+
+
+class HeldDisk(LocalFileSystem):
+    """Lists no folder before it may."""
+
+    protocol = "held"
+    may_list = threading.Event()
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        assert self.may_list.wait(60)
+        return super().ls(path, detail, **options)
+
+
+def test_a_store_that_does_not_answer_costs_the_checkpoint_and_not_the_others_patience(
+    tmp_path: Path,
+) -> None:
+    """Who clears the place for a checkpoint has all other ranks wait for the answer."""
+    fsspec.register_implementation("held", HeldDisk, clobber=True)
+    left = tmp_path / "step-0000000001"
+    left.mkdir()
+    writer = BackgroundWriter(f"held://{tmp_path}", 2)
+    try:
+        assert "the store does not answer" in writer.clear(2, seconds=0.1)
+        assert not writer.wait(0.0)
+    finally:
+        HeldDisk.may_list.set()
+    assert writer.wait(60)
+    assert writer.clear(2) == ""
+    assert not left.exists()
 
 
 def test_a_tensor_that_no_part_has_is_missed() -> None:
