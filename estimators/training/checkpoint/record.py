@@ -109,12 +109,13 @@ class Record:
         """Reads the file `name`.
 
         Raises:
-            ValueError: It is damaged, or a newer version of the format wrote it.
+            OtherFormatError: Another version of the format wrote it.
+            ValueError: It is damaged.
         """
         try:
             # A loss that overflowed is stored as NaN in the history.
             return record(cls, versioned(text, FORMAT_VERSION, allow_nan=True))
         except OtherFormatError as error:
-            raise ValueError(f"{name} cannot be read: {error}") from None
+            raise OtherFormatError(f"{name} cannot be read: {error}") from None
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{name} is damaged ({error}); take another training state") from error

@@ -158,12 +158,13 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
     """Parses the record from the bytes of its file.
 
     Raises:
-        ValueError: They are damaged, or a newer version of the format wrote them.
+        OtherFormatError: Another version of the format wrote them.
+        ValueError: They are damaged.
     """
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
     except OtherFormatError as error:
-        raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
+        raise OtherFormatError(f"{uri}/{COMMIT} cannot be read: {error}") from None
     except ValueError as error:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
 
