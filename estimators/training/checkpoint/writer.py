@@ -19,7 +19,7 @@ from ringspark.estimators.training.checkpoint.folders import (
     remove_unfinished_one,
     step_uri,
 )
-from ringspark.estimators.training.checkpoint.parts import tell
+from ringspark.estimators.training.checkpoint.parts import PartError, tell
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_part, write_snapshot
 
 # Number of errors that a result reports; the log has all.
@@ -40,6 +40,7 @@ class BackgroundWriter:
 
     Attributes:
         errors: One sentence per checkpoint that could not be written, at most `MAX_ERRORS`.
+        is_mute: Whether this rank could not write its part of the last checkpoint, nor tell rank 0 so.
     """
 
     def __init__(self, root: str, keep: int) -> None:
@@ -47,7 +48,9 @@ class BackgroundWriter:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._abandoned = threading.Event()
+        self._hopeless = ""
         self.errors: list[str] = []
+        self.is_mute = False
 
     def clear(
         self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
@@ -76,6 +79,7 @@ class BackgroundWriter:
 
     def start(self, snapshot: Snapshot) -> None:
         """Starts a write; the previous one must have ended."""
+        self._hopeless, self.is_mute = "", False
         self._start(partial(self._write, snapshot))
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -100,6 +104,10 @@ class BackgroundWriter:
             progress()
         return True
 
+    def give_up(self, reason: str) -> None:
+        """Ends the running write at its next block, or look for other parts; the next ones are tried."""
+        self._hopeless = reason
+
     def abandon(self) -> None:
         """Waits a little for the running write, then stops it at its next block; for use after a failure."""
         if not self.wait(_LAST_SECONDS):
@@ -116,6 +124,8 @@ class BackgroundWriter:
     def _check(self) -> None:
         if self._abandoned.is_set():
             raise _AbandonedError
+        if self._hopeless:
+            raise PartError(self._hopeless)
 
     def _write(self, snapshot: Snapshot) -> None:
         step = snapshot.record.position.step
@@ -146,6 +156,8 @@ class BackgroundWriter:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self.note(step, text)
-            # If this fails too, the first writer waits in vain, and no longer than a hung rank may take.
-            with suppress(Exception):
+            try:
                 tell(uri, snapshot.part, {}, text)
+            except Exception:
+                # The first writer waits in vain until the ranks meet, and no longer than a hung rank may take.
+                self.is_mute = True

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from peak_memory import memory_use
+from refusing_disk import RefusingDisk
+from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
@@ -30,8 +33,12 @@ from ringspark.estimators.training.checkpoint.record import Position, Record
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
+from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 SPREAD = Spread(Cut("tensor", 0), (5, 4), (0, 1))
@@ -225,6 +232,41 @@ def test_a_store_that_does_not_answer_costs_the_checkpoint_and_not_the_others_pa
 def test_a_tensor_that_no_part_has_is_missed() -> None:
     with pytest.raises(ValueError, match="no part has 'w'"):
         places_of([{}, {}], {"w": SPREAD})
+
+
+def _refused(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
+    """The second rank cannot even leave a file that says why its part is missing."""
+    fsspec.register_implementation("refusing", RefusingDisk, clobber=True)
+    RefusingDisk.refuses = collective.rank == 1
+    return train_worker(config, collective, UserObjects(), device, status).to_json()
+
+
+@pytest.mark.distributed
+def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
+    make_shards: Callable[..., ShardManifest], tmp_path: Path
+) -> None:
+    features = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    manifest = make_shards({"x": features, "y": features.sum(1)})
+    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1})
+    config = config_of(
+        manifest,
+        tmp_path,
+        model=spec.to_json(),
+        batch_size=16,
+        num_workers=2,
+        parallelism={"tensor": 2},
+        collective="torch",
+        checkpoint_every_steps=3,
+    )
+    config, _ = check_training(config, UserObjects(), manifest)
+    config = replace(config, run_uri=f"refusing://{tmp_path}/run")
+    texts = run_spawned(2, "torch", partial(_refused, config), timeout_seconds=120)
+    errors = TrainResult.from_json(texts[0]).checkpoint_errors
+    assert [error.split(" (")[0] for error in errors] == [
+        f"the checkpoint of step {step} was not written" for step in (3, 6)
+    ]
+    assert all("rank 1 could neither write its part nor tell why" in error for error in errors)
+    assert steps_in(f"{tmp_path}/run/checkpoints") == []
 
 
 # Six matrices with the head, which are cut by pairs: an odd one would be whole on both ranks.
