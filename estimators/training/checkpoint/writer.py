@@ -159,5 +159,5 @@ class BackgroundWriter:
             try:
                 tell(uri, snapshot.part, {}, text)
             except Exception:
-                # The first writer waits in vain until the ranks meet, and no longer than a hung rank may take.
+                # The first writer waits in vain until the ranks meet, and no longer than for a hung rank.
                 self.is_mute = True
