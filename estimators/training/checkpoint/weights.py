@@ -16,12 +16,13 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 import torch
+from fsspec.spec import AbstractBufferedFile
 from torch import nn
 
 from ringspark.estimators.parallel.mesh import Mesh
@@ -129,7 +130,11 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
     if not storage.is_local(uri):
         # An object store keeps the old object until the new one is complete.
         with storage.open_file(storage.join(uri, name), "wb") as file:
-            yield file
+            try:
+                yield file
+            except BaseException:
+                _discard(file)
+                raise
         return
     # Not into the old file: a process that has mapped it would crash or read the new numbers.
     temporary = os.path.join(uri, f".{name}.{uuid.uuid4().hex}")
@@ -140,6 +145,14 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _discard(file: IO[bytes]) -> None:
+    """Has an object store forget what was written, which fsspec would upload when the file is closed."""
+    if isinstance(file, AbstractBufferedFile):
+        with suppress(Exception):  # a store's client raises what it likes
+            file.discard()
+        file.closed = True
 
 
 def read_info(uri: str) -> CheckpointInfo:
