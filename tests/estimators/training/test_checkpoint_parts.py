@@ -229,6 +229,28 @@ def test_a_store_that_does_not_answer_costs_the_checkpoint_and_not_the_others_pa
     assert not left.exists()
 
 
+class KeepingDisk(LocalFileSystem):
+    protocol = "keeping"
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        raise PermissionError(f"{path} may not be removed")
+
+
+def test_a_store_that_lets_nothing_be_removed_takes_checkpoints(tmp_path: Path) -> None:
+    """It keeps all of them, and what a rank told of its part, which nobody reads again."""
+    fsspec.register_implementation("keeping", KeepingDisk, clobber=True)
+    for step in (1, 2):
+        writers = [BackgroundWriter(f"keeping://{tmp_path}", 1) for _ in range(2)]
+        assert writers[0].clear(step) == ""
+        for writer, snapshot in zip(writers, _snapshots(step), strict=True):
+            writer.start(snapshot)
+        assert all(writer.wait(60) and not writer.errors for writer in writers)
+    found = newest_good(str(tmp_path))
+    assert found is not None
+    assert found[0] == 2
+    assert steps_in(str(tmp_path)) == [1, 2]
+
+
 def test_a_tensor_that_no_part_has_is_missed() -> None:
     with pytest.raises(ValueError, match="no part has 'w'"):
         places_of([{}, {}], {"w": SPREAD})
