@@ -205,12 +205,18 @@ def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -
     Raises:
         ValueError: They are not this module's.
     """
-    layout = layout_of(module)
-    state = dict(whole) if layout is None else layout.own_state(whole)
-    for name, own in module.state_dict().items():
-        if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
+    layout, held, state = layout_of(module), module.state_dict(), {}
+    # By name, because each tensor may have to be put together first, of which a rank may need only a part.
+    for name in whole:
+        if layout is not None and name not in held:
+            continue
+        tensor = whole[name] if layout is None else layout.own(name, whole[name])
+        own = held.get(name)
+        if hasattr(own, "full_tensor") and tensor.shape == own.shape:
             # Sharded: each rank takes its part of the file.
-            state[name] = part_of(state[name], own)
+            tensor = part_of(tensor, own)
+        state[name] = tensor
+        del tensor
     with _of_this_model(uri):
         module.load_state_dict(state)
 
