@@ -212,7 +212,7 @@ def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -
             continue
         tensor = whole[name] if layout is None else layout.own(name, whole[name])
         own = held.get(name)
-        if hasattr(own, "full_tensor") and tensor.shape == own.shape:
+        if own is not None and hasattr(own, "full_tensor") and tensor.shape == own.shape:
             # Sharded: each rank takes its part of the file.
             tensor = part_of(tensor, own)
         state[name] = tensor
