@@ -47,6 +47,8 @@ def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: Opt
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = state.get(names[parameter])
+            # Nothing was kept of it then, also where there is something by now: a training went back.
+            optimizer.state.pop(parameter, None)
             if values is not None:
                 optimizer.state[parameter] = {
                     key: placed(value, parameter, group) for key, value in values.items()

@@ -18,6 +18,7 @@ from torch import nn
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
 from ringspark.estimators.parallel.server.parameter_server import check_optimizer
+from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.estimators.training.arguments import layout_in, with_arguments
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
@@ -173,6 +174,15 @@ def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> No
         return
     if config.consistency["name"] not in ("bsp", "hogwild"):
         check_optimizer(optimizer, config.consistency)
+    cut = {axis: config.parallelism.get(axis, 1) for axis in ("tensor", "expert")}
+    if max(cut.values()) > 1 and not is_elementwise(optimizer):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"parallelism {config.parallelism} leaves a worker parts of parameters, and optimizer {name} "
+            f"looks at whole ones; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
+            "or, if each weight moves by its own gradient and state alone, give its class "
+            "is_elementwise = True"
+        )
     ways = makes_dense(config)
     if ways and isinstance(optimizer, torch.optim.SparseAdam):
         setting, remedy = ways[0]

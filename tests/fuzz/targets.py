@@ -7,16 +7,18 @@ import io
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
+from ringspark.estimators.parallel.model.cut import Cut, Spread, join
 from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.training import history
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.parts import files_of, places_of
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
 from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, parse_info, save_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -61,6 +63,24 @@ class Target:
     is_json: bool = True
 
 
+PIECES = [torch.zeros(6, 4), torch.zeros(3, 4)]
+
+
+def _of_parts(record: Record) -> bytes:
+    """A matrix of three blocks, of which one rank has two rows each, and the other one."""
+    spread = Spread(Cut("tensor", 0, blocks=3), (9, 4), (0, 1))
+    files = {name: FileSum(bytes=8, sha256="00") for name in files_of("model.safetensors", 2, "abc")}
+    spreads = {"model.safetensors": {"w": spread}}
+    return replace(record, num_parts=2, spreads=spreads, token="abc", files=files).to_json().encode()
+
+
+def _joined(text: bytes) -> None:
+    """What says that it makes up a whole can be put together."""
+    spreads = Record.from_json(text).spreads.get("model.safetensors", {})
+    places = places_of([{"w": (piece.dtype, tuple(piece.shape))} for piece in PIECES], spreads)
+    assert join([PIECES[part] for part in places["w"]], spreads["w"].cut).shape == spreads["w"].shape
+
+
 def targets(folder: Path) -> dict[str, Target]:
     """All of them. Args: folder: For those that read files."""
     config = TrainConfig(
@@ -86,6 +106,7 @@ def targets(folder: Path) -> dict[str, Target]:
             good=json.dumps(asdict(info)).encode(), parse=lambda text: parse_info(text, "/checkpoint")
         ),
         "training.json": Target(good=record.to_json().encode(), parse=Record.from_json),
+        "training.json of parts": Target(good=_of_parts(record), parse=_joined),
         "config.json": Target(good=config.to_json().encode(), parse=_text(TrainConfig.from_json)),
         "model spec": Target(good=SPEC.to_json().encode(), parse=_text(ModelSpec.from_json)),
         "history.json": Target(good=json.dumps([asdict(EPOCH)] * 2).encode(), parse=history.parse_history),

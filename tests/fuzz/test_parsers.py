@@ -14,8 +14,9 @@ from targets import targets as all_targets
 EXAMPLES = 60
 NAMES = [
     "manifest", "manifest of a table", "thrift",
-    "checkpoint.json", "training.json", "config.json", "model spec", "history.json",
-    "progress.json", "run.json", "heartbeat", "safetensors", "jobs.train", "jobs.etl", "jobs.score",
+    "checkpoint.json", "training.json", "training.json of parts", "config.json", "model spec",
+    "history.json", "progress.json", "run.json", "heartbeat", "safetensors",
+    "jobs.train", "jobs.etl", "jobs.score",
     "TorchRegressor ringspark.json", "TorchRegressor metadata/part-00000",
     "TorchRegressionModel ringspark.json", "TorchRegressionModel metadata/part-00000",
 ]  # fmt: skip

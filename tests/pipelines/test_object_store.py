@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from s3_server import S3Server
 
+from ringspark.estimators.training.checkpoint.weights import replacing
 from ringspark.pipelines import ShardManifest, cached_shards, open_reader, storage, write_shards
 from ringspark.pipelines.readers import Batch, ShardReader, range_file, retry
 
@@ -147,6 +149,24 @@ def test_files_come_and_go_in_a_bucket(store: Store) -> None:
     assert not storage.exists(folder)
     storage.check_writable(folder)
     assert not storage.exists(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2 * s3fs.S3FileSystem.default_block_size], ids=["one", "several"])
+def test_weights_whose_write_breaks_off_leave_the_old_ones(store: Store, num_bytes: int) -> None:
+    """In one request or in several; fsspec itself uploads what it has when a `with` ends by an error."""
+
+    def write(data: bytes, error: Exception | None = None) -> None:
+        with replacing("s3://bucket/weights", "old") as file:
+            file.write(data)
+            if error is not None:
+                raise error
+
+    write(b"old")
+    with pytest.raises(MemoryError):
+        write(bytes(num_bytes), MemoryError())
+    gc.collect()
+    assert storage.read_bytes("s3://bucket/weights/old") == b"old"
+    storage.remove("s3://bucket/weights", recursive=True)
 
 
 def test_an_empty_bucket_is_never_removed(store: Store) -> None:

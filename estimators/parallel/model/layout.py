@@ -98,7 +98,6 @@ class ModelLayout:
         self._tied = dict(tied or {})
         self._parameters = [name for name, _ in module.named_parameters()]
         self._copies = copies
-        self._names = set(module.state_dict())
         _LAYOUTS[module] = self
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -116,11 +115,6 @@ class ModelLayout:
         """Returns this rank's part of tensors of parameters, such as their averages, by its own names."""
         known = {name: whole.get(self.whole_name(name)) for name in self._parameters}
         return {name: self.own(name, tensor) for name, tensor in known.items() if tensor is not None}
-
-    def own_state(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this rank's part of a state dict of the whole network."""
-        # By name, because each tensor may have to be put together first.
-        return {name: self.own(name, whole[name]) for name in whole if name in self._names}
 
     def counts(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
         """Whether this rank's part of a gradient counts in a sum over `Mesh.whole`: each element once.

@@ -99,6 +99,8 @@ def load_state(shard: Shard, optimizer: torch.optim.Optimizer, state: OptimizerS
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for piece, tensor in shard.held.items():
         values = state.get(shard.names[piece.index])
+        # As `load_by_name` does.
+        optimizer.state.pop(tensor, None)
         if values is not None:
             parameter = shard.parameters[piece.index]
             optimizer.state[tensor] = {

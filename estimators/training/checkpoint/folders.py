@@ -18,6 +18,7 @@ from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.weights import COMMIT, replacing
 from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import OtherFormatError
 
 _NAME = re.compile(r"step-([0-9]{10})")
 
@@ -49,6 +50,9 @@ def newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple
     """Returns step and record of the newest checkpoint whose files are all undamaged; None without any.
 
     A damaged one is skipped with a warning. Runs on rank 0.
+
+    Raises:
+        OtherFormatError: Another ringspark wrote a newer one: a training from before it would remove it.
     """
     for step in reversed(steps_in(root)):
         uri = step_uri(root, step)
@@ -58,6 +62,8 @@ def newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple
         try:
             if is_committed(root, step):
                 return step, verify(uri, progress)
+        except OtherFormatError:
+            raise
         except (ValueError, OSError) as error:
             _log.warning("the checkpoint of step %d is passed over: %s", step, error)
     return None

@@ -1,11 +1,12 @@
 """A checkpoint of several parts: one of each rank that has other weights, written by that rank itself.
 
-    model-00001-of-00004.safetensors    the second of four parts, by the whole network's names
-    part-00001-of-00004.<token>.json    what was written of it: read and removed by rank 0, which then commits
+    model-00001-of-00004.<token>.safetensors    the second of four parts, by the whole network's names
+    part-00001-of-00004.<token>.json            what was written of it: read and removed by rank 0, which then
+                                                commits
 
 A tensor that is whole where it is lies in one part. Of one that is cut, each part has a piece: `Spread`, in
-`training.json`, says how they make up the whole. The record of the files carries a token of this attempt,
-so that one of an attempt before, whose rank may still be alive, is not taken for it.
+`training.json`, says how they make up the whole. Names carry the token of an attempt: what a rank of the
+attempt before, which may still be alive, writes late is neither taken for a part nor takes the place of one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,7 +40,7 @@ class Part:
     """One of the parts of a checkpoint that is written.
 
     Attributes:
-        token: Tells this attempt to write the checkpoint from others.
+        token: Tells this attempt to write the checkpoint from others; of hexadecimal digits.
         seconds: How long the first part waits for the others when it is written.
     """
 
@@ -54,17 +56,17 @@ class _Written:
     error: str = ""
 
 
-def file_of(name: str, number: int, of: int) -> str:
+def file_of(name: str, number: int, of: int, token: str) -> str:
     """Returns the file of a part; a checkpoint of one part has the name itself."""
     if of == 1:
         return name
     stem, _, ending = name.partition(".")
-    return f"{stem}-{number:05d}-of-{of:05d}.{ending}"
+    return ".".join(filter(None, (f"{stem}-{number:05d}-of-{of:05d}", token, ending)))
 
 
-def files_of(name: str, of: int) -> list[str]:
+def files_of(name: str, of: int, token: str) -> list[str]:
     """Returns the files of all parts, in their order."""
-    return [file_of(name, number, of) for number in range(of)]
+    return [file_of(name, number, of, token) for number in range(of)]
 
 
 def _told(part: Part, number: int) -> str:
@@ -100,8 +102,10 @@ def collect(uri: str, part: Part, check: Callable[[], None]) -> dict[str, FileSu
             if written.error:
                 raise PartError(f"part {number} of {part.of}: {written.error}")
             files |= written.files
-            storage.remove(path)
             del missing[number]
+            # A store may let files be written and none removed; this one spoils no checkpoint.
+            with suppress(Exception):
+                storage.remove(path)
         if missing and time.monotonic() >= end:
             raise PartError(
                 f"part {min(missing)} of {part.of} was not written within {part.seconds:g} s; all workers "

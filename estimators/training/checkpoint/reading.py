@@ -81,7 +81,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
             )
     if record.num_parts > 1:
         for kind in (WEIGHTS, OPTIMIZER, AVERAGE):
-            found = [kinds_in(uri, name) for name in files_of(kind, record.num_parts) if name in files]
+            found = [kinds_in(uri, name) for name in _parts_of(kind, record) if name in files]
             try:
                 places_of(found, record.spreads.get(kind, {}))
             except ValueError as error:
@@ -106,8 +106,8 @@ def _files_of(uri: str, record: Record) -> list[str]:
             f"{uri}/{RECORD} speaks of {record.num_parts} parts and {len(record.files)} files; take another "
             "training state"
         )
-    names = [RANKS, *(name for kind in (WEIGHTS, OPTIMIZER) for name in files_of(kind, record.num_parts))]
-    averages = files_of(AVERAGE, record.num_parts)
+    names = [RANKS, *(name for kind in (WEIGHTS, OPTIMIZER) for name in _parts_of(kind, record))]
+    averages = _parts_of(AVERAGE, record)
     if averages[0] in record.files:
         names += averages
     if others := sorted(set(record.files) - set(names)):
@@ -116,6 +116,10 @@ def _files_of(uri: str, record: Record) -> list[str]:
             "training state"
         )
     return names
+
+
+def _parts_of(kind: str, record: Record) -> list[str]:
+    return files_of(kind, record.num_parts, record.token)
 
 
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
@@ -155,7 +159,7 @@ def load_training_state(
     _check_optimizer(uri, record, sync.optimizer)
     takes_average = average is not None and bool(average.values)
     # Whether there is an average or not, a training that keeps one needs it.
-    for name in {*_files_of(uri, record), *(files_of(AVERAGE, record.num_parts) if takes_average else ())}:
+    for name in {*_files_of(uri, record), *(_parts_of(AVERAGE, record) if takes_average else ())}:
         _check_size(uri, name, record)
     if average is not None and takes_average:
         with _joined_files(uri, AVERAGE, record, tick) as averaged:
@@ -185,7 +189,7 @@ def _joined_files(
 ) -> Iterator[JoinedFiles]:
     """Yields the tensors of all parts of one kind of file."""
     with ExitStack() as opened:
-        names = files_of(kind, record.num_parts)
+        names = _parts_of(kind, record)
         paths = [opened.enter_context(local_file(uri, name, tick)) for name in names]
         yield JoinedFiles(paths, record.spreads.get(kind, {}))
 

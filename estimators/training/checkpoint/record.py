@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,6 +78,7 @@ class Record:
         files: Name -> expected length and digest.
         num_parts: Into how many files weights, optimizer's state and average are written each.
         spreads: File of one part -> tensor -> how the pieces in the parts make up the whole.
+        token: What the names of the parts carry, see `parts`; hexadecimal digits.
     """
 
     position: Position
@@ -88,12 +90,18 @@ class Record:
     format_version: int = FORMAT_VERSION
     num_parts: int = added(1)
     spreads: dict[str, dict[str, Spread]] = field(default_factory=dict, metadata={"added": True})
+    token: str = added("")
+
+    def __post_init__(self) -> None:
+        # It becomes part of the name of a file.
+        if not re.fullmatch("[0-9a-f]{0,16}", self.token):
+            raise ValueError(f"token must be up to 16 hexadecimal digits, got {self.token[:40]!r}")
 
     def to_json(self) -> str:
         values = asdict(self)
         if self.num_parts == 1:
             # As ever, so that an older ringspark reads it.
-            del values["num_parts"], values["spreads"]
+            del values["num_parts"], values["spreads"], values["token"]
         return json.dumps(values)
 
     @classmethod
@@ -101,12 +109,13 @@ class Record:
         """Reads the file `name`.
 
         Raises:
-            ValueError: It is damaged, or a newer version of the format wrote it.
+            OtherFormatError: Another version of the format wrote it.
+            ValueError: It is damaged.
         """
         try:
             # A loss that overflowed is stored as NaN in the history.
             return record(cls, versioned(text, FORMAT_VERSION, allow_nan=True))
         except OtherFormatError as error:
-            raise ValueError(f"{name} cannot be read: {error}") from None
+            raise OtherFormatError(f"{name} cannot be read: {error}") from None
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{name} is damaged ({error}); take another training state") from error

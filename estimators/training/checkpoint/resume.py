@@ -130,12 +130,13 @@ class Recovery:
         state = running.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {running.step_in_epoch}"
         running.rates.take_changes()
-        is_free, reason = True, ""
-        if self._writer is not None:
-            is_free = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
-            if is_free and self._mesh.num_parts > 1 and self._mesh.writes:
+        reason, patience = "", self._config.timeout_seconds * _WAIT_SHARE
+        is_free = self._wait_for_parts()
+        if self._writer is not None and self._mesh.writes:
+            is_free = self._writer.wait(patience, self._status.tick)
+            if is_free and self._mesh.num_parts > 1:
                 # Before the others begin, who wait for this rank's numbers.
-                reason = self._writer.clear(state.step)
+                reason = self._writer.clear(state.step, patience, self._status.tick)
         # Collective calls carry numbers, so 0 stands for no step.
         mine = torch.tensor([running.first_bad.step or 0, int(is_free and not reason), secrets.randbits(62)])
         first_bad, free, tokens = torch.stack(self._mesh.world.all_gather(mine)).T.tolist()
@@ -208,6 +209,7 @@ class Recovery:
         if not self.due.is_asked:
             return
         self._status.phase = "waiting for the last checkpoint"
+        self._wait_for_parts()
         solo = Solo(self._mesh, self._status.tick)
         is_first = self._mesh.writes
         if is_first and self._writer and not self._writer.wait(self._config.timeout_seconds, solo.progress):
@@ -215,6 +217,24 @@ class Recovery:
             self._note(self.due.last_step, "it was still being written when the training ended")
             self._writer.abandon()
         solo.end()
+
+    def _wait_for_parts(self) -> bool:
+        """Waits for the other ranks' parts; returns whether this one's is over. Runs on every rank.
+
+        Rank 0 gives up a checkpoint of which a rank could neither write its part nor leave a word about it.
+        """
+        is_over = True
+        if self._mesh.num_parts == 1:
+            return is_over
+        is_mute = False
+        if self._writer is not None and not self._mesh.writes:
+            is_over = self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
+            is_mute = is_over and self._writer.is_mute
+        flags = self._mesh.world.all_gather(torch.tensor([int(is_mute)]))
+        mute = [rank for rank, flag in enumerate(flags) if int(flag)]
+        if mute and self._mesh.writes and self._writer is not None:
+            self._writer.give_up(f"rank {mute[0]} could neither write its part nor tell why; its log does")
+        return is_over
 
     def _newest(self) -> int | None:
         """Returns the step of the checkpoint that rank 0 finds good."""

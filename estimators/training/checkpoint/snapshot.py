@@ -247,10 +247,11 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     """
     part = snapshot.part
     files = write_part(uri, snapshot, check) | collect(uri, part, check)
-    expected = {name for kind in contents_of(snapshot) for name in files_of(kind, part.of)} | {RANKS}
+    kinds = contents_of(snapshot)
+    expected = {RANKS, *(name for kind in kinds for name in files_of(kind, part.of, part.token))}
     if files.keys() != expected:
         raise PartError(f"the parts are {sorted(files)}, where {sorted(expected)} should be")
-    text = replace(snapshot.record, files=files).to_json().encode()
+    text = replace(snapshot.record, files=files, token=part.token).to_json().encode()
     check()
     storage.write_atomic(storage.join(uri, RECORD), text)
     check()
@@ -258,7 +259,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
     info = CheckpointInfo(
         epoch=position.epoch,
         step=position.step,
-        num_bytes=sum(files[name].bytes for name in files_of(WEIGHTS, part.of)),
+        num_bytes=sum(files[name].bytes for name in files_of(WEIGHTS, part.of, part.token)),
         num_tensors=snapshot.num_tensors,
         training_sha256=hashlib.sha256(text).hexdigest(),
     )
@@ -279,7 +280,9 @@ def write_part(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda:
         check: As in `write_snapshot`.
     """
     part = snapshot.part
-    contents = {file_of(kind, part.number, part.of): own for kind, own in contents_of(snapshot).items()}
+    contents = {
+        file_of(kind, part.number, part.of, part.token): own for kind, own in contents_of(snapshot).items()
+    }
     if not part.number:
         contents[RANKS] = snapshot.ranks
     files = {}

@@ -16,12 +16,13 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 import torch
+from fsspec.spec import AbstractBufferedFile
 from torch import nn
 
 from ringspark.estimators.parallel.mesh import Mesh
@@ -129,7 +130,11 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
     if not storage.is_local(uri):
         # An object store keeps the old object until the new one is complete.
         with storage.open_file(storage.join(uri, name), "wb") as file:
-            yield file
+            try:
+                yield file
+            except BaseException:
+                _discard(file)
+                raise
         return
     # Not into the old file: a process that has mapped it would crash or read the new numbers.
     temporary = os.path.join(uri, f".{name}.{uuid.uuid4().hex}")
@@ -140,6 +145,14 @@ def replacing(uri: str, name: str) -> Iterator[IO[bytes]]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _discard(file: IO[bytes]) -> None:
+    """Has an object store forget what was written, which fsspec would upload when the file is closed."""
+    if isinstance(file, AbstractBufferedFile):
+        with suppress(Exception):  # a store's client raises what it likes
+            file.discard()
+        file.closed = True
 
 
 def read_info(uri: str) -> CheckpointInfo:
@@ -158,12 +171,13 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
     """Parses the record from the bytes of its file.
 
     Raises:
-        ValueError: They are damaged, or a newer version of the format wrote them.
+        OtherFormatError: Another version of the format wrote them.
+        ValueError: They are damaged.
     """
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
     except OtherFormatError as error:
-        raise ValueError(f"{uri}/{COMMIT} cannot be read: {error}") from None
+        raise OtherFormatError(f"{uri}/{COMMIT} cannot be read: {error}") from None
     except ValueError as error:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); take another checkpoint") from error
 
@@ -191,12 +205,18 @@ def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -
     Raises:
         ValueError: They are not this module's.
     """
-    layout = layout_of(module)
-    state = dict(whole) if layout is None else layout.own_state(whole)
-    for name, own in module.state_dict().items():
-        if hasattr(own, "full_tensor") and name in state and state[name].shape == own.shape:
+    layout, held, state = layout_of(module), module.state_dict(), {}
+    # By name, because each tensor may have to be put together first, of which a rank may need only a part.
+    for name in whole:
+        if layout is not None and name not in held:
+            continue
+        tensor = whole[name] if layout is None else layout.own(name, whole[name])
+        own = held.get(name)
+        if own is not None and hasattr(own, "full_tensor") and tensor.shape == own.shape:
             # Sharded: each rank takes its part of the file.
-            state[name] = part_of(state[name], own)
+            tensor = part_of(tensor, own)
+        state[name] = tensor
+        del tensor
     with _of_this_model(uri):
         module.load_state_dict(state)
 

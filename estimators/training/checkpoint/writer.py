@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from ringspark.estimators.training.checkpoint.folders import (
     keep_newest,
@@ -18,7 +19,7 @@ from ringspark.estimators.training.checkpoint.folders import (
     remove_unfinished_one,
     step_uri,
 )
-from ringspark.estimators.training.checkpoint.parts import tell
+from ringspark.estimators.training.checkpoint.parts import PartError, tell
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_part, write_snapshot
 
 # Number of errors that a result reports; the log has all.
@@ -39,6 +40,7 @@ class BackgroundWriter:
 
     Attributes:
         errors: One sentence per checkpoint that could not be written, at most `MAX_ERRORS`.
+        is_mute: Whether this rank could not write its part of the last checkpoint, nor tell rank 0 so.
     """
 
     def __init__(self, root: str, keep: int) -> None:
@@ -46,31 +48,48 @@ class BackgroundWriter:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._abandoned = threading.Event()
+        self._hopeless = ""
         self.errors: list[str] = []
+        self.is_mute = False
 
-    def clear(self, step: int) -> str:
+    def clear(
+        self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
+    ) -> str:
         """Makes room for a checkpoint that several ranks write, before any of them begins.
+
+        Args:
+            seconds: How long the other ranks can wait for it; what takes longer goes on as a write does.
+            progress: Called once per second.
 
         Returns:
             Why there is none; empty if there is.
         """
-        try:
-            remove_unfinished(self._root, step)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        reasons: list[str] = []
+
+        def remove() -> None:
+            try:
+                remove_unfinished(self._root, step)
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error}")
+
+        self._start(remove)
+        if not self.wait(seconds, progress):
+            return f"unfinished ones were not removed within {seconds:g} s, the store does not answer"
+        return "".join(reasons)
 
     def start(self, snapshot: Snapshot) -> None:
         """Starts a write; the previous one must have ended."""
+        self._hopeless, self.is_mute = "", False
+        self._start(partial(self._write, snapshot))
+
+    def _start(self, work: Callable[[], None]) -> None:
         assert self._thread is None
         # Daemon: a hung store must not keep the process alive.
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot,), name="ringspark-checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=work, name="ringspark-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None) -> bool:
-        """Waits for the running write; returns whether it has ended.
+        """Waits for the running write, or `clear`; returns whether it has ended.
 
         Args:
             progress: Called once per second.
@@ -84,6 +103,10 @@ class BackgroundWriter:
                 return False
             progress()
         return True
+
+    def give_up(self, reason: str) -> None:
+        """Ends the running write at its next block, or look for other parts; the next ones are tried."""
+        self._hopeless = reason
 
     def abandon(self) -> None:
         """Waits a little for the running write, then stops it at its next block; for use after a failure."""
@@ -101,6 +124,8 @@ class BackgroundWriter:
     def _check(self) -> None:
         if self._abandoned.is_set():
             raise _AbandonedError
+        if self._hopeless:
+            raise PartError(self._hopeless)
 
     def _write(self, snapshot: Snapshot) -> None:
         step = snapshot.record.position.step
@@ -131,6 +156,8 @@ class BackgroundWriter:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self.note(step, text)
-            # If this fails too, the first writer waits in vain, and no longer than a hung rank may take.
-            with suppress(Exception):
+            try:
                 tell(uri, snapshot.part, {}, text)
+            except Exception:
+                # The first writer waits in vain until the ranks meet, and no longer than for a hung rank.
+                self.is_mute = True

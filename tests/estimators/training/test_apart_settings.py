@@ -14,6 +14,7 @@ from small_training import config_of
 from torch import nn
 
 from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.consistency import CONSISTENCY
@@ -142,18 +143,25 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
         ),
         ({"consistency": "hogwild"}, torch.optim.SparseAdam, "consistency 'hogwild' makes them dense"),
         ({"local_steps": 4}, torch.optim.SparseAdam, "localSteps .* makes them dense; set localSteps=1"),
+        # Its state of a part has no dimensions to be joined along, so a checkpoint would have one rank's.
+        (
+            {"parallelism": {"tensor": 2, "plan": {"0": "column"}}},
+            Adam8bit,
+            "leaves a worker parts of parameters, and optimizer Adam8bit looks at whole ones",
+        ),
     ],
 )
 def test_an_optimizer_of_the_users_own_is_refused_on_the_driver(
     make_shards: MakeShards, tmp_path: Path, changes: dict[str, Any], optimizer: Any, message: str
 ) -> None:
     manifest = make_shards({"x": np.zeros((9, 2), np.float32), "y": np.zeros(9, np.float32)})
-    given = {key: (_local if key == "local_steps" else _consistency)(value) for key, value in changes.items()}
+    forms: dict[str, Any] = {"local_steps": _local, "consistency": _consistency, "parallelism": dict}
+    given = {key: forms[key](value) for key, value in changes.items()}
     config = config_of(manifest, tmp_path / "run", num_workers=2, collective="torch", **given)
-    objects = UserObjects(module=nn.Linear(2, 1), optimizer=optimizer)
+    objects = UserObjects(module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), optimizer=optimizer)
     with pytest.raises(ValueError, match=message):
         check_training(config, objects, manifest)
-    check_training(replace(config, num_workers=1), objects, manifest)
+    check_training(replace(config, num_workers=1, parallelism={}), objects, manifest)
 
 
 def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(

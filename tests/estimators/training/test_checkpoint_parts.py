@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from peak_memory import memory_use
+from refusing_disk import RefusingDisk
+from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
@@ -27,12 +33,16 @@ from ringspark.estimators.training.checkpoint.record import Position, Record
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, take_snapshot
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
+from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 SPREAD = Spread(Cut("tensor", 0), (5, 4), (0, 1))
-NAMES = [f"{kind}-0000{part}-of-00002.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
+NAMES = [f"{kind}-0000{part}-of-00002.abc.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
 FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"])
 
 
@@ -121,6 +131,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         partial(_signed, lambda r: r.update(num_parts=10**12)),
         "speaks of 1000000000000 parts",
     ),
+    "path": (partial(_signed, lambda r: r.update(token="/../abc")), "must be up to 16 hexadecimal digits"),
     "no parts": (partial(_signed, lambda r: r.update(num_parts=0)), "speaks of 0 parts"),
     "overlap": (partial(_signed, lambda r: r.update(spreads={})), r"parts \[0, 1\] have 'w' each"),
     "hole": (_cut(shape=[6, 4]), "do not make up"),
@@ -170,14 +181,114 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
 def test_a_part_that_never_comes_or_is_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
     _write(tmp_path, _snapshots(1))
     first, second = _snapshots(2, seconds=1.0)
-    errors = _write(tmp_path, [first, replace(second, part=Part(1, 2, "other"))])
+    errors = _write(tmp_path, [first, replace(second, part=Part(1, 2, "def"))])
     assert "part 1 of 2 was not written within 1 s" in errors[0][0]
     assert steps_in(str(tmp_path)) == [1]
+
+
+def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Path) -> None:
+    """Its rank is alive after the gang was started again; its bytes are other ones, as many."""
+    first, second = _snapshots(2)
+    late = replace(second, weights={"w": WHOLE[3:] - 1, "b": torch.ones(3)}, part=Part(1, 2, "fed"))
+    for snapshot in (second, late, first):
+        writer = BackgroundWriter(str(tmp_path), 2)
+        writer.start(snapshot)
+        assert writer.wait(60)
+        assert writer.errors == []
+    found = newest_good(str(tmp_path))
+    assert found is not None
+    assert found[0] == 2
+
+
+class HeldDisk(LocalFileSystem):
+    """Lists no folder before it may."""
+
+    protocol = "held"
+    may_list = threading.Event()
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        assert self.may_list.wait(60)
+        return super().ls(path, detail, **options)
+
+
+def test_a_store_that_does_not_answer_costs_the_checkpoint_and_not_the_others_patience(
+    tmp_path: Path,
+) -> None:
+    """Who clears the place for a checkpoint has all other ranks wait for the answer."""
+    fsspec.register_implementation("held", HeldDisk, clobber=True)
+    left = tmp_path / "step-0000000001"
+    left.mkdir()
+    writer = BackgroundWriter(f"held://{tmp_path}", 2)
+    try:
+        assert "the store does not answer" in writer.clear(2, seconds=0.1)
+        assert not writer.wait(0.0)
+    finally:
+        HeldDisk.may_list.set()
+    assert writer.wait(60)
+    assert writer.clear(2) == ""
+    assert not left.exists()
+
+
+class KeepingDisk(LocalFileSystem):
+    protocol = "keeping"
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        raise PermissionError(f"{path} may not be removed")
+
+
+def test_a_store_that_lets_nothing_be_removed_takes_checkpoints(tmp_path: Path) -> None:
+    """It keeps all of them, and what a rank told of its part, which nobody reads again."""
+    fsspec.register_implementation("keeping", KeepingDisk, clobber=True)
+    for step in (1, 2):
+        writers = [BackgroundWriter(f"keeping://{tmp_path}", 1) for _ in range(2)]
+        assert writers[0].clear(step) == ""
+        for writer, snapshot in zip(writers, _snapshots(step), strict=True):
+            writer.start(snapshot)
+        assert all(writer.wait(60) and not writer.errors for writer in writers)
+    found = newest_good(str(tmp_path))
+    assert found is not None
+    assert found[0] == 2
+    assert steps_in(str(tmp_path)) == [1, 2]
 
 
 def test_a_tensor_that_no_part_has_is_missed() -> None:
     with pytest.raises(ValueError, match="no part has 'w'"):
         places_of([{}, {}], {"w": SPREAD})
+
+
+def _refused(config: TrainConfig, collective: Collective, device: str, status: Status) -> str:
+    """The second rank cannot even leave a file that says why its part is missing."""
+    fsspec.register_implementation("refusing", RefusingDisk, clobber=True)
+    RefusingDisk.refuses = collective.rank == 1
+    return train_worker(config, collective, UserObjects(), device, status).to_json()
+
+
+@pytest.mark.distributed
+def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
+    make_shards: Callable[..., ShardManifest], tmp_path: Path
+) -> None:
+    features = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    manifest = make_shards({"x": features, "y": features.sum(1)})
+    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1})
+    config = config_of(
+        manifest,
+        tmp_path,
+        model=spec.to_json(),
+        batch_size=16,
+        num_workers=2,
+        parallelism={"tensor": 2},
+        collective="torch",
+        checkpoint_every_steps=3,
+    )
+    config, _ = check_training(config, UserObjects(), manifest)
+    config = replace(config, run_uri=f"refusing://{tmp_path}/run")
+    texts = run_spawned(2, "torch", partial(_refused, config), timeout_seconds=120)
+    errors = TrainResult.from_json(texts[0]).checkpoint_errors
+    assert [error.split(" (")[0] for error in errors] == [
+        f"the checkpoint of step {step} was not written" for step in (3, 6)
+    ]
+    assert all("rank 1 could neither write its part nor tell why" in error for error in errors)
+    assert steps_in(f"{tmp_path}/run/checkpoints") == []
 
 
 # Six matrices with the head, which are cut by pairs: an odd one would be whole on both ranks.

@@ -170,6 +170,26 @@ def test_rollback_goes_back_with_half_the_rate(make_shards: MakeShards, tmp_path
     assert is_finite(result)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_rollback_to_the_first_weights_takes_the_optimizers_state_back_too(
+    make_shards: MakeShards, tmp_path: Path, optimizer: str
+) -> None:
+    """Before its first step an optimizer keeps nothing, or what its constructor made."""
+    manifest = data(make_shards, bad=None)
+    settings: dict[str, Any] = {"optimizer": optimizer, "checkpoint_every_steps": 100}
+    config = config_of(manifest, tmp_path / "run", on_non_finite="rollback", **settings)
+    result = train_here(config, objects(bursts=1))
+    assert [found.action for found in result.non_finite] == ["rolled back"]
+    half = config_of(manifest, tmp_path / "half", learning_rate=config.learning_rate / 2, **settings)
+    expected = train_here(half, objects())
+    states = []
+    for each in (result, expected):
+        module = net()
+        load_checkpoint(each.checkpoint_uri, module)
+        states.append(module.state_dict())
+    assert [name for name in states[0] if not states[0][name].equal(states[1][name])] == []
+
+
 def test_rollback_ends_where_it_does_not_help(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = data(make_shards)
     config = config_of(manifest, tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=2)

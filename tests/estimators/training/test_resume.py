@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -385,6 +386,25 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
         if name != "checkpoint.json" or damage is _truncate:
             assert "the checkpoint of step 9 is passed over" in caplog.text
         assert_same(result, expected)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "training.json"])
+def test_a_checkpoint_of_a_later_format_is_refused_and_stays(
+    make_shards: MakeShards, tmp_path: Path, name: str
+) -> None:
+    """As if it were damaged, the training would begin again before it, and then remove it."""
+    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
+    stopped(config, 10)
+    folder = tmp_path / "run" / "checkpoints" / "step-0000000009"
+    text = json.dumps(json.loads((folder / name).read_bytes()) | {"format_version": 2}).encode()
+    (folder / name).write_bytes(text)
+    if name == "training.json":
+        info = json.loads((folder / "checkpoint.json").read_bytes())
+        info["training_sha256"] = hashlib.sha256(text).hexdigest()
+        (folder / "checkpoint.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: its format is 2, .*; upgrade ringspark"):
+        train_here(config, objects())
+    assert folder.exists()
 
 
 def test_the_next_writer_removes_what_was_never_finished(make_shards: MakeShards, tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.model.cut import Cut, Spread
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.parts import JoinedFiles
 from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint, load_state
 from ringspark.estimators.training.optimizers.build import build_optimizer
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.phase import Status
@@ -164,6 +166,31 @@ def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str,
         assert peak < 0.7 * whole  # its own piece, and a copy of that
         assert sent <= 4 * whole / 3 + described
     assert ranks[0][2] <= described
+
+
+LAYERS = 8
+
+
+def _load(folder: str, collective: Collective, device: str, status: Status) -> str:
+    """The most memory that weights in two parts take while this rank loads its own part of them."""
+    module = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(LAYERS)))
+    make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
+    sync = STRATEGIES["zero3"]().prepare(module, make, collective, Exchange())
+    spread = Spread(Cut("tensor", 0), (512, 256), (0, 1))
+    joined = JoinedFiles([f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread))
+    return str(memory_use(lambda: load_state(folder, sync.network, joined)).peak)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_keeps_a_part_puts_one_tensor_together_at_a_time(tmp_path: Path) -> None:
+    """Weights of 512 KiB each, of which three ranks keep a third; before, each rank had all of them."""
+    one = 512 * 256 * 4
+    for part in (0, 1):
+        half = {f"{layer}.weight": torch.full((256, 256), float(layer)) for layer in range(LAYERS)}
+        with (tmp_path / str(part)).open("wb") as file:
+            tensor_file.write(half, file)
+    for peak in run_spawned(3, "torch", partial(_load, str(tmp_path))):
+        assert int(peak) < LAYERS * one / 3 + 3 * one
 
 
 def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -> None:

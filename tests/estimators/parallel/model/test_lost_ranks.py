@@ -144,9 +144,10 @@ class _Killer(threading.Thread):
         while self.hit is None and not self._over.is_set():
             # An old one loses that file before the others when it is removed.
             for folder in sorted(self._root.glob("step-*"))[-1:]:
-                if (folder / f"model-{self._rank:05d}-of-00002.safetensors").exists() and not (
-                    folder / "checkpoint.json"
-                ).exists():
+                if (
+                    list(folder.glob(f"model-{self._rank:05d}-of-00002.*"))
+                    and not (folder / "checkpoint.json").exists()
+                ):
                     os.kill(pid, signal.SIGKILL)
                     self.hit = folder
                     break
