@@ -6,6 +6,7 @@ Only folders `step-<10 digits>` directly in `<run>/checkpoints` count, and no li
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -53,6 +54,7 @@ def newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple
 
     Raises:
         OtherFormatError: Another ringspark wrote a newer one: a training from before it would remove it.
+        OSError: So would one that begins while the store does not give a newer one.
     """
     for step in reversed(steps_in(root)):
         uri = step_uri(root, step)
@@ -65,8 +67,21 @@ def newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple
         except OtherFormatError:
             raise
         except (ValueError, OSError) as error:
+            if isinstance(error, OSError) and not _is_damage(error, uri):
+                raise OSError(
+                    f"{uri} could not be read ({type(error).__name__}: {error}), and a training from before "
+                    "it would remove it; resume again once the store answers, or remove that folder"
+                ) from error
             _log.warning("the checkpoint of step %d is passed over: %s", step, error)
     return None
+
+
+def _is_damage(error: OSError, uri: str) -> bool:
+    """Whether a file is not as it was written, and not just out of reach."""
+    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+        return True
+    # A link that stands for a file, and a broken place of a disk.
+    return storage.is_local(uri) and error.errno in (errno.ELOOP, errno.EIO)
 
 
 def copy_checkpoint(source: str, target: str, step: int) -> None:

@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import small_training
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
@@ -405,6 +407,32 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_stays(
     with pytest.raises(ValueError, match=rf"{name} cannot be read: its format is 2, .*; upgrade ringspark"):
         train_here(config, objects())
     assert folder.exists()
+
+
+class SilentDisk(LocalFileSystem):
+    """Reads no weights while it is silent."""
+
+    protocol = "silent"
+    is_silent = True
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if self.is_silent and path.endswith(".safetensors"):
+            raise TimeoutError("the store does not answer")
+        return super().open(path, mode, **options)
+
+
+def test_a_checkpoint_that_the_store_does_not_give_now_is_not_taken_for_a_damaged_one(
+    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training would begin again before it, silently from its first step, and then remove it."""
+    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
+    stopped(config, 10)
+    fsspec.register_implementation("silent", SilentDisk, clobber=True)
+    apart = replace(config, run_uri=f"silent://{tmp_path}/run")
+    with pytest.raises(OSError, match=r"step-0000000009 could not be read \(TimeoutError.*resume again once"):
+        train_here(apart, objects())
+    monkeypatch.setattr(SilentDisk, "is_silent", False)
+    assert train_here(apart, objects()).resumed_steps == (9,)
 
 
 def test_the_next_writer_removes_what_was_never_finished(make_shards: MakeShards, tmp_path: Path) -> None:
