@@ -161,7 +161,10 @@ class _Trunk(nn.Module):
         """
         heads = next(layer.num_heads for layer in self.modules() if isinstance(layer, Attention))
         if heads % num_ranks:
-            raise ValueError(f"parallelism's 'tensor' ({num_ranks}) must divide num_heads ({heads})")
+            raise ValueError(
+                f"parallelism's 'tensor' must divide num_heads ({heads}), got {num_ranks}; set num_heads to "
+                "a multiple of it, or give 'tensor' fewer workers"
+            )
         plan: dict[str, Any] = {
             "tokens": "vocabulary",
             "blocks.*.attention.qkv": ["column", 3],

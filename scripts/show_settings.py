@@ -45,7 +45,8 @@ def _settings() -> list[list[str]]:
 
 def _sentence(message: str) -> str:
     """The sentence with the names of what is put into it."""
-    return re.sub(r"\{(\w+)(?:![rs])?\}", r"*\1*", message)
+    named = message.replace("{readers}", "numWorkers (those of them that read different rows)")
+    return re.sub(r"\{(?:\w+\[)?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> None:

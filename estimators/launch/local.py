@@ -10,8 +10,11 @@ import multiprocessing
 import os
 import secrets
 import socket
+import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 # Modules that the server imports before it forks a rank; those not installed are left out.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
+_MAIN_LOCK = threading.Lock()
 
 
 def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
@@ -107,8 +111,9 @@ def run_spawned(
         for member in members
     ]
     try:
-        for process in processes:
-            process.start()
+        with _main_unnamed():
+            for process in processes:
+                process.start()
         rows = _receive(queue, processes, pulse)
         for process in processes:
             process.join()
@@ -123,6 +128,23 @@ def run_spawned(
         rendezvous.close()
         folder.cleanup()
     return [result for _, result, _ in sorted(rows)]
+
+
+@contextmanager
+def _main_unnamed() -> Iterator[None]:
+    """Hides for a moment where the main script lies, so that new processes do not run it.
+
+    multiprocessing runs it in each of them, for functions that are pickled by name. The work of a rank is
+    not, and a script without `if __name__ == "__main__"` would start Spark and train once more in every rank.
+    """
+    main = sys.modules["__main__"]
+    with _MAIN_LOCK:
+        hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            vars(main).update(hidden)
 
 
 def _receive(queue: Any, processes: list[Any], pulse: Pulse) -> list[tuple[int, str, str | None]]:

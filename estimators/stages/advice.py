@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
 from ringspark.estimators.training.optimizers.registry import ADAPTIVE
+from ringspark.estimators.training.settings.parallelism import AUTO, AXIS_OF_OPTION
 from ringspark.estimators.training.settings.table import SETTINGS
 
 
@@ -26,6 +27,10 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
             f"which the squared gradients of optimizer {optimizer!r} do not expect; take "
             "optimizer='momentum', or 'adam1bit' with an 'after' of about a tenth of the steps"
         )
+    mesh = {} if given["parallelism"] == AUTO else given["parallelism"]
+    for option, axis in AXIS_OF_OPTION.items():
+        if option in mesh and mesh.get(axis, 1) == 1:
+            yield f"parallelism's {option!r} has no effect: it gives no workers to {axis!r}"
     schedule, epochs = given["batchSizeSchedule"], given["epochs"]
     if schedule and schedule[0][0] <= epochs < schedule[-1][0]:
         yield (

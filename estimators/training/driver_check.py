@@ -17,6 +17,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
+from ringspark.estimators.parallel.model.tensor.plan_check import check_own_plan
 from ringspark.estimators.parallel.server.parameter_server import check_optimizer
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.estimators.training.arguments import layout_in, with_arguments
@@ -43,7 +44,7 @@ from ringspark.estimators.training.optimizers.late_compiler import do_without_co
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
-from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, samples
+from ringspark.estimators.training.probe import PROBE_ROWS, Shape, prepared_samples, probe, samples
 from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.settings.rules import makes_dense
@@ -141,6 +142,9 @@ def check_training(
     if scaling is not None:
         _log.info("%s", scaling)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
+    plan = config.parallelism.get("plan")
+    if plan and config.axes["tensor"] > 1:
+        check_own_plan(module, config.axes["tensor"], plan, prepared_samples(config, manifest, objects))
     if config.pretrained is not None:
         check_pretrained(config.pretrained, module)
     _check_average(config, steps.total)

@@ -48,6 +48,18 @@ def _largest_id(column: Column, manifest: ShardManifest) -> int:
     return max(filled, *(int(maximum) for maximum in found if maximum is not None), 0)
 
 
+def prepared_samples(
+    config: TrainConfig, manifest: ShardManifest, objects: UserObjects
+) -> Sequence[torch.Tensor]:
+    """Returns the arguments of `forward` for `PROBE_ROWS` rows, prepared as for a prediction."""
+    inputs = samples(config.input_columns, manifest)
+    if objects.transform_in_prediction is None:
+        return inputs
+    layout = layout_in(manifest, config.input_columns)
+    prepare = objects.transform_in_prediction
+    return try_transform(prepare, "transformInPrediction", inputs, None, layout)[0]
+
+
 def probe(
     module: nn.Module, config: TrainConfig, manifest: ShardManifest, objects: UserObjects
 ) -> tuple[torch.Tensor, ...]:
@@ -60,11 +72,7 @@ def probe(
             with one entry per row.
     """
     name = type(module).__name__
-    inputs = samples(config.input_columns, manifest)
-    if objects.transform_in_prediction is not None:
-        layout = layout_in(manifest, config.input_columns)
-        prepare = objects.transform_in_prediction
-        inputs, _ = try_transform(prepare, "transformInPrediction", inputs, None, layout)
+    inputs = prepared_samples(config, manifest, objects)
     given = ", ".join(
         f"{column} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
         for column, t in zip(config.input_columns, inputs, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -125,3 +126,18 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
 def test_a_noise_scale_that_nothing_measures_is_said(others: dict[str, Any], is_measured: bool) -> None:
     told = list(settings_without_effect(TorchRegressor(noiseScale=True, **others), on_shards=False))
     assert any(text.startswith("noiseScale has no effect") for text in told) is not is_measured
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"tensor": 2, "cuts": ["blocks.1"]}, ["parallelism's 'cuts' has no effect: .* 'pipeline'"]),
+        ({"pipeline": 2, "plan": {"head": "row"}}, ["parallelism's 'plan' has no effect: .* 'tensor'"]),
+        ({"pipeline": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}, []),
+        ("auto", []),
+    ],
+)
+def test_ways_of_an_axis_that_has_no_workers_are_said(mesh: Any, told: list[str]) -> None:
+    found = list(settings_without_effect(TorchRegressor(parallelism=mesh), on_shards=False))
+    assert len(found) == len(told)
+    assert all(re.search(pattern, text) for pattern, text in zip(told, found, strict=True))

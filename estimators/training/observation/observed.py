@@ -44,7 +44,8 @@ class Observation:
             timeline = RankTimeline(config.timeline_every_steps, mesh.world, config.run_uri, device)
         overlap: Overlap = NO_OVERLAP
         if mesh.world.size > 1 and device.type == "cpu":
-            overlap = StepOverlap(mesh.world, timeline)
+            is_pipeline = mesh.sizes.get("pipeline", 1) > 1
+            overlap = StepOverlap(mesh.world, timeline, is_pipeline=is_pipeline)
             timeline = overlap.timeline
         return cls(
             losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),

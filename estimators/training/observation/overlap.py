@@ -9,8 +9,9 @@ optimizer's step, except while it begins an operation in there or waits for one.
 Only some steps are measured, and they stand for the others of their epoch, because on a measured step a
 thread looks for the ends of operations. Measuring needs no exchange, and changes no number.
 
-Nobody knows the share on a GPU, whose work goes on after the host's call has returned, and where a library
-sends by itself (sharding 'parameters', a parameter server, DiLoCo with a delay).
+Nobody knows the share on a GPU, whose work goes on after the host's call has returned, where a library
+sends by itself (sharding 'parameters', a parameter server, DiLoCo with a delay), and in a pipeline, whose
+stages send to each other beside the operations that are noted.
 """
 
 from __future__ import annotations
@@ -109,9 +110,15 @@ class StepOverlap:
         timeline: What the loop tells its spans to, in place of the timeline given.
     """
 
-    def __init__(self, world: Collective, timeline: Timeline) -> None:
+    def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
+        """Stands before the first epoch.
+
+        Args:
+            is_pipeline: The timeline gets what is noted, and nobody takes it for all communication.
+        """
         self.timeline = _ComputingSpans(timeline)
         self._operations = world.operations
+        self._is_pipeline = is_pipeline
         self.begin()
 
     def begin(self) -> None:
@@ -123,7 +130,7 @@ class StepOverlap:
             return _NOTHING
         every = MEASURED_EVERY if self._operations.in_every_step else 1
         # The second step of an epoch, if it has one: readers and libraries begin in the first one.
-        is_due = number % every == min(1, num_steps - 1, every - 1)
+        is_due = not self._is_pipeline and number % every == min(1, num_steps - 1, every - 1)
         return self._measure() if is_due or self.timeline.is_recording else _NOTHING
 
     @contextmanager
@@ -143,7 +150,7 @@ class StepOverlap:
         self.timeline.add_operations(operations)
 
     def taken(self) -> Communication | None:
-        if not self._measured:
+        if self._is_pipeline or not self._measured:
             return None
         return Communication(
             taken=self._taken, measured=self._measured, total_ns=self._total_ns, hidden_ns=self._hidden_ns

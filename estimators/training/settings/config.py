@@ -172,7 +172,8 @@ class TrainConfig:
         meshes.sizes_of(self.parallelism, self.num_workers)
         for rule in COMBINATIONS:
             if rule.is_broken(self):
-                raise ValueError(rule.message.format(**{f.name: getattr(self, f.name) for f in fields(self)}))
+                values = {f.name: getattr(self, f.name) for f in fields(self)}
+                raise ValueError(rule.message.format(**values, readers=self._readers))
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -213,6 +214,13 @@ class TrainConfig:
         """Number of shares into which a global batch is dealt: ranks that read different rows."""
         sizes = self.axes
         return sizes["data"] * sizes["shard"] * sizes["expert"]
+
+    @property
+    def _readers(self) -> str:
+        """The ranks that read different rows, in the words of a message."""
+        if self.num_copies == self.num_workers:
+            return f"numWorkers ({self.num_workers})"
+        return f"the workers that read different rows ({self.num_copies} of numWorkers {self.num_workers})"
 
     @property
     def is_in_step(self) -> bool:

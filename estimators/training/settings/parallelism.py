@@ -29,7 +29,15 @@ OPTIONS: dict[str, Any] = {
     "time_chunks": 1,
     "context": "ring",
 }
-
+# Option -> the axis of which it is a way; 'time_chunks' without its axis is refused.
+AXIS_OF_OPTION = {
+    "plan": "tensor",
+    "between": "tensor",
+    "schedule": "pipeline",
+    "virtual": "pipeline",
+    "cuts": "pipeline",
+    "context": "sequence",
+}
 
 # Has the planner choose; never in the config of a training, which has what was chosen.
 AUTO = "auto"
@@ -53,7 +61,7 @@ def _parallelism(value: Any) -> dict[str, Any] | str:
             raise ValueError(f"parallelism takes {', '.join(known)}, got {name!r}{nearest(str(name), known)}")
         elif isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(
-                f"parallelism's {name!r} must be a number of workers of at least 1, got {given!r}"
+                f"parallelism's {name!r} must be a whole number of workers, 1 or more, got {given!r}"
             )
         else:
             found[name] = given
@@ -90,7 +98,7 @@ def _number_of(name: str, what: str) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
-                f"parallelism's {name!r} must be a number of {what} of at least 1, got {value!r}"
+                f"parallelism's {name!r} must be a whole number of {what}, 1 or more, got {value!r}"
             )
         return value
 
@@ -98,7 +106,8 @@ def _number_of(name: str, what: str) -> Callable[[Any], int]:
 
 
 def _cuts(value: Any) -> list[str]:
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(name, str) for name in value):
         raise ValueError(
             "parallelism's 'cuts' must be a list of names of the blocks that begin the second and later "
             f"stages, such as ['blocks.2'], got {value!r}"
@@ -145,7 +154,8 @@ PARALLELISM = Setting[dict[str, Any] | str](
     "'tensor': 2}; 'plan' says which layers 'tensor' cuts in a network of your own, 'between' whether the "
     "others work on 'whole' rows or 'parts' of their tokens; 'schedule', 'virtual' and 'cuts' say how a "
     "pipeline runs, whose micro-batches are those of gradientAccumulation, and 'time_chunks' in how many "
-    "parts rows go through recurrent layers; 'auto' has them planned by memory and time before the workers "
+    "parts rows go through recurrent layers; 'context' how the workers along 'sequence' attend ('ring', "
+    "'gather', 'ulysses'); 'auto' has them planned by memory and time before the workers "
     "start, with gradientAccumulation where that is not set",
     default={},
     default_words="`{}`: all along 'data'",

@@ -28,7 +28,10 @@ def _warmup_epochs(config: TrainConfig) -> float:
 
 
 class Combination(NamedTuple):
-    """Settings in a user's words, the test of a config, and the error's sentence with fields in braces."""
+    """Settings in a user's words, the test of a config, and the error's sentence with fields in braces.
+
+    Beside the config's fields the sentence may have `readers`: what a batch must have a row for.
+    """
 
     settings: str
     is_broken: Callable[[TrainConfig], bool]
@@ -64,27 +67,26 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "batchSize < numWorkers",
         lambda c: c.batch_size < c.num_copies,
-        "batchSize counts rows over all workers and must be at least numWorkers ({num_workers}), "
-        "got {batch_size}; raise batchSize or lower numWorkers",
+        "batchSize counts rows over all workers and must be at least {readers}, got {batch_size}; raise "
+        "batchSize or lower numWorkers",
     ),
     Combination(
         "gradientAccumulation * numWorkers > batchSize",
         lambda c: c.gradient_accumulation * c.num_copies > c.batch_size,
-        "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed "
-        "batchSize ({batch_size}): a micro-batch would have no rows; lower gradientAccumulation or raise "
-        "batchSize",
+        "gradientAccumulation ({gradient_accumulation}) times {readers} must not exceed batchSize "
+        "({batch_size}): a micro-batch would have no rows; lower gradientAccumulation or raise batchSize",
     ),
     Combination(
         "a size of batchSizeSchedule < numWorkers",
         lambda c: c.batch_sizes.smallest < c.num_copies,
-        "batchSizeSchedule counts rows over all workers, and each of its sizes must be at least numWorkers "
-        "({num_workers}), got {batch_size_schedule}; raise the size or lower numWorkers",
+        "batchSizeSchedule counts rows over all workers, and each of its sizes must be at least {readers}, "
+        "got {batch_size_schedule}; raise the size or lower numWorkers",
     ),
     Combination(
         "gradientAccumulation * numWorkers > a size of batchSizeSchedule",
         lambda c: c.gradient_accumulation * c.num_copies > c.batch_sizes.smallest,
-        "gradientAccumulation ({gradient_accumulation}) times numWorkers ({num_workers}) must not exceed a "
-        "size of batchSizeSchedule ({batch_size_schedule}): a micro-batch would have no rows; lower "
+        "gradientAccumulation ({gradient_accumulation}) times {readers} must not exceed a size of "
+        "batchSizeSchedule ({batch_size_schedule}): a micro-batch would have no rows; lower "
         "gradientAccumulation or raise the size",
     ),
     Combination(
@@ -333,11 +335,16 @@ COMBINATIONS: tuple[Combination, ...] = (
         "set gradientCompression='none', or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that cuts the network with localSteps or another consistency than 'bsp'",
-        lambda c: c.cuts_network and (c.local_steps != 1 or _runs_apart(c)),
-        "parallelism {parallelism} has workers exchange inside every step, and with localSteps "
-        "({local_steps}) or consistency '{consistency[name]}' they step apart; set localSteps=1 and "
-        "consistency='bsp'",
+        "parallelism that cuts the network with localSteps",
+        lambda c: c.cuts_network and c.local_steps != 1,
+        "parallelism {parallelism} has workers exchange inside every step, and with localSteps they step "
+        "apart; set localSteps=1, or give all workers to 'data'",
+    ),
+    Combination(
+        "parallelism that cuts the network with another consistency than 'bsp'",
+        lambda c: c.cuts_network and _runs_apart(c),
+        "parallelism {parallelism} has workers exchange inside every step, and with consistency "
+        "'{consistency[name]}' they step apart; set consistency='bsp', or give all workers to 'data'",
     ),
     Combination(
         "parallelism that cuts the network with an optimizer that looks at whole parameters",

@@ -306,6 +306,26 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
     assert named == {f"rank {rank}{row}" for rank in (0, 1) for row in ("", ", communication")}
 
 
+@pytest.mark.distributed
+def test_a_pipeline_does_not_pass_for_a_training_without_communication(
+    manifest: ShardManifest, tmp_path: Path
+) -> None:
+    """Its stages send, and no sum is under way: that was told as 0 seconds."""
+    config = config_of(
+        manifest,
+        tmp_path / "run",
+        model=SPEC.to_json(),
+        num_workers=2,
+        collective="torch",
+        parallelism={"pipeline": 2},
+        gradient_accumulation=2,
+    )
+    for row in TrainingSummary.of(train_ranks(config)[0]).history.itertuples():
+        assert row.bytes_sent > 0
+        assert row.communication_seconds is None
+        assert row.communication_hidden is None
+
+
 def _spans(*operations: OperationSpan) -> RankSpans:
     """One step of one rank."""
     step = StepSpans(epoch=1, step=1, rows=8, begin_ns=0, end_ns=100, spans=(), operations=operations)

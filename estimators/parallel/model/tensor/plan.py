@@ -41,6 +41,9 @@ from ringspark.models.whole_rows import WholeRows
 # What the layers between cut ones work on.
 BETWEEN = ("whole", "parts")
 
+# Layers that an error names at most.
+_NAMED = 12
+
 
 def _column(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     outputs = _linear(layer).out_features
@@ -246,8 +249,10 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot cut {name!r}: {error}") from None
             if any(getattr(part, key).numel() < 1 for key in part.cuts):
-                size = region.collective.size
-                raise ValueError(f"parallelism gives 'tensor' {size} workers, more than {name!r} has parts")
+                raise ValueError(
+                    f"parallelism gives 'tensor' {region.collective.size} workers, more than {name!r} can be "
+                    "cut into; give fewer, or leave it out of the plan"
+                )
             part.train(layer.training)
             if isinstance(part, VocabularyEmbedding):
                 is_tokens = layer is getattr(module, "tokens", None)
@@ -263,7 +268,12 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}
             done.add(name)
     if unused and plan is not HUGGING_FACE:
-        raise ValueError(f"parallelism's plan names {unused[0]!r}, which fits no layer; leave it out")
+        known = [own[0] for own in names.values() if isinstance(layers[own[0]], nn.Linear | nn.Embedding)]
+        more = ", ..." if len(known) > _NAMED else ""
+        raise ValueError(
+            f"parallelism's plan names {unused[0]!r}, which fits no layer; leave it out, or name some of "
+            f"{', '.join(known[:_NAMED])}{more}"
+        )
     if not cuts:
         raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
     _check_between(module, region)

@@ -1,0 +1,41 @@
+"""Ranks in processes of their own run their work, and nothing of the script that starts them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+from pathlib import Path
+
+from ringspark.estimators.launch.local import run_spawned
+
+with open({notes!r}, "a") as notes:
+    notes.write("the script ran\\n")
+
+
+class Work:
+    def __call__(self, collective, device, status):
+        return f"rank {{collective.rank}}"
+
+
+print(run_spawned(2, "torch", Work()), __file__)
+"""
+
+
+@pytest.mark.distributed
+def test_a_script_without_a_guard_is_not_run_again_by_its_ranks(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    (tmp_path / "script.py").write_text(SCRIPT.format(notes=str(notes)))
+
+    run = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("['rank 0', 'rank 1']")
+    assert "script.py" in run.stdout, "the script has its name again"
+    assert notes.read_text() == "the script ran\n"
