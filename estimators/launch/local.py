@@ -139,7 +139,9 @@ def _main_unnamed() -> Iterator[None]:
     """
     main = sys.modules["__main__"]
     with _MAIN_LOCK:
-        hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+        hidden: dict[str, Any] = {
+            name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+        }
         main.__spec__ = None
         try:
             yield
