@@ -48,9 +48,8 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
 
 def sums_in_buckets(config: TrainConfig) -> bool:
     """Returns whether gradients, once summed, lie in the buffers in which they travelled."""
-    in_every_step = config.consistency["name"] == "bsp" and not isinstance(config.local_steps, Mapping)
     whole = config.sharding == "none" and not is_asked(config.gradient_compression)
-    return num_summing(config) > 1 and in_every_step and whole
+    return num_summing(config) > 1 and config.sums_gradients and whole
 
 
 def gradients_leave(config: TrainConfig) -> bool:

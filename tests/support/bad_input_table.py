@@ -719,7 +719,7 @@ SETTINGS = [
                        parallelism={"pipeline": 2, "schedule": "2bw"}),
       "onNonFinite 'rollback' .* schedule '2bw'", "set onNonFinite='skip'"),
     R("mesh: no chunk of time", lambda p: p.mesh(parallelism={"pipeline": 2, "time_chunks": 0}),
-      "'time_chunks' must be a number of chunks", "at least 1, got 0"),
+      "'time_chunks' must be a whole number of chunks", "1 or more, got 0"),
     R("mesh: chunks of time without stages", lambda p: p.mesh(parallelism={"data": 2, "time_chunks": 4}),
       r"'time_chunks' \(4\) passes parts of rows", "give workers to 'pipeline'"),
     R("mesh: chunks of time of a network without any",

@@ -7,6 +7,7 @@ a config is made, so a bad combination never reaches Spark. The declarations als
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -226,6 +227,11 @@ class TrainConfig:
     def is_in_step(self) -> bool:
         """Whether the ranks take each step together."""
         return self.num_workers == 1 or Consistency.of(self.consistency).in_step
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the ranks sum gradients in every step, and neither push them nor average weights."""
+        return self.consistency["name"] == "bsp" and not isinstance(self.local_steps, Mapping)
 
     @property
     def looks_for_best(self) -> bool:
