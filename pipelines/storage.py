@@ -187,7 +187,14 @@ def exists(uri: str) -> bool:
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
-        return bool(fs.exists(path))
+        if is_local(uri):
+            return bool(fs.exists(path))
+        try:
+            # Some clients' own `exists` says no when the store does not answer.
+            fs.info(path)
+        except FileNotFoundError:
+            return False
+    return True
 
 
 def size(uri: str) -> int:

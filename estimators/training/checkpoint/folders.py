@@ -54,7 +54,7 @@ def newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple
 
     Raises:
         OtherFormatError: Another ringspark wrote a newer one: a training from before it would remove it.
-        OSError: So would one that begins while the store does not give a newer one.
+        OSError: The store does not give a newer one now: a training from before it would remove it.
     """
     for step in reversed(steps_in(root)):
         uri = step_uri(root, step)

@@ -410,28 +410,44 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_stays(
 
 
 class SilentDisk(LocalFileSystem):
-    """Reads no weights while it is silent."""
+    """Gives no file called so."""
 
     protocol = "silent"
-    is_silent = True
+    about = ""
+
+    def _check(self, path: str) -> None:
+        if self.about and path.endswith(self.about):
+            raise TimeoutError("the store does not answer")
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._check(path)
+        return super().info(path, **options)
+
+    def exists(self, path: str, **options: Any) -> bool:
+        # As that of fsspec's base class, which takes every error for a no.
+        try:
+            return bool(self.info(path, **options))
+        except OSError:
+            return False
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        if self.is_silent and path.endswith(".safetensors"):
-            raise TimeoutError("the store does not answer")
+        self._check(path)
         return super().open(path, mode, **options)
 
 
+@pytest.mark.parametrize("about", ["optimizer.safetensors", "checkpoint.json"])
 def test_a_checkpoint_that_the_store_does_not_give_now_is_not_taken_for_a_damaged_one(
-    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str
 ) -> None:
     """The training would begin again before it, silently from its first step, and then remove it."""
     config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
     stopped(config, 10)
     fsspec.register_implementation("silent", SilentDisk, clobber=True)
     apart = replace(config, run_uri=f"silent://{tmp_path}/run")
+    monkeypatch.setattr(SilentDisk, "about", about)
     with pytest.raises(OSError, match=r"step-0000000009 could not be read \(TimeoutError.*resume again once"):
         train_here(apart, objects())
-    monkeypatch.setattr(SilentDisk, "is_silent", False)
+    monkeypatch.setattr(SilentDisk, "about", "")
     assert train_here(apart, objects()).resumed_steps == (9,)
 
 
