@@ -24,8 +24,8 @@ from ringspark.estimators.memory.workspace import scratch_bytes
 
 # The purposes of bytes. "activations" is the rest: tensors that the backward pass needs, and temporaries.
 PARTS = ("parameters", "gradients", "optimizer_state", "activations", "batch", "communication")
-# Gradients that a rank of several has sent, and one rank alone still has. They count among "gradients",
-# unless a weighting names them.
+# Gradients that have left for a bucket: a rank of several no longer holds them. A weighting that does not
+# name them counts them among "gradients".
 SENT = "sent"
 
 Weights = Mapping[str, float]

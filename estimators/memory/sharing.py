@@ -13,7 +13,7 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.collectives.compressors import is_asked
 from ringspark.estimators.parallel.data.compressed_sum import compressed_parameters
 from ringspark.estimators.parallel.data.gradient_buckets import deal
-from ringspark.estimators.parallel.data.gradient_sum import FLAT_BYTES, bucket_bytes_of, deal_by_ranks
+from ringspark.estimators.parallel.data.gradient_sum import bucket_bytes_of, deal_by_ranks
 from ringspark.estimators.parallel.data.sparse_rows import sparse_parameters
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.sharded.fully_sharded import blocks_of
@@ -99,7 +99,7 @@ def communication_bytes(config: TrainConfig, module: nn.Module) -> int:
         compressed = 2 * num_bytes(large.values())
         trained = {name: p for name, p in trained.items() if name not in large}
         gradients = 0  # the others travel in one message a dtype
-    buckets = deal(trained, None if gradients <= FLAT_BYTES else BUCKET_BYTES)
+    buckets = deal(trained, bucket_bytes_of(gradients, by_network=False))
     # Every gradient has a place in a bucket, with a number that says how many ranks had it.
     sizes = [sum(num_bytes([p]) + p.element_size() for p in bucket.values()) for bucket in buckets]
     return compressed + sum(sizes)

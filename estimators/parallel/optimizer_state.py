@@ -47,7 +47,7 @@ def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: Opt
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = state.get(names[parameter])
-            # Nothing was kept of it then, also where there is something by now: a training went back.
+            # Also where nothing was kept: a training may have gone back to before its first step.
             optimizer.state.pop(parameter, None)
             if values is not None:
                 optimizer.state[parameter] = {

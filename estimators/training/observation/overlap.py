@@ -114,7 +114,7 @@ class StepOverlap:
         """Stands before the first epoch.
 
         Args:
-            is_pipeline: The timeline gets what is noted, and nobody takes it for all communication.
+            is_pipeline: Whether stages send to each other beside what is noted: then no share is told.
         """
         self.timeline = _ComputingSpans(timeline)
         self._operations = world.operations

@@ -13,7 +13,7 @@ from torch import nn
 
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
 from ringspark.estimators.parallel.model.pipeline.exchange import Exchange, Place
-from ringspark.estimators.parallel.model.pipeline.in_time import Give, LiveInTime, Piece, Span
+from ringspark.estimators.parallel.model.pipeline.in_time import Give, LiveInTime
 from ringspark.estimators.parallel.model.pipeline.stages_in_time import ADDS_IN_CHUNKS, StagesInTime
 from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
 from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
@@ -106,7 +106,8 @@ class Executor:
             returned: list[Any] = []
             give = self._giver(stage, micro, sent, returned)
             if self._place.sections[stage]:
-                self._forward_in_time(module, stage, micro, inputs, give, nullcontext)
+                with self.weights(micro), self.around():
+                    self._in_time.forward(module, stage, micro, inputs, give, nullcontext)
             else:
                 values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
                 give(self._forward(module, stage, micro, values), 0)
@@ -178,7 +179,9 @@ class Executor:
         returned: list[Any] = []
         give = self._giver(stage, micro, live.sent, returned)
         span = partial(self.recorder.span, action)
-        live.sections = self._forward_in_time(module, stage, micro, arguments, give, span)
+        # One context for all chunks: it collects what the layers report of the micro-batch.
+        with self.weights(micro), self.around():
+            live.sections = self._in_time.forward(module, stage, micro, arguments, give, span)
         if stage == self._place.last:
             # As for whole rows, outside of what is around forward passes: in fp32.
             with self.recorder.span(action):
@@ -198,19 +201,6 @@ class Executor:
             return _wanted(outputs)
 
         return give
-
-    def _forward_in_time(
-        self,
-        module: nn.Module,
-        stage: int,
-        micro: int,
-        arguments: Sequence[torch.Tensor | None],
-        give: Give,
-        span: Span,
-    ) -> list[list[Piece]]:
-        # One context for all chunks: it collects what the layers report of the micro-batch.
-        with self.weights(micro), self.around():
-            return self._in_time.forward(module, stage, micro, arguments, give, span)
 
     def _backward(self, module: nn.Module, action: Action) -> None:
         kind, stage, micro = action
