@@ -7,6 +7,7 @@ of a restart, at which TensorBoard drops what was said of that step and later on
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -30,8 +31,8 @@ class TensorBoardTracker(Tracker):
     """Writes one folder a training.
 
     Attributes:
-        log_dir: Local folder of the driver, in which each run has a folder of its own, by the last part of
-            its URI; unset: `tracking/tensorboard` in the run directory.
+        log_dir: Local folder of the driver. Each run has a folder in it, named by the last part of the run's
+            URI and a digest of the whole URI; unset: `tracking/tensorboard` in the run directory.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -50,8 +51,10 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run: RunStart) -> Listener:
         if self.log_dir is not None:
-            target = Path(self.log_dir).expanduser().absolute() / run.run_uri.rstrip("/").rpartition("/")[2]
-            return _Events(run, str(target))
+            # Trials of two searches end in the same name, and a start removes the events in its folder.
+            digest = hashlib.sha256(run.run_uri.encode()).hexdigest()[:8]
+            name = f"{run.run_uri.rstrip('/').rpartition('/')[2]}-{digest}"
+            return _Events(run, str(Path(self.log_dir).expanduser().absolute() / name))
         return _Events(run, storage.join(run.run_uri, run_layout.TRACKING, FOLDER))
 
 

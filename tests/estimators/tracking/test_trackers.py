@@ -92,6 +92,17 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
     assert found["epoch/train_loss"] == [(3, 0.35), (6, 0.1)]
 
 
+def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path) -> None:
+    (tracker,) = make_trackers([{"name": "tensorboard", "log_dir": str(tmp_path)}], shows_progress=False)
+    for search, loss in (("first", 0.5), ("second", 0.4), ("first", 0.3)):
+        # The third start resumes the first run and replaces its events alone.
+        events = tracker.start(RunStart(name="stage", run_uri=f"/searches/{search}/trials/0"))
+        events.steps([_record(1, loss)])
+        events._writer.close()  # type: ignore[attr-defined]
+    found = sorted(_scalars(folder)["step/train_loss"] for folder in tmp_path.iterdir())
+    assert found == [[(1, 0.3)], [(1, 0.4)]]
+
+
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, about each other's next versions
