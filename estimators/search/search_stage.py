@@ -20,6 +20,7 @@ from ringspark.estimators.search.trial_data import KEYS, SHARDS
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.pipelines import storage
+from ringspark.pipelines.columns import quote
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.writing.split import split_expression
 
@@ -115,7 +116,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
             return
         indicator = fit.data.validation_col
         if indicator is not None:
-            yield dataset, dataset.where(F.col(indicator))
+            yield dataset, dataset.where(F.col(quote(indicator)).cast("boolean"))
             return
         # By a hash, as the estimator's validationFraction: a row stays on its side if Spark computes it anew.
         # Of another seed, so that a fraction of the one part is not drawn by what made it that part.

@@ -323,6 +323,15 @@ def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path:
     assert value == pytest.approx(model.trials["value"].max(), abs=1e-12)
 
 
+def test_an_evaluator_judges_the_rows_of_any_indicator_that_fit_takes(table: Any, tmp_path: Path) -> None:
+    frame = table.withColumn("is.held", F.col("held").cast("int"))
+    trainer = estimator(tmp_path, validationIndicatorCol="is.held")
+    search = OptunaSearch(estimator=trainer, evaluator=BinaryClassificationEvaluator())
+    with search._split(frame, CheckedFit.of(trainer, frame)) as (training, held_out):
+        assert training.count() == 240
+        assert {row.id for row in held_out.collect()} == set(range(0, 240, 5))
+
+
 SEARCH = {"space": SPACE, "monitor": "validation_loss", "numTrials": 6, "pruner": "hyperband", "seed": 1}
 
 KILLED_DRIVER = """
