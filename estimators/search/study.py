@@ -101,11 +101,10 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
     if run_uri is not None:
         journal = optuna.storages.journal
         file = os.path.join(storage.filesystem(run_uri)[1], JOURNAL)
-        # One driver works on a search at a time, and a lock that a killed one left need not be waited for.
-        for name in storage.list_names(run_uri):
-            if name.startswith(f"{JOURNAL}."):
-                storage.remove(storage.join(run_uri, name))
-        kept = optuna.storages.JournalStorage(journal.JournalFileBackend(file))
+        # Optuna's default lock is a symbolic link, which BlobFuse, SMB and the mount of DBFS do not have.
+        # Optuna itself releases the lock of a killed driver after half a minute.
+        backend = journal.JournalFileBackend(file, journal.JournalFileOpenLock(file))
+        kept = optuna.storages.JournalStorage(backend)
     try:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(
