@@ -33,11 +33,18 @@ NUM_ROWS = FILES * GROUPS * GROUP_ROWS
 BATCH = 3 * GROUP_ROWS
 
 
+# Longer than any answer takes on a busy machine. A test that waits for the client to give up sets SHORT_SECONDS.
+PATIENT_SECONDS = 600
+# A slow answer then counts as another stall, which no assertion of such a test is about.
+SHORT_SECONDS = 2
+
+
 class Store(S3Server):
-    """Without the client's own attempts: they take seconds, and around them ours would not be seen."""
+    """A store whose client makes one attempt: its own attempts take seconds, and would hide ours."""
 
     def __init__(self) -> None:
-        super().__init__({"read_timeout": 1, "connect_timeout": 5, "retries": {"max_attempts": 0}})
+        timeouts = {"read_timeout": PATIENT_SECONDS, "connect_timeout": PATIENT_SECONDS}
+        super().__init__({**timeouts, "retries": {"max_attempts": 0}})
 
     def fail(self, kind: str, *, times: int = 1, pattern: str = "GET .*parquet", skip: int = 0) -> None:
         """Breaks requests, see `Proxy.fault`; forgets those so far."""
@@ -78,6 +85,13 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     server.tell("clear")
     yield server
     server.tell("clear")
+
+
+@pytest.fixture
+def impatient(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the client give up on a silent store."""
+    options = {**store.settings["config_kwargs"], "read_timeout": SHORT_SECONDS}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {**store.settings, "config_kwargs": options})
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +232,14 @@ def test_whatever_the_client_raises_is_an_oserror_that_names_the_uri(store: Stor
     store.fail("short", pattern="GET")
     with pytest.raises(ConnectionError, match=rf"{uri}: ClientPayloadError"):
         storage.read_bytes(uri)
+    store.tell("clear")
+    storage.remove(uri)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_silent_store_is_a_timeout_that_names_the_uri(store: Store) -> None:
+    uri = "s3://bucket/small"
+    storage.write_atomic(uri, b"small" * 100)
     store.fail("stall", pattern="GET")
     with pytest.raises(TimeoutError, match=rf"{uri}: Read timeout on endpoint"):
         storage.read_bytes(uri)
@@ -230,7 +252,7 @@ def test_small_requests_rest_on_the_attempts_of_the_client(
 ) -> None:
     """The reason why `storage` itself does not try again."""
     monkeypatch.undo()
-    settings = {**store.settings, "config_kwargs": {"read_timeout": 1}}
+    settings = {**store.settings, "config_kwargs": {"read_timeout": PATIENT_SECONDS}}
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
     storage.write_atomic("s3://bucket/small", b"small" * 100)
     for ask, kinds in (
@@ -330,7 +352,10 @@ def test_nothing_is_lost_or_repeated_over_faults(
     engine: str,
     kind: str,
     caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if kind == "stall":
+        request.getfixturevalue("impatient")
     expected = _read(local, engine)
     # Of the footers, of the first row groups, and of later ones.
     for skip in (1, 5, 11):
@@ -344,10 +369,17 @@ def test_nothing_is_lost_or_repeated_over_faults(
     assert all("parquet' failed" in text and "of 4; the next in 0.0" in text for text in warnings)
 
 
-@pytest.mark.parametrize("kind", ["reset", "stall", "slow_down"])
+@pytest.mark.parametrize("kind", ["reset", pytest.param("stall", marks=pytest.mark.slow), "slow_down"])
 def test_when_attempts_end_one_error_says_all(
-    store: Store, remote: ShardManifest, engine: str, kind: str, caplog: pytest.LogCaptureFixture
+    store: Store,
+    remote: ShardManifest,
+    engine: str,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if kind == "stall":
+        request.getfixturevalue("impatient")
     cause = {
         "reset": "ConnectionError: bytes .*ClientPayloadError: .*",
         "stall": "TimeoutError: bytes .*Read timeout.*",
@@ -363,7 +395,8 @@ def test_when_attempts_end_one_error_says_all(
         rf"4 attempts \({cause}\); check the connection to the store and resume",
     ):
         list(batches)
-    assert len([record for record in caplog.records if record.name == retry.__name__]) == 3
+    warnings = [record.getMessage() for record in caplog.records if record.name == retry.__name__]
+    assert len([text for text in warnings if "part-00001" in text]) == 3
 
 
 def test_what_another_attempt_cannot_change_ends_at_once(
@@ -409,14 +442,6 @@ def test_a_store_that_refuses_connections_for_a_while(
     assert "EndpointConnectionError: Could not connect to the endpoint URL" in handler.texts[0]
 
 
-@pytest.fixture
-def patient(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not give up on a silent server within a test."""
-    settings = {**store.settings, "config_kwargs": {"read_timeout": 600, "retries": {"max_attempts": 0}}}
-    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
-
-
-@pytest.mark.usefixtures("patient")
 def test_closing_during_a_stall_ends_the_threads(store: Store, remote: ShardManifest, engine: str) -> None:
     store.fail("stall", times=99, pattern="GET .*part-00002", skip=1)
     batches = open_reader(remote, engine=engine, batch_size=BATCH, shuffle=False).batches(0)
@@ -441,12 +466,11 @@ def test_closing_during_a_wait_ends_the_threads(
     batches.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_silent_store_is_given_up_before_its_client_does(
     store: Store, local: ShardManifest, remote: ShardManifest, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _read(local, engine)
-    monkeypatch.setattr(range_file, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(range_file, "READ_SECONDS", SHORT_SECONDS)
     store.fail("stall", times=1, skip=4)
     _assert_same(_read(remote, engine), expected)
 
