@@ -33,7 +33,7 @@ NUM_ROWS = FILES * GROUPS * GROUP_ROWS
 BATCH = 3 * GROUP_ROWS
 
 
-# Longer than any answer takes on a busy machine. A test that waits for the client to give up sets SHORT_SECONDS.
+# Longer than any answer takes on a busy machine. Tests of the timeout itself set SHORT_SECONDS.
 PATIENT_SECONDS = 600
 # A slow answer then counts as another stall, which no assertion of such a test is about.
 SHORT_SECONDS = 2
