@@ -12,6 +12,7 @@ exchange: both ways of each collective, over widths of the network.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -54,6 +55,8 @@ SWEEP_ROWS = 128
 DDP, FLAT, BARE = "DDP", "one flat all-reduce", "no exchange"
 HOROVOD = {"Horovod, a tensor at a time": 0, "Horovod, one group": 1, "Horovod, flat": None}
 OURS = {"torch + arrow": ("torch", "arrow"), "Horovod + petastorm": ("horovod", "petastorm")}
+# Ranks on one host all-reduce through shared memory; "network" is Gloo itself, or the ring of Horovod.
+SHARED_MEMORY = {"shared memory": "1", "network": "0"}
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -272,14 +275,14 @@ def measure(options: argparse.Namespace, shards_uri: str, folder: Path, rank_row
     cases: dict[str, Callable[[], float]] = {
         name: partial(loop_rate, name, rank_rows, options.rows) for name in (BARE, DDP, FLAT, *HOROVOD)
     }
-    for name in OURS:
-        for place in ("memory", "shards"):
+    for name, transport, place in itertools.product(OURS, SHARED_MEMORY, ("memory", "shards")):
 
-            def rate(name: str = name, place: str = place) -> float:
-                config = config_of(shards_uri, folder, rank_rows, options.epochs, name)
+        def rate(name: str = name, transport: str = transport, place: str = place) -> float:
+            config = config_of(shards_uri, folder, rank_rows, options.epochs, name)
+            with environment({"RINGSPARK_SHARED_MEMORY": SHARED_MEMORY[transport]}):
                 return training_rate(config, place == "memory")
 
-            cases[f"ringspark, {name}, from {place}"] = rate
+        cases[f"ringspark, {name}, by {transport}, from {place}"] = rate
     cases = {
         name: case for name, case in cases.items() if not options.only or options.only in name or name == DDP
     }
