@@ -58,6 +58,9 @@ CONTESTANTS = (
     Contestant("network", "ringspark, torch and Arrow", "ours", "network:torch+arrow"),
     Contestant("network", "ringspark, Horovod and Petastorm", "ours", "network:horovod+petastorm"),
     Contestant(
+        "network", "ringspark, Horovod's ring and Petastorm", "ours", "network:horovod+petastorm+network"
+    ),
+    Contestant(
         "network", "horovod.spark TorchEstimator", "horovod_estimator", environment=".venv-peers-horovod"
     ),
     Contestant("network", "TorchDistributor, DDP, pyarrow loader", "torch_distributor", "arrow"),
