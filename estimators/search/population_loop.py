@@ -62,6 +62,19 @@ class Trained:
     reason: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """The content of `population.json`.
+
+    Attributes:
+        about: Settings that must not change between drivers, in words.
+        rounds: The finished rounds, with an entry per member.
+    """
+
+    about: dict[str, str]
+    rounds: tuple[tuple[Trained, ...], ...]
+
+
 class PopulationLoop:
     """Trains a population for some rounds."""
 
@@ -250,15 +263,12 @@ class PopulationLoop:
             return []
         uri = storage.join(self._run_uri, STATE)
         try:
-            known = parse_object(storage.read_bytes(uri))
+            known = record(_State, parse_object(storage.read_bytes(uri)))
         except FileNotFoundError:
             return []
         except ValueError as error:
-            raise ValueError(
-                f"the search in {self._run_uri!r} cannot go on, since {STATE} is damaged ({error}); give "
-                "another runUri"
-            ) from None
-        old = known["about"]
+            raise self._damaged(str(error)) from None
+        old = known.about
         changed = [
             f"{name}: {old.get(name)} -> {self._about.get(name)}"
             for name in sorted(old.keys() | self._about.keys())
@@ -269,7 +279,18 @@ class PopulationLoop:
                 f"the search in {self._run_uri!r} cannot go on, since it was begun with others: "
                 f"{'; '.join(changed)}; set them back, or give another runUri"
             )
-        return [[record(Trained, entry) for entry in entries] for entries in known["rounds"]]
+        for number, entries in enumerate(known.rounds):
+            if len(entries) != self._population.size:
+                raise self._damaged(
+                    f"round {number} has {len(entries)} members, the population {self._population.size}"
+                )
+        return [list(entries) for entries in known.rounds]
+
+    def _damaged(self, problem: str) -> ValueError:
+        return ValueError(
+            f"the search in {self._run_uri!r} cannot go on, since {STATE} is damaged ({problem}); give "
+            "another runUri"
+        )
 
     def _note(self) -> None:
         if self._run_uri is None:
@@ -277,10 +298,7 @@ class PopulationLoop:
         owner = read_owner(self._run_uri)
         if owner is None or owner.token != self._token:
             raise RuntimeError(f"another driver has taken over the search in {self._run_uri!r}; fit there")
-        state = {
-            "about": self._about,
-            "rounds": [[asdict(trained) for trained in entries] for entries in self._rounds],
-        }
+        state = asdict(_State(about=self._about, rounds=tuple(map(tuple, self._rounds))))
         storage.write_atomic(storage.join(self._run_uri, STATE), json.dumps(state, indent=1).encode())
 
 
