@@ -93,7 +93,7 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
         about: What must be equal where a search goes on, in words.
 
     Raises:
-        ValueError: The folder holds another search.
+        ValueError: The folder holds another search, or its journal is damaged.
     """
     optuna = import_optuna()
     verbosity = optuna.logging.get_verbosity()
@@ -104,7 +104,13 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
         # Optuna's default lock is a symbolic link, which BlobFuse, SMB and the mount of DBFS do not have.
         # Optuna itself releases the lock of a killed driver after half a minute.
         backend = journal.JournalFileBackend(file, journal.JournalFileOpenLock(file))
-        kept = optuna.storages.JournalStorage(backend)
+        try:
+            kept = optuna.storages.JournalStorage(backend)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the search in {run_uri!r} cannot go on, since {JOURNAL} is damaged ({error}); give another "
+                "runUri"
+            ) from None
     try:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(

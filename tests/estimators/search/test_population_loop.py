@@ -54,7 +54,9 @@ def test_a_damaged_state_is_refused_in_one_sentence(
     tmp_path: Path, state: dict[str, Any], problem: str
 ) -> None:
     (tmp_path / "population.json").write_text(json.dumps(state))
-    sentence = rf"cannot go on, since population.json is damaged \({re.escape(problem)}.*\); give another runUri"
+    sentence = (
+        rf"cannot go on, since population.json is damaged \({re.escape(problem)}.*\); give another runUri"
+    )
     with pytest.raises(ValueError, match=sentence):
         _loop(tmp_path)
 

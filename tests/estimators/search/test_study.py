@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("optuna")
+from ringspark.estimators.search.study import open_study
+
+optuna = pytest.importorskip("optuna")
 
 WITHOUT_LINKS = """
 import errno, os, sys
@@ -60,3 +62,10 @@ def test_the_lock_of_a_living_driver_is_waited_for(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOCKED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("lines", ['{"op_code": 0\n{}\n', "{}\n", "3\n"])
+def test_a_damaged_journal_is_refused_in_one_sentence(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "journal.log").write_text(lines)
+    with pytest.raises(ValueError, match=r"cannot go on, since journal.log is damaged \(.*\); give another"):
+        open_study(str(tmp_path), False, optuna.pruners.NopPruner(), {"seed": "0"})
