@@ -160,6 +160,18 @@ def test_a_claim_is_respected_while_its_writer_may_live(
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_a_rename_that_fails_removes_no_claim_of_a_dead_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two later writers could otherwise take the free place at the same time."""
+    monkeypatch.setattr(os, "link", _refuse)
+    monkeypatch.setattr(os, "rename", _refuse)
+    _claim_of_a_dead_writer(tmp_path / ".commit.claim")
+    with pytest.raises(OSError, match="no links here"):
+        storage.write_atomic(str(tmp_path / "commit"), b"1", overwrite=False)
+    assert os.listdir(tmp_path) == [".commit.claim"]
+
+
 def _refuse(*_: Any) -> None:
     raise OSError(errno.ENOTSUP, "no links here")
 
