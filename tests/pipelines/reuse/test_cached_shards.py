@@ -25,8 +25,10 @@ from ringspark.pipelines import (
     list_cached,
     open_reader,
     remove_cached,
+    storage,
     write_shards,
 )
+from ringspark.pipelines.reuse import cache_entries
 from ringspark.pipelines.reuse import cached_shards as module
 from ringspark.pipelines.reuse.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
 from ringspark.pipelines.reuse.cached_shards import rows_key
@@ -485,6 +487,40 @@ def test_a_prefix_of_several_keys_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="several entries have keys that start with '11'"):
         remove_cached(tmp_path, "11")
     assert len(list_cached(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("num_removed", range(4))
+def test_an_interrupted_removal_leaves_no_entry_to_serve_and_one_to_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_removed: int
+) -> None:
+    key = "1" * KEY_DIGITS
+    for _ in range(2):
+        run = cache_entries.begin(tmp_path, key)
+        (tmp_path / key / run).mkdir()
+        (tmp_path / key / run / "part.parquet").write_bytes(b"rows")
+    manifest = ShardManifest(uri=str(tmp_path / key / run), columns=(), files=())
+    entry = cache_entries.Entry(
+        key=key, run=run, refusal=None, plan="", plan_summary="", settings="", sources=""
+    )
+    cache_entries.publish(tmp_path, entry, manifest)
+    removed: list[str] = []
+    remove = storage.remove
+
+    def remove_some(uri: str, *, recursive: bool = False) -> None:
+        if len(removed) == num_removed:
+            raise OSError("the store does not answer")
+        removed.append(uri)
+        remove(uri, recursive=recursive)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove", remove_some)
+        with pytest.raises(OSError, match="does not answer"):
+            remove_cached(tmp_path)
+    served = cache_entries.load_entry(str(tmp_path / key))
+    assert (served is None) == (num_removed > 0)
+    assert [listed.key for listed in list_cached(tmp_path)] == [key]
+    remove_cached(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------ without Spark
