@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -180,3 +181,20 @@ def test_segments_cover_the_chain_evenly(blocks: int, segments: int) -> None:
     assert [i for start, stop in bounds for i in range(start, stop)] == list(range(blocks))
     lengths = [stop - start for start, stop in bounds]
     assert max(lengths) - min(lengths) <= 1
+
+
+class _Drawing(nn.Linear):
+    """Draws one normal number of NumPy, which makes them in pairs and keeps the second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * np.random.normal())
+
+
+def test_a_block_that_draws_an_odd_number_of_normals_draws_them_again() -> None:
+    plain = nn.Sequential(*(_Drawing(3, 3) for _ in range(5)))
+    x, gradients = torch.randn(4, 3), []
+    for network in (plain, apply_activation_checkpoint(copy.deepcopy(plain), "all")):
+        np.random.seed(0)
+        network(x).sum().backward()
+        gradients.append([p.grad for p in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
