@@ -19,6 +19,7 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES, Collective
 from ringspark.estimators.launch.local import run_spawned, train_here
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.history import read_history
@@ -129,6 +130,27 @@ def test_skip_leaves_the_step_out(make_shards: MakeShards, tmp_path: Path, preci
     assert all(math.isfinite(record.train_loss) for record in result.history)
     if precision == "fp32":
         assert [record.skipped_steps for record in result.history] == [1, 1]
+
+
+class _Stops(Callback):
+    def __init__(self, at: int | None = None) -> None:
+        self._at = at
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self._at:
+            raise RuntimeError("stopped")
+
+
+def test_a_resumed_training_names_the_steps_skipped_before(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = data(make_shards)
+    changes: dict[str, Any] = {"on_non_finite": "skip", "checkpoint_every_steps": 1}
+    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
+    config = config_of(manifest, tmp_path / "run", **changes)
+    with pytest.raises(RuntimeError, match="stopped"):
+        train_here(config, objects(callbacks=(_Stops(6),)))
+    result = train_here(config, objects(callbacks=(_Stops(),)))
+    assert len(result.resumed_steps) == 1
+    assert result.non_finite == expected.non_finite
 
 
 def test_skip_changes_nothing_where_all_is_finite(make_shards: MakeShards, tmp_path: Path) -> None:

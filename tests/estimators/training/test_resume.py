@@ -409,6 +409,22 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_stays(
     assert folder.exists()
 
 
+def test_the_seconds_are_those_of_all_runs(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
+    stopped(config, 10)
+    folder = tmp_path / "run" / "checkpoints" / "step-0000000009"
+    record = json.loads((folder / "training.json").read_bytes())
+    record["position"]["seconds"] += 5000.0  # as if the first run had been a long one
+    text = json.dumps(record).encode()
+    (folder / "training.json").write_bytes(text)
+    info = json.loads((folder / "checkpoint.json").read_bytes())
+    info["training_sha256"] = hashlib.sha256(text).hexdigest()
+    (folder / "checkpoint.json").write_text(json.dumps(info))
+    result = train_here(config, objects())
+    assert result.resumed_steps == (9,)
+    assert 5000.0 < result.seconds < 10000.0
+
+
 class SilentDisk(LocalFileSystem):
     """Gives no file called so."""
 
