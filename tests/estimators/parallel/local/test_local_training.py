@@ -19,6 +19,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.sharing_member import SharingMember
+from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
@@ -447,3 +448,59 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
     shared = sync.rank_state()
     found.append([shared["shared/start/0"].item(), shared["shared/start/1"].item()])
     assert found == TORCHFT[delay, alpha]
+
+
+class _Branches(nn.Module):
+    """A row's first number chooses which of two layers it goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[int(x[0, 0])](x)  # type: ignore[no-any-return]
+
+
+class _Rank(LocalCollective):
+    """A rank of two that has not come to its first meeting."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.member = Member(rank=rank, size=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
+    """Also if the next step has no rows: it moves what the rank's own last rows moved."""
+    assert LOCAL_STEPS.convert is not None
+    exchange = Exchange(local_steps=LOCAL_STEPS.convert("training"))
+    make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
+    scaler = LossScaler("fp32", torch.device("cpu"))
+
+    def made(of: int) -> Any:
+        torch.manual_seed(0)
+        return STRATEGIES[exchange.strategy]().prepare(_Branches(), make, _Rank(of), exchange)
+
+    def step(sync: Any, branch: int | None) -> None:
+        sync.optimizer.zero_grad()
+        if branch is None:
+            sync.backward_without_rows()
+        else:
+            with sync.micro_batch(last=True):
+                sync.module(torch.tensor([[branch, 0.5, 0.25]], dtype=torch.float64)).sum().backward()
+        sync.reduce()
+        sync.step(scaler)
+
+    gang = [made(0), made(1)]
+    for of, sync in enumerate(gang):
+        for branch in (1 - of, of):
+            step(sync, branch)
+    states = [load(save(sync.rank_state())) for sync in gang]
+    resumed = made(rank)
+    resumed.network.load_state_dict(gang[0].network.state_dict())
+    if rank == 0:
+        resumed.load_optimizer_state(gang[0].optimizer_state())
+    resumed.load_rank_states(states, is_same=True)
+    for sync in (gang[rank], resumed):
+        step(sync, None)
+    assert _flat(resumed.network) == _flat(gang[rank].network)
