@@ -21,7 +21,13 @@ from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
 from ringspark.estimators.stages.spark_metadata import METADATA
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.weights import COMMIT, WEIGHTS, map_checkpoint, save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import (
+    ADAPTER,
+    COMMIT,
+    WEIGHTS,
+    map_checkpoint,
+    save_checkpoint,
+)
 from ringspark.models import ModelSpec
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import storage
@@ -171,6 +177,18 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
     assert module.weight.equal(before)
     with pytest.raises(ValueError, match="holds the weights of another model by now"):
         map_checkpoint(uri, module, expected_id=info.checkpoint_id)
+
+
+def test_a_copy_that_fails_at_the_adapter_is_no_checkpoint(tmp_path: Path) -> None:
+    uri, target = tmp_path / "c", tmp_path / "copy"
+    save_checkpoint(str(uri), nn.Linear(2, 1))
+    (uri / ADAPTER).write_bytes(b"small matrices")
+    held = HeldWeights(str(uri))
+    held.hold()
+    (target / ADAPTER).mkdir(parents=True)  # a file cannot take its place
+    with pytest.raises(IsADirectoryError):
+        held.copy_to(str(target))
+    assert not (target / COMMIT).exists()
 
 
 def test_a_pickled_model_takes_no_other_weights(tmp_path: Path) -> None:
