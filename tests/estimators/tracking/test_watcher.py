@@ -90,6 +90,37 @@ def test_a_tracker_that_raises_is_a_warning_and_harms_no_other(
     assert "the tracker faulty failed (OSError: no room)" in record.getMessage()
 
 
+class Flaky(Tracker):
+    """Fails at two epochs of three."""
+
+    name = "flaky"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def start(self, run: RunStart) -> Listener:
+        return _FlakyListener(self.seen)
+
+
+class _FlakyListener(Listener):
+    def __init__(self, seen: list[int]) -> None:
+        self._seen = seen
+
+    def epoch(self, record: EpochRecord) -> None:
+        if record.epoch % 3:
+            raise OSError("no room")
+        self._seen.append(record.epoch)
+
+
+def test_a_tracker_that_fails_now_and_then_receives_every_later_epoch(tmp_path: Path) -> None:
+    history = [asdict(replace(EPOCH, epoch=epoch)) for epoch in range(1, 10)]
+    (tmp_path / run_layout.HISTORY).write_text(json.dumps(history))
+    tracker = Flaky()
+    with RunWatcher(RunStart(name="stage", run_uri=str(tmp_path)), [tracker]):
+        pass
+    assert tracker.seen == [3, 6, 9]
+
+
 @pytest.mark.parametrize("at", AT)
 def test_a_tracker_that_hangs_for_ever_is_left_alone_at_the_end(
     at: str,
