@@ -7,6 +7,7 @@ run/
   parallelism.txt how the workers share the network, where it was planned: the table and the reason
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
+  stop            its presence asks the gang of a search to stop
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.died: its process ended early
   logs/           rank-<k>.txt: what each rank has printed, its beginning and its end
   environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
@@ -26,12 +27,16 @@ run/
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 OWNER = "owner.json"
 IDENTITY = "run.json"
 CONFIG = "config.json"
 PARALLELISM = "parallelism.txt"
 SHARD_STATES = "shards.json"
 SHARDS = "shards"
+STOP = "stop"
 HEARTBEAT = "heartbeat"
 LOGS = "logs"
 ENVIRONMENT = "environment.json"
@@ -47,3 +52,12 @@ CHECKPOINTS = "checkpoints"
 CHECKPOINT = "checkpoint"
 BEST = "best"
 RESULT = "result.json"
+
+_NAMES = {value for name, value in globals().items() if name.isupper()}
+# The best weights, rows that are compared, and what a killed `write_atomic` or a probe of the folder leaves.
+_NUMBERED = re.compile(rf"{BEST}-\d+|{SHARDS}-[0-9a-f]+|\..+[.-][0-9a-f]{{8,}}")
+
+
+def foreign_names(names: Iterable[str]) -> list[str]:
+    """Returns those names in a run's folder that no run writes."""
+    return [name for name in names if name not in _NAMES and not _NUMBERED.fullmatch(name)]

@@ -50,6 +50,12 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
     uri = storage.normalize(run_uri)
     names = storage.list_names(uri)
     begun = run_layout.OWNER in names or run_layout.IDENTITY in names
+    # Without the identity nothing of a training is worth keeping, so `RunFolder.given` removes all there is.
+    if begun and run_layout.IDENTITY not in names and (others := run_layout.foreign_names(names)):
+        raise ValueError(
+            f"runUri {uri!r} holds {others[0]!r}, which is no part of a training; if this is the folder of "
+            "a search, leave it to the search and give another folder"
+        )
     if begun and not resume:
         raise ValueError(
             f"runUri {uri!r} holds a run; set resume=True to go on with it, or give another folder"
@@ -68,13 +74,18 @@ def make_way(uri: str, resume: bool | None) -> None:
         resume: Whether to resume the run; None if the user has not said.
 
     Raises:
-        ValueError: The folder holds an unfinished run that can be resumed or that may be training now, and
-            nobody said what to do with it.
+        ValueError: The folder holds something that no run writes; or an unfinished run that can be resumed
+            or that may be training now, and nobody said what to do with it.
     """
     names = storage.list_names(uri)
     # A folder that holds something else than a run is left to `check_run_uri`, which refuses it.
     if resume or not {run_layout.IDENTITY, run_layout.OWNER} & set(names):
         return
+    if others := run_layout.foreign_names(names):
+        raise ValueError(
+            f"{uri} holds {others[0]!r}, which belongs to no run, so the run there is not removed for a new "
+            "one; move it elsewhere, or name another folder"
+        )
     folder = RunFolder(uri, is_given=True)
     if resume is None and folder.result() is None and folder.has_checkpoint():
         raise ValueError(
@@ -131,6 +142,7 @@ class RunFolder:
         self.is_given = is_given
         # False while the content of an earlier run must survive a fit that is refused.
         self._is_mine = True
+        self._was_there = False
 
     @classmethod
     def new(cls, root: str) -> RunFolder:
@@ -142,6 +154,7 @@ class RunFolder:
         """Takes the folder that the user named over from any driver that had it."""
         check_run_uri(run_uri, resume)
         folder = cls(run_uri, is_given=True)
+        folder._was_there = storage.exists(folder.uri)
         folder._is_mine = folder.identity() is None
         if folder._is_mine:
             # Nothing was trained here, so files that a dead driver left are of no use.
@@ -241,7 +254,7 @@ class RunFolder:
         discard(storage.join(self.uri, run_layout.SHARD_STATES))
         discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
         # A killed `write_atomic` leaves its temporary file.
-        for name in storage.list_names(self.uri):
+        for name in self._own_names():
             if name.startswith((".", f"{run_layout.SHARDS}-")):
                 discard(storage.join(self.uri, name))
         shards = storage.join(self.uri, run_layout.SHARDS)
@@ -278,8 +291,21 @@ class RunFolder:
                 # A later start writes them anew.
                 discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
-        discard(self.uri)
+        if not self.is_given:
+            discard(self.uri)
+            return ""
+        with suppress(OSError):
+            for name in self._own_names():
+                discard(storage.join(self.uri, name))
+            if not self._was_there:
+                storage.remove_if_empty(self.uri)
         return ""
+
+    def _own_names(self) -> list[str]:
+        """Returns the names in the folder that a run writes."""
+        names = storage.list_names(self.uri)
+        foreign = run_layout.foreign_names(names)
+        return [name for name in names if name not in foreign]
 
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to resume from."""

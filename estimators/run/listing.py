@@ -18,9 +18,6 @@ from ringspark.pipelines import storage
 
 # Either says that a run was begun here.
 _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
-_NAMES = {value for name, value in vars(run_layout).items() if name.isupper()}
-# With a number or an id behind it.
-_PREFIXES = (f"{run_layout.BEST}-", f"{run_layout.SHARDS}-", ".")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +100,7 @@ def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
     run = look(uri)
     if run.state != "finished":
         run = look(uri, store_clock(run.uri.rpartition("/")[0]))
-    others = [n for n in storage.list_names(run.uri) if n not in _NAMES and not n.startswith(_PREFIXES)]
-    if others:
+    if others := run_layout.foreign_names(storage.list_names(run.uri)):
         raise ValueError(f"{run.uri} holds {others[0]!r}, which belongs to no run; move it elsewhere")
     if run.state == "in use" and not stopped:
         raise ValueError(

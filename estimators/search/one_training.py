@@ -7,9 +7,10 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.search.stop_file import STOP, StopFile, forget_stop
+from ringspark.estimators.search.stop_file import StopFile, forget_stop
 from ringspark.estimators.search.trial_data import TrialData
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
@@ -28,7 +29,7 @@ def train_in(
         begin: Told of the settings and of the file that stops the gang, just before it starts; returns the
             settings to train with.
     """
-    stop_uri = storage.join(run.uri, STOP)
+    stop_uri = storage.join(run.uri, run_layout.STOP)
     with run.guarded():
         callbacks = [*estimator.getOrDefault("callbacks"), StopFile(stop_uri)]
         estimator = estimator.copy({estimator.callbacks: callbacks})

@@ -13,9 +13,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
-from ringspark.estimators.run_layout import OWNER
+from ringspark.estimators.run_layout import IDENTITY
+from ringspark.estimators.search.population_loop import ROUND, STATE
 from ringspark.estimators.search.saved_search import SearchWriter, load_part
 from ringspark.estimators.search.search_params import _SearchParams
+from ringspark.estimators.search.study import JOURNAL
 from ringspark.estimators.search.trial_data import KEYS, SHARDS
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.torch_estimator import _TorchEstimator
@@ -27,6 +29,8 @@ from ringspark.pipelines.writing.split import split_expression
 S = TypeVar("S", bound="SearchStage")
 
 _PARTS = ("estimator", "evaluator")
+# Beginnings of the names that only one kind of search writes.
+_MARKS = {JOURNAL, STATE, f"{ROUND}-"}
 
 
 class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
@@ -96,11 +100,14 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         self._check_store(run_uri)
         storage.check_writable(run_uri)
         names = storage.list_names(run_uri)
-        expected = (OWNER, KEYS, f"{SHARDS}-", *known)
-        if names and not any(name.startswith(expected) for name in names):
+        others = [name for name in names if name.startswith((IDENTITY, *_MARKS.difference(known)))]
+        # The claim of a driver, OWNER, is in the folder of a training, too.
+        if not any(name.startswith((KEYS, f"{SHARDS}-", *known)) for name in names):
+            others += names
+        if others:
             raise ValueError(
-                f"runUri must be a new or empty folder or one with a search, and {run_uri!r} holds "
-                f"{names[0]!r}; give another folder"
+                f"runUri must be a new or empty folder or one with a search by {type(self).__name__}, and "
+                f"{run_uri!r} holds {others[0]!r}; give another folder"
             )
         storage.make_dirs(run_uri)
         return run_uri

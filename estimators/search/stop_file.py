@@ -13,7 +13,6 @@ from contextlib import suppress
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.pipelines import storage
 
-STOP = "stop"
 # Seconds between two looks: a store may be slow.
 LOOK_SECONDS = 0.25
 

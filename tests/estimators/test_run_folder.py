@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.run.folder import Begun, RunFolder
 
 
 def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
@@ -26,3 +28,33 @@ def test_a_run_of_an_older_format_is_not_called_damaged(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=told):
         RunFolder(str(tmp_path), is_given=True).identity()
+
+
+def _fill(folder: Path, *names: str) -> list[Path]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, resume: bool) -> None:
+    before = _fill(tmp_path, "owner.json", "rows.json", "journal.log", "shards-0123456789ab/manifest.json",
+                   "trials/3/result.json")  # fmt: skip
+    with pytest.raises(ValueError, match=r"holds 'journal\.log', which is no part of a training; .* another"):
+        RunFolder.given(str(tmp_path), resume)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_dies_early_leaves_the_folder_and_the_files_that_were_there(tmp_path: Path) -> None:
+    _fill(tmp_path / "resumed", "owner.json", "notes.txt")
+    (tmp_path / "resumed" / "run.json").write_text(json.dumps(asdict(Begun(identity={}))))
+    (tmp_path / "empty").mkdir()
+    for name, left in (("resumed", ["notes.txt"]), ("empty", []), ("new", None)):
+        folder = tmp_path / name
+        run = RunFolder.given(str(folder), resume=True)
+        run._is_mine = True
+        _fill(folder, "shards/manifest.json", ".config.json.0123456789abcdef", "best-3/weights")
+        with pytest.raises(KeyError), run.guarded():
+            raise KeyError("on purpose")
+        assert left == ([path.name for path in folder.iterdir()] if folder.exists() else None)

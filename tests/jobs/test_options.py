@@ -112,6 +112,20 @@ def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp
     assert not stopped.exists()
 
 
+@pytest.mark.parametrize("resume", [None, False])
+@pytest.mark.parametrize("name", ["report.html", "trials/4/result.json", ".git/config"])
+def test_a_run_is_not_removed_with_files_that_no_run_writes(
+    tmp_path: Path, name: str, resume: bool | None
+) -> None:
+    _run_folder(tmp_path, finished=True)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=f"holds '{name.partition('/')[0]}', which belongs to no run"):
+        make_way(str(tmp_path), resume)
+    assert (tmp_path / name).exists()
+    assert (tmp_path / "result.json").exists()
+
+
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     make_way(str(tmp_path), False)

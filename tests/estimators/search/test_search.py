@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TrainingState
 from ringspark.estimators.checked_fit import CheckedFit
-from ringspark.estimators.search import Choice, IntRange, OptunaSearch, SearchModel, Uniform
+from ringspark.estimators.search import Choice, IntRange, OptunaSearch, PopulationSearch, SearchModel, Uniform
 from ringspark.estimators.stages import fit_data
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
@@ -157,6 +157,29 @@ def test_a_mistake_is_refused_before_anything_starts(
     with pytest.raises((ValueError, TypeError), match=sentence):
         OptunaSearch(**given).fit(table)
     assert not any(path.name.startswith("run-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "told"),
+    [
+        (OptunaSearch, ["owner.json", "shards/part-0.parquet"], r"owner\.json"),
+        (OptunaSearch, ["owner.json", "run.json", "shards-0123456789ab/manifest.json"], r"run\.json"),
+        (OptunaSearch, ["owner.json", "population.json", "rows.json"], r"population\.json"),
+        (PopulationSearch, ["owner.json", "run.json", "round-0"], r"run\.json"),
+        (PopulationSearch, ["journal.log", "owner.json", "rows.json"], r"journal\.log"),
+    ],
+)
+def test_the_folder_of_a_training_or_of_another_search_is_refused(
+    table: Any, tmp_path: Path, kind: Any, names: list[str], told: str
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    search = kind(estimator=estimator(tmp_path), space={"learningRate": Uniform(0.01, 0.1)})
+    with pytest.raises(ValueError, match=f"a search by {kind.__name__}, and .* holds '{told}'; give another"):
+        search.copy({search.runUri: str(tmp_path)}).fit(table)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_no_pruner_is_no_pruning_and_not_the_default() -> None:
