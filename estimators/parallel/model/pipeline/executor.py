@@ -14,6 +14,7 @@ from torch import nn
 from ringspark.estimators.parallel.model.pipeline.actions import Action, Arrival, Kind, Steps
 from ringspark.estimators.parallel.model.pipeline.exchange import Exchange, Place
 from ringspark.estimators.parallel.model.pipeline.in_time import Give, LiveInTime
+from ringspark.estimators.parallel.model.pipeline.split_backward import WeightPass, input_pass
 from ringspark.estimators.parallel.model.pipeline.stages_in_time import ADDS_IN_CHUNKS, StagesInTime
 from ringspark.estimators.parallel.model.pipeline.timeline import Recorder
 from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, Wire
@@ -33,17 +34,15 @@ class _Live:
         inputs: The stage's arguments, leaves of its graph.
         results: Its outputs, or the loss; behind the outputs what the stage adds to the loss.
         sent: Waits until the outputs are sent.
-        gradients: Gradients of the results, from `INPUT` to `WEIGHT`.
-        groups: torch's record of where the gradients of weights begin, from `INPUT` to `WEIGHT`.
-        adds: Whether the stage adds to the loss.
+        gradients: Gradients of the results, if `INPUT` leaves the whole backward pass to `WEIGHT`.
+        weights: Passes that `INPUT` leaves to `WEIGHT`; None if it splits nothing.
     """
 
     inputs: Values
     results: list[torch.Tensor]
-    adds: bool = False
     sent: Wait | None = None
-    gradients: list[torch.Tensor] | None = None
-    groups: list[dict[str, Any]] | None = None
+    gradients: Sequence[torch.Tensor] = ()
+    weights: list[WeightPass] | None = None
 
 
 class Executor:
@@ -91,7 +90,7 @@ class Executor:
                 self._keep_forward(module, step, inputs, loss, added, first_micro)
                 self.most_live = max(self.most_live, len(self._live))
             else:
-                self._backward(module, step)
+                self._backward(step)
         self.finish()
 
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
@@ -161,8 +160,7 @@ class Executor:
                 own = added(index)
         if stage != self._place.last:
             outputs = as_values(result, self._place.firsts[stage + 1])
-            more = _wanted((own,))
-            live = self._live[stage, micro] = _Live(values, [*_wanted(outputs), *more], adds=bool(more))
+            live = self._live[stage, micro] = _Live(values, _wanted((*outputs, own)))
             live.sent = self._exchange.hand_on(outputs, stage, micro)
 
     def _keep_in_time(
@@ -202,7 +200,7 @@ class Executor:
 
         return give
 
-    def _backward(self, module: nn.Module, action: Action) -> None:
+    def _backward(self, action: Action) -> None:
         kind, stage, micro = action
         live = self._live[stage, micro]
         if isinstance(live, LiveInTime):
@@ -211,27 +209,24 @@ class Executor:
             del self._live[stage, micro]
             return
         if kind is not Kind.WEIGHT:
-            gradients: list[torch.Tensor] | None = None
+            arrived: list[torch.Tensor] = []
             if stage != self._place.last:
-                arrived: list[torch.Tensor] = self._exchange.arrived(False, stage, micro)
-                # A loss of the stage's own stands behind its outputs.
-                gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
+                arrived = self._exchange.arrived(False, stage, micro)
+            # The loss, or what the stage adds to it, stands behind its outputs.
+            live.gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
             if live.sent is not None:
                 # Nobody sends gradients of what has not arrived, so this does not wait.
                 live.sent()
-            live.gradients = gradients
         with self.recorder.span(action), self.weights(micro):
+            inputs = _wanted(live.inputs)
             if kind is Kind.INPUT:
                 # Without inputs that want gradients there is nothing to split: all is done with the weights.
-                if live.results and _wanted(live.inputs):
-                    if live.adds:
-                        # What reaches a weight from such a loss past the inputs would be lost in a split.
-                        torch.autograd.backward(live.results, live.gradients)
-                        live.results = []
-                    else:
-                        live.groups = _input_gradients(module, live)
-            elif live.groups is not None:
-                _weight_gradients(module, live.groups)
+                if live.results and inputs:
+                    live.weights = input_pass(live.results, live.gradients, inputs)
+                    live.results, live.gradients = [], ()
+            elif live.weights is not None:
+                for weights in live.weights:
+                    weights.run()
             elif live.results:
                 torch.autograd.backward(live.results, live.gradients)
         if kind is not Kind.WEIGHT and stage > 0:
@@ -253,21 +248,3 @@ def _taken(inputs: Values) -> list[torch.Tensor]:
         gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)
         value.grad = None
     return gradients
-
-
-def _input_gradients(module: nn.Module, live: _Live) -> list[dict[str, Any]]:
-    """Computes the gradients of a stage's inputs alone; returns what is left to do for its weights."""
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    # torch detaches these in place to free the graph behind them: a view does not allow that, and an input
-    # that is passed on as it is would no longer want its gradient.
-    results = [r.clone() if r._is_view() or r.is_leaf else r for r in live.results]
-    live.results = []
-    _, groups = stage_backward_input(results, live.gradients, list(live.inputs), module.parameters())
-    return groups
-
-
-def _weight_gradients(module: nn.Module, groups: list[dict[str, Any]]) -> None:
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(module.parameters(), groups)

@@ -85,7 +85,7 @@ def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders
 
         raise ValueError(
             f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take "
-            "torch 2.6 or newer, or schedule '1f1b'"
+            "torch 2.7 or newer, or schedule '1f1b'"
         )
     # torch wants rounds of equally many micro-batches; those that are too many are left out again.
     whole = num_micro

@@ -1,0 +1,78 @@
+"""The two halves of a split backward pass give the gradients of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ringspark.estimators.parallel.model.pipeline.split_backward import input_pass
+
+Weights = Sequence[torch.Tensor]
+Stage = Callable[[torch.Tensor, torch.Tensor, Weights], tuple[torch.Tensor, ...]]
+
+
+def _used_twice(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
+    return (F.linear(F.linear(F.linear(x, w[0]).tanh(), w[1]).tanh(), w[0]) + y,)
+
+
+def _shared_by_layers(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
+    # Two joins of two weights each, and a third weight at both.
+    return ((x + (w[0] + w[1])).tanh() @ y + (w[2] + w[1]),)
+
+
+def _handed_on(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
+    query = w[0].tanh()
+    return x + query * w[1], w[0], query, query.exp()[:2], x, y
+
+
+STAGES: dict[str, Stage] = {
+    "used twice": _used_twice,
+    "shared": _shared_by_layers,
+    "handed on": _handed_on,
+    "not reached": lambda x, y, w: (w[0] * 2, w[0] @ w[1]),
+    "inputs alone": lambda x, y, w: (x * y,),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_both_halves_give_the_gradients_of_a_whole_backward_pass(stage: Stage) -> None:
+    leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(5)]
+    results = stage(*leaves[:2], leaves[2:])
+    gradients = [torch.randn_like(result) for result in results]
+    want = torch.autograd.grad(results, leaves, gradients, allow_unused=True, retain_graph=True)
+    passes = input_pass(results, gradients, leaves[:2])
+    assert all(leaf.grad is None for leaf in leaves[2:])
+    for weights in passes:
+        weights.run()
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert (leaf.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_the_second_half_computes_no_gradient_of_values_again() -> None:
+    """This is why the backward pass is split: each gradient is computed once."""
+    calls = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            calls.append(gradient)
+            return gradient
+
+    x = torch.randn(4, 4, requires_grad=True)
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+    y = x
+    for weight in weights:
+        y = Watched.apply(F.linear(y, weight))
+    for one in input_pass([y], [torch.ones_like(y)], [x]):
+        assert len(calls) == 3
+        one.run()
+    assert len(calls) == 3
