@@ -290,11 +290,11 @@ class Driver:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
         try:
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             processes.send(self.pid, signal.SIGKILL)
             self._process.wait()
-        left = _until_empty(lambda: list(map(processes.describe, self._others())), 30.0)
+        left = _until_empty(lambda: list(map(processes.describe, self._others())), 120.0)
         for process in self._others():
             processes.send(process, signal.SIGKILL)
         self._reader.join(timeout=10)

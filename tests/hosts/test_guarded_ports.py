@@ -19,7 +19,7 @@ own_sockets.admit_only(own_sockets.listening(), sys.argv[3:])
 print(listener.getsockname()[1], flush=True)
 sys.stdin.read()
 """
-CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)"
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5)"
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_for(log: Path, pattern: str, seconds: float = 60.0) -> None:
+def _wait_for(log: Path, pattern: str, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not (log.exists() and re.search(pattern, log.read_text())):
         assert time.monotonic() < deadline, f"{pattern!r} never came in {log}: {log.read_text()[-2000:]}"
@@ -66,7 +66,7 @@ def master(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
         for process in reversed(processes):
             process.terminate()
         for process in processes:
-            process.wait(timeout=30)
+            process.wait(timeout=300)
 
 
 def _thinned(folder: Path) -> Path:

@@ -50,13 +50,13 @@ class MlflowServer:
         """Ends its processes at once; a second call does nothing."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=300)
             self._log.close()
 
     def _is_up(self) -> bool:
         assert self._process.poll() is None, "the server has ended; see server.log"
         try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

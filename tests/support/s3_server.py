@@ -63,7 +63,7 @@ class S3Server:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=300)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None

@@ -132,7 +132,7 @@ def test_closing_waits_for_a_row_group_that_is_being_written(
     monkeypatch.setattr(os, "pwrite", slow)
     puts = threading.Thread(target=cache.put, args=(0, _rows(0)))
     puts.start()
-    assert writes.wait(10)
+    assert writes.wait(60)
     closes = threading.Thread(target=cache.close)
     closes.start()
     closes.join(0.1)

@@ -115,7 +115,7 @@ class _Forker:
 def forker() -> Any:
     forker = _Forker()
     yield forker
-    forker.process.communicate(timeout=30)
+    forker.process.communicate(timeout=300)
 
 
 def _version_of(uri: Path) -> int | None:
