@@ -45,6 +45,16 @@ def held_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
+def follow(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Returns `own`, moved as far as a callback moved a copy of it from `before` to `after`.
+
+    An element that is still as `before` becomes exactly `after`; an unmoved one stays exactly as it is.
+    """
+    before, after = before.to(own), after.to(own)
+    moved = torch.where(own == before, after, own + (after - before))
+    return torch.where(after == before, own, moved)
+
+
 class GradientSync(Protocol):
     """Keeps one module and its optimizer equal on all ranks.
 

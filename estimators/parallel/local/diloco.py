@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.local.compact_sum import start_average
 from ringspark.estimators.parallel.local.flat_weights import FlatWeights, fragments_of
@@ -123,6 +123,12 @@ class OuterSync(LocalSync):
         if self._position or self._turn:
             self._statistics.average()
         self._position = self._turn = 0
+
+    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        sizes = [len(fragment.start) for fragment in self._fragments]
+        moves = zip(torch.split(before, sizes), torch.split(after, sizes), strict=True)
+        for fragment, move in zip(self._fragments, moves, strict=True):
+            fragment.start = follow(fragment.start, *move)
 
     def _send(self, number: int) -> None:
         """Begins to average the outer gradient of a fragment."""

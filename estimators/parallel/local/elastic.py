@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, follow
 from ringspark.estimators.parallel.exchange import Exchange
 from ringspark.estimators.parallel.local.local_sync import LocalSync
 
@@ -59,6 +59,10 @@ class ElasticSync(LocalSync):
         if self._position:
             self._pull()
         self._show(self._centre)
+
+    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        super()._follow(before, after)
+        self._centre = follow(self._centre, before, after)
 
     def _pull(self) -> None:
         own = self._weights.read()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.base import PlainSync, Scaler
+from ringspark.estimators.parallel.base import PlainSync, Scaler, follow
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.local.flat_weights import FlatWeights
 from ringspark.estimators.parallel.local.rank_optimizer import load_tensors, state_tensors
@@ -60,6 +60,7 @@ class LocalSync(PlainSync):
         self._steps = 0
         self._position = 0  # local steps since the last meeting
         self._own: torch.Tensor | None = None
+        self._equal: torch.Tensor | None = None  # weights of all ranks, until the next local step
         self._begin_phase()
 
     @property
@@ -74,6 +75,7 @@ class LocalSync(PlainSync):
             self._synchronous = None
             self._statistics = Statistics(self.network, self._collective)
             self._begin_local()
+            self._equal = self._weights.read()
 
     def _begin_local(self) -> None:
         """Notes the weights from which the ranks part."""
@@ -115,13 +117,28 @@ class LocalSync(PlainSync):
     def settle(self) -> None:
         if self._is_local and not self.shown:
             self._end_epoch()
+            self._equal = self._weights.read()
 
     def _show(self, values: torch.Tensor) -> None:
         """Has the network hold `values` until the next step."""
         self._own = self._weights.read()
         self._weights.write(values)
 
+    def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Moves vectors of this rank as callbacks moved the equal weights of all ranks."""
+        if self._own is not None:
+            self._own = follow(self._own, before, after)
+
+    def _follow_callbacks(self) -> None:
+        if self._equal is not None:
+            present = self._weights.read()
+            if not present.equal(self._equal):
+                self._follow(self._equal, present)
+                self._equal = present
+
     def _take_own(self) -> None:
+        self._follow_callbacks()
+        self._equal = None
         if self._own is not None:
             self._weights.write(self._own)
             self._own = None
@@ -143,6 +160,7 @@ class LocalSync(PlainSync):
         state = {"steps": torch.tensor([self._steps, self._position])}
         if not self._is_local:
             return state
+        self._follow_callbacks()
         if self._collective.rank == 0:
             state |= {f"shared/{k}": v.to("cpu", copy=True) for k, v in self._shared_state().items()}
         moved = set(self._moved)
@@ -172,7 +190,7 @@ class LocalSync(PlainSync):
             {k.removeprefix("shared/"): v.to(device) for k, v in first.items() if k.startswith("shared/")},
             is_same=is_same,
         )
-        self._own = None
+        self._own = self._equal = None
         if is_same:
             load_tensors(self.network, self.optimizer, own)
         if "shown" in first:

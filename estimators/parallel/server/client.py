@@ -87,6 +87,10 @@ class ParameterClient:
         """Overwrites the worker's parameters by their present values; waits like `pull`."""
         self._read(None, bound, dict(enumerate(self._parameters)))
 
+    def await_all(self) -> None:
+        """Returns once all workers have pushed as many steps as this one."""
+        self._read([], 0, {})
+
     def read_all(self) -> None:
         """`pull_all` under the bound of the consistency."""
         self.pull_all(self._bound)

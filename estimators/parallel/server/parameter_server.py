@@ -153,6 +153,7 @@ class ServedSync(PlainSync):
         self._server = server
         self._collective = collective
         self._sent = 0
+        self._read = self._copy_own()
         # Whoever decides whether a step is taken calls this one.
         settings.step = self._push_and_read  # type: ignore[method-assign, assignment]
 
@@ -161,16 +162,39 @@ class ServedSync(PlainSync):
 
     def _push_and_read(self, closure: None = None) -> None:
         self.client.progress = self.progress
+        self._send_changes()
         named = enumerate(self._shard.parameters)
         self.client.push_step({index: p.grad for index, p in named if p.grad is not None})
         self.client.read_all()
+        self._read = self._copy_own()
         self._count()
+
+    def _own_pieces(self) -> dict[int, torch.Tensor]:
+        """Returns the elements of this rank's network that its own server holds."""
+        parameters = self._shard.parameters
+        own = self._shard.pieces_of(self._collective.rank)
+        return {i: flat(parameters[i].data)[piece.start : piece.stop] for i, piece in own.items()}
+
+    def _copy_own(self) -> dict[int, torch.Tensor]:
+        return {index: values.clone() for index, values in self._own_pieces().items()}
+
+    def _send_changes(self) -> None:
+        """Has this rank's server make the changes that callbacks made to the weights since they were read."""
+        now = self._copy_own()
+        changed = {i: (before, now[i]) for i, before in self._read.items() if not before.equal(now[i])}
+        if changed:
+            self.table.move(changed)
 
     def settle(self) -> None:
         # In step, what was read after the last step is the same on all ranks.
         if not self.in_step:
             self.client.progress = self.progress
+            self.client.await_all()
+            self._send_changes()
+            # Nobody reads before every server has the changes.
+            self._collective.barrier()
             self.client.pull_all(bound=0)
+            self._read = self._copy_own()
         # Nobody pushes the next step before all have read; what they were sent is counted.
         self._collective.barrier()
         self._count()
@@ -185,9 +209,8 @@ class ServedSync(PlainSync):
         return {}
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
-        own = self._shard.pieces_of(self._collective.rank)
-        parameters = self._shard.parameters
-        self.table.load({i: flat(parameters[i].data)[piece.start : piece.stop] for i, piece in own.items()})
+        self._read = self._copy_own()
+        self.table.load(self._read)
         # Nobody reads or pushes before every server has its values.
         self._collective.barrier()
 

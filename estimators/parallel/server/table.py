@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ringspark.estimators.parallel.base import follow
 from ringspark.estimators.parallel.server.clocks import Clocks
 from ringspark.estimators.parallel.server.consistency import Consistency
 from ringspark.estimators.parallel.sharded.pieces import without_empty_groups
@@ -73,6 +74,7 @@ class Table:
         self._seen = [0] * size  # steps of the others at a worker's last read
         # By clock and worker: what waits for the pushes of the others.
         self._waiting: dict[int, dict[int, tuple[dict[int, torch.Tensor], Groups]]] = {}
+        self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
         """Takes gradients of a worker's present step.
@@ -138,6 +140,26 @@ class Table:
             for index, value in values.items():
                 self.held[index].copy_(value)
 
+    def move(self, changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Moves pieces as far as callbacks moved the copy that this server's own worker has read.
+
+        In step, the next step applies it: a slow worker may still have to read the present values.
+
+        Args:
+            changes: Values of each changed piece when they were read, and now.
+        """
+        with self._changed:
+            self._moves = dict(changes)
+            if not self._consistency.in_step:
+                self._apply_moves()
+
+    @torch.no_grad()
+    def _apply_moves(self) -> None:
+        for index, (before, after) in self._moves.items():
+            held = self.held[index]
+            held.copy_(follow(held, before, after))
+        self._moves = {}
+
     def _may_read(self, clock: int, bound: int | None) -> bool:
         if self._left:
             rank, at = min(self._left.items())
@@ -173,6 +195,7 @@ class Table:
         """Applies the steps that all workers have ended, in order."""
         for clock in sorted(clock for clock in self._waiting if clock < self.clocks.slowest):
             of_clock = self._waiting.pop(clock)
+            self._apply_moves()
             sums: dict[int, torch.Tensor] = {}
             for worker in sorted(of_clock):
                 for index, gradient in of_clock[worker][0].items():

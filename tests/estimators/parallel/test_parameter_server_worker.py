@@ -18,6 +18,7 @@ from small_training import config_of, train_gang, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.models import ModelSpec
@@ -61,12 +62,12 @@ def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
 class _Constant(nn.Module):
     """Its gradient is 1 whatever the rows, and rank 0 takes its time to hand the weights out."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * torch.ones_like(x[:, :1])
+        return self.weight.sum() * torch.ones_like(x[:, :1])
 
     def _save_to_state_dict(self, *args: Any) -> None:
         super()._save_to_state_dict(*args)
@@ -77,6 +78,64 @@ class _Constant(nn.Module):
 
 def _output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return output[:, 0]
+
+
+class _Shrinks(Callback):
+    """Changes the weights after each step, and again when the epoch is over."""
+
+    def on_step_end(self, state: TrainingState) -> None:
+        with torch.no_grad():
+            for parameter in state.module.parameters():
+                parameter.mul_(0.9).clamp_(-0.3, 0.3)
+
+    on_epoch_end = on_step_end
+
+
+def test_staleness_0_keeps_what_a_callback_does_to_the_weights(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    plain = _config(_shards(make_shards), tmp_path / "a")
+    consistency = {"name": "ssp", "staleness": 0, "correction": "none"}
+    served = replace(plain, run_uri=str(tmp_path / "b"), consistency=consistency)
+    one, other = (train_gang(c, UserObjects(callbacks=(_Shrinks(),))) for c in (plain, served))
+    assert torch.equal(_weights(one), _weights(other))
+
+
+class _Adds(Callback):
+    """Adds a number of its own at each event."""
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._add(state, 10_000)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        # Step 4 is the last one of the epoch.
+        self._add(state, {3: 100, 4: 200}.get(state.step, 0))
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        self._add(state, 1_000)
+
+    def _add(self, state: TrainingState, number: int) -> None:
+        with torch.no_grad():
+            for parameter in state.module.parameters():
+                parameter += number
+
+
+@pytest.mark.parametrize("name", ["ssp", "asp"])
+def test_ranks_apart_keep_what_a_callback_does_to_the_weights(
+    make_shards: MakeShards, tmp_path: Path, name: str
+) -> None:
+    manifest = make_shards({"x": np.zeros((128, 4), np.float32), "y": np.zeros(128, np.float32)})
+    config = _config(
+        manifest,
+        tmp_path / "run",
+        model=None,
+        consistency=APART[name] | {"correction": "none"},
+        optimizer="sgd",
+        learning_rate=1.0,
+    )
+    result = train_gang(config, UserObjects(module=_Constant(4), losses=(_output,), callbacks=(_Adds(),)))
+    # Each rank has a part of the four weights; 8 steps move each by 1.
+    assert weights_of(result, _Constant(4)).tolist() == [10_000 + 100 + 200 + 2 * 1_000 - 8] * 4
 
 
 @pytest.mark.parametrize("name", [pytest.param("asp", marks=pytest.mark.slow), "hogwild"])

@@ -439,8 +439,9 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
     sync: Any = STRATEGIES[exchange.strategy]().prepare(_TwoWeights(), make, LocalCollective(), exchange)
     found = []
     for step in range(1, 13):
-        for parameter in sync.network.parameters():
-            parameter.grad = torch.full_like(parameter, 2.0)
+        with sync.micro_batch(last=True):
+            for parameter in sync.network.parameters():
+                parameter.grad = torch.full_like(parameter, 2.0)
         sync.reduce()
         sync.step(LossScaler("fp32", torch.device("cpu")))
         if step % 3 == 0:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from small_training import config_of, train_gang, weights_of
+from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.local import train_here
@@ -62,6 +63,46 @@ def _config(make_shards: MakeShards, folder: Path, way: Any, name: str) -> Any:
         local_steps=LOCAL_STEPS.convert(way),
         checkpoint_every_steps=5,
     )
+
+
+class _Adds(Callback):
+    """Adds to the weights whenever they are equal on all ranks."""
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._add(state, 100)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        self._add(state, 10)
+
+    def _add(self, state: TrainingState, number: int) -> None:
+        with torch.no_grad():
+            for parameter in state.module.parameters():
+                parameter += number
+
+
+class _Still(nn.Module):
+    """Weights that no gradient moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first + self.second).sum() * torch.zeros_like(x[:, :1])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["training", *WAYS[1:]], ids=["one-shot", "streaming", "elastic"])
+def test_what_a_callback_does_to_the_equal_weights_lasts(
+    make_shards: MakeShards, tmp_path: Path, way: Any
+) -> None:
+    """Also over a resume: the checkpoint of the first epoch has it."""
+    config = _config(make_shards, tmp_path, way, "run")
+    config = replace(config, model=None, optimizer="sgd", checkpoint_every_epochs=1)
+    objects = UserObjects(module=_Still(), callbacks=(_Adds(),))
+    train_gang(replace(config, pause_after=1), objects)
+    result = train_gang(config, objects)
+    assert weights_of(result, _Still()).tolist() == [120.0] * 4
 
 
 @pytest.mark.slow
