@@ -11,7 +11,7 @@ ARGS ?=
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers demo test test-all test-floor lint docs bench bench-peers faults package clean
+.PHONY: help python setup setup-floor setup-peers demo test test-all test-floor lint docs bench bench-peers faults mutants package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-peers: setup-peers ## Measure against horovod.spark, TorchDistributor and 
 
 faults: setup ## Break trainings at random moments, and print what they survive; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/fault_matrix.py $(ARGS)
+
+mutants: setup ## Put small bugs into a copy, print those that no test notices; options in ARGS="..."
+	@$(VENV_PYTHON) scripts/run_mutants.py $(ARGS)
 
 package: setup ## Build the wheel, and the .zip for spark-submit --py-files, into dist/
 	@$(VENV_PYTHON) scripts/build_package.py
