@@ -128,9 +128,16 @@ class MlflowRun(Listener):
         self._try_to_send()
 
     def end(self, end: RunEnd) -> None:
+        from mlflow.exceptions import MlflowException
+
         self._try_to_send()
         if self._has_warned:
-            return  # the one warning has said that the rest is lost
+            # The one warning has said that the rest is lost; a run that exists has ended all the same.
+            if self._found is not None:
+                with suppress(MlflowException, OSError):
+                    _connect(self._uri)
+                    self._client.set_terminated(self._found.info.run_id, _STATUS[end.status])
+            return
         problems = []
         if end.error:
             self._client.set_tag(self._run_id, "ringspark.error", end.error[:TAG_LENGTH])
@@ -162,7 +169,7 @@ class MlflowRun(Listener):
                     "MLflow at %s took nothing (%s); the training goes on, what is to be logged is sent once "
                     "it answers, and what it has not taken by the end of the training is lost",
                     _without_secrets(self._uri),
-                    str(error).split("\n", 1)[0][:300],
+                    _short(error),
                 )
 
     def _send(self) -> None:
@@ -278,6 +285,7 @@ class MlflowRun(Listener):
 
     def _log_data(self, run: Any) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
+        from mlflow.exceptions import MlflowException
 
         data = self._run.data
         if run.inputs is not None and run.inputs.dataset_inputs:
@@ -291,8 +299,16 @@ class MlflowRun(Listener):
             source=json.dumps({"path": _without_secrets(uri)}),
             profile=facts,
         )
-        told = DatasetInput(dataset=dataset, tags=[InputTag("mlflow.data.context", "training")])
-        self._client.log_inputs(run.info.run_id, [told])
+        inputs = [DatasetInput(dataset=dataset, tags=[InputTag("mlflow.data.context", "training")])]
+        try:
+            try:
+                self._client.log_inputs(run.info.run_id, inputs)
+            except MlflowException:
+                # A parallel trial inserted the record of the same data at the same time: it is there now.
+                _connect(self._uri)
+                self._client.log_inputs(run.info.run_id, inputs)
+        except MlflowException as error:
+            _log.warning("MLflow did not take the record of the data (%s); the run lacks it", _short(error))
 
     def _log_files(self) -> None:
         for name in (run_layout.HISTORY, run_layout.CONFIG):
@@ -402,6 +418,10 @@ def _known(name: str, step: int, value: float) -> tuple[str, int, str]:
 def _name(name: str) -> str:
     """Returns a name as MLflow takes it."""
     return re.sub(r"[^\w.\-/ ]", "_", name)[:NAME_LENGTH]
+
+
+def _short(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:300]
 
 
 def _text(value: Any) -> str:
