@@ -4,6 +4,9 @@ All ranks of the collective call these in the same order, forward and backward. 
 ranks hold the same tensor, *partial* where the whole is the sum of the ranks', and *cut* where each rank
 holds one part along a dimension. The gradient of a whole value is whole too: all ranks compute the same loss.
 
+Invariant: a backward pass is differentiable too, because it consists of these functions, or it refuses. Where
+ranks hold different parts of a gradient, a loss made from gradients would differ by rank, so these refuse.
+
 Shoeybi et al. 2019, "Megatron-LM", call `copied` f and `summed` g; Korthikanti et al. 2022 call `joined` and
 `scattered` with partial gradients g-bar.
 """
@@ -14,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
 
@@ -39,14 +43,14 @@ def joined(x: torch.Tensor, dim: int, collective: Collective, whole: int | None 
     Args:
         whole: Length of the whole along `dim`; None asks the ranks, which is one exchange more.
     """
-    return _run(_Joined, x, collective, dim, False, whole)
+    return _run(_Joined, x, collective, dim, whole)
 
 
 def joined_for_parts(
     x: torch.Tensor, dim: int, collective: Collective, whole: int | None = None
 ) -> torch.Tensor:
     """Like `joined`, for a whole that different ranks use differently: its gradients are reduce-scattered."""
-    return _run(_Joined, x, collective, dim, True, whole)
+    return _run(_JoinedForParts, x, collective, dim, whole)
 
 
 def scattered(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
@@ -126,6 +130,7 @@ class _ScaledGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient * ctx.factor, None
 
@@ -138,17 +143,18 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.collective.all_reduce(gradient), None
+        return summed(gradient, ctx.collective), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective) -> torch.Tensor:
+        ctx.collective = collective
         return collective.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return copied(gradient, ctx.collective), None
 
 
 class _Part(torch.autograd.Function):
@@ -159,23 +165,27 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
+        return joined(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, collective: Collective, dim: int, differs: bool, whole: int | None
+        ctx: Any, x: torch.Tensor, collective: Collective, dim: int, whole: int | None
     ) -> torch.Tensor:
-        ctx.collective, ctx.dim, ctx.differs = collective, dim, differs
+        ctx.collective, ctx.dim = collective, dim
         return _gather(x, dim, collective, whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.differs:
-            return _scatter(gradient, ctx.dim, ctx.collective), None, None, None, None
-        rank, size = ctx.collective.rank, ctx.collective.size
-        return cut_along(gradient, ctx.dim, rank, size).contiguous(), None, None, None, None
+        return part_of_whole(gradient, ctx.dim, ctx.collective), None, None, None
+
+
+class _JoinedForParts(_Joined):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _scatter(gradient, ctx.dim, ctx.collective), None, None, None
 
 
 class _Scattered(torch.autograd.Function):
@@ -185,6 +195,7 @@ class _Scattered(torch.autograd.Function):
         return _scatter(x, dim, collective)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _gather(gradient, ctx.dim, ctx.collective, ctx.whole), None, None
 
@@ -199,7 +210,7 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _rows_exchanged(gradient, ctx.arriving, ctx.sent, ctx.collective), None, None, None
+        return exchanged(gradient, ctx.arriving, ctx.sent, ctx.collective), None, None, None
 
 
 def _rows_exchanged(

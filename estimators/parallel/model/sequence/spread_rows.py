@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.communication import scaled_gradient, summed
@@ -77,5 +78,6 @@ class _Joined(torch.autograd.Function):
         return spans.in_order([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.spans.taken(gradient, ctx.dim, ctx.rank), None, None, None, None

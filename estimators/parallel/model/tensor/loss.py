@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
@@ -126,6 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         softmax, local, is_here, kept = ctx.saved_tensors
         gradient = gradient.where(kept, 0.0).unsqueeze(1)

@@ -19,6 +19,7 @@ from ringspark.estimators.parallel.model.communication import (
     joined,
     joined_for_parts,
     part_of_whole,
+    scaled_gradient,
     scattered,
     summed,
 )
@@ -43,6 +44,16 @@ def _gradient(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
     value.backward()
     assert x.grad is not None
     return float(value.detach()), x.grad
+
+
+def _penalty(loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function whose value is the squared gradient of a loss."""
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        return gradient.square().sum()
+
+    return penalty
 
 
 def _all(collective: Collective, device: str, status: Status) -> str:
@@ -89,6 +100,31 @@ def _all(collective: Collective, device: str, status: Status) -> str:
             lambda x: sum(sum(x * _own(r) for r in ranks) * _own(q) for q in ranks).square().sum(), _whole()
         )
         same(f"scattered {dim}", got, want)
+    # A penalty on gradients, as networks for forces and adversarial losses have it: second derivatives.
+    for name, got, want in (
+        (
+            "copied and summed twice",
+            lambda x: summed((copied(x, collective).sin() * _own(rank)).sum(), collective),
+            lambda x: sum((x.sin() * _own(r)).sum() for r in ranks),
+        ),
+        (
+            "part and joined twice",
+            lambda x: joined(part_of_whole(x, 0, collective).sin(), 0, collective).square().sum(),
+            lambda x: x.sin().square().sum(),
+        ),
+    ):
+        same(name, _gradient(_penalty(got), _whole()), _gradient(_penalty(want), _whole()))
+    for name, function in (
+        ("scattered", lambda x: scattered(x, 0, collective)),
+        ("joined for parts", lambda x: joined_for_parts(x, 0, collective)),
+        ("scaled", lambda x: scaled_gradient(x, 0.5)),
+    ):
+        try:
+            _gradient(_penalty(lambda x, f=function: f(x).pow(3).sum()), _whole())
+        except RuntimeError as error:
+            found[f"{name} refuses second derivatives"] = "differentiate twice" in str(error)
+        else:
+            found[f"{name} refuses second derivatives"] = False
     # Rows that are none have tokens all the same.
     found["nothing joined"] = joined(torch.empty(0, 2, 3), 2, collective).shape == (0, 2, 3 * size)
     # Row i of rank r goes to rank (i + r) % size; it comes back weighted.
@@ -99,9 +135,11 @@ def _all(collective: Collective, device: str, status: Status) -> str:
     x = rows.clone().requires_grad_()
     moved = exchanged(x[order], sent, arriving, collective)
     back = exchanged(moved * (rank + 1), arriving, sent, collective)
-    back.square().sum().backward()
+    (gradient,) = torch.autograd.grad(back.square().sum(), x, create_graph=True)
     factors = torch.tensor([[(i + rank) % size + 1.0] for i in range(4)], dtype=torch.float64)
-    found["exchanged"] = torch.allclose(x.grad, 2 * rows * factors**2) and len(moved) == sum(arriving)
+    found["exchanged"] = torch.allclose(gradient, 2 * rows * factors**2) and len(moved) == sum(arriving)
+    gradient.square().sum().backward()
+    found["exchanged twice"] = torch.allclose(x.grad, 8 * rows * factors**4)
     return json.dumps(found)
 
 
