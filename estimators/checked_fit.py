@@ -11,7 +11,6 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import StringType, StructType
 
 from ringspark.estimators.columns.schema import (
-    check_masks,
     check_types,
     field_named,
     input_names,
@@ -27,7 +26,7 @@ from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.schema_check import check_schema
 from ringspark.estimators.training.settings.columns import VALIDATION_INDICATOR_COL
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.pipelines.columns import Column, check_frame, is_case_sensitive
+from ringspark.pipelines.columns import Column, check_frame, check_masks, is_case_sensitive
 from ringspark.pipelines.kinds import Kind, Vocabulary
 
 

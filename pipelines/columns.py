@@ -11,7 +11,7 @@ No number is ever cast: the int64 16,777,217 in the DataFrame is the int64
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,9 @@ from ringspark.pipelines.typed_json import record
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.types import DataType, StructType
+
+MASK = ".isnull"
+"""Suffix of the boolean column that `write_shards` adds after a column with kept nulls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,17 @@ def check_names(names: Iterable[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"two columns are named {name!r}; rename one with df.withColumnRenamed")
+
+
+def check_masks(names: Sequence[str]) -> None:
+    """Refuses columns that training and transform would take for null masks of `write_shards`."""
+    for name in names:
+        owner = name.removesuffix(MASK)
+        if owner != name and owner in names:
+            raise ValueError(
+                f"column {name!r} has the name of the null mask that write_shards makes of {owner!r}; "
+                f"rename it, e.g. df.withColumnRenamed({name!r}, {owner + '_missing'!r})"
+            )
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:

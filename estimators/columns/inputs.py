@@ -41,11 +41,11 @@ from ringspark.estimators.columns.expressions import (
     zero,
 )
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.estimators.columns.schema import MASK, check_types, field_named
+from ringspark.estimators.columns.schema import check_types, field_named
 from ringspark.estimators.training.arguments import Layout, arguments_of, layout_of
 from ringspark.estimators.training.feed import network_dtype
+from ringspark.pipelines.columns import MASK, columns_from_spark, quote
 from ringspark.pipelines.columns import Column as ShardColumn
-from ringspark.pipelines.columns import columns_from_spark, quote
 from ringspark.pipelines.kinds import (
     Array,
     HashBuckets,

@@ -12,7 +12,6 @@ from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.kinds.image import is_spark_image
 
 _IMAGES = "have fit decode it, by columns={{{name!r}: Image(height, width)}} of ringspark.pipelines"
-MASK = ".isnull"
 
 # What `fit` can be told about a column that is no number; ids of strings go into an nn.Embedding.
 _REMEDIES: dict[type[DataType], str] = {
@@ -93,17 +92,6 @@ def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) 
             raise ValueError(f"columns names {found!r} twice, in different case; keep one of the two")
         kinds[found] = kind
     return kinds
-
-
-def check_masks(names: Sequence[str]) -> None:
-    """Refuses columns that transform would take for the null masks of others, which `write_shards` makes."""
-    for name in names:
-        owner = name.removesuffix(MASK)
-        if owner != name and owner in names:
-            raise ValueError(
-                f"column {name!r} has the name of the null mask that write_shards makes of {owner!r}; "
-                f"rename it, e.g. df.withColumnRenamed({name!r}, {owner + '_missing'!r})"
-            )
 
 
 def check_types(

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
-from ringspark.estimators.columns.schema import MASK
 from ringspark.estimators.training.arguments import Layout
 from ringspark.estimators.training.batch_transforms import prepare_inputs, prepared
 from ringspark.estimators.training.feed import zeros
 from ringspark.models.program import Program
 from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, recorded, traced
 from ringspark.pipelines import storage
+from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds.base import BatchArray
 
 ExportFormat = Literal["torch.export", "onnx"]

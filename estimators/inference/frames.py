@@ -18,9 +18,9 @@ from pyspark.sql.types import NullType, StructField, StructType
 from ringspark.estimators.columns.expressions import TEMPORAL
 from ringspark.estimators.columns.feeds import Feed, make_inputs, unread_error
 from ringspark.estimators.columns.inputs import ModelInput, source_columns
-from ringspark.estimators.columns.schema import MASK
 from ringspark.estimators.inference.predict import Predictor, cached_module
 from ringspark.estimators.training.feed import network_dtype
+from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds import HashBuckets, Kind, Sparse, Struct
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -13,6 +13,8 @@ from ringspark.estimators.training.probe import PROBE_ROWS, Shape
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import MASK, check_masks
+from ringspark.pipelines.kinds import Scalar
 
 # Losses whose targets are not class numbers, or whose inputs are not logits.
 NOT_FOR_CLASSES = {
@@ -64,8 +66,26 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
                         f"column {name!r} has {count} {what} values in the {split} rows; "
                         "filter or replace them before fit"
                     )
+    _check_masks(set(names), manifest)
     if config.weight_column is not None:
         _check_weights(config.weight_column, manifest)
+
+
+def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
+    """Refuses a column of the user's that has the name of a null mask, which older shards may hold.
+
+    A mask is a boolean column that is true as often as its owner was null.
+    """
+    known = {column.name: column for column in manifest.columns}
+    for mask in known.values():
+        owner = mask.name.removesuffix(MASK)
+        if owner == mask.name or owner not in known or names.isdisjoint((owner, mask.name)):
+            continue
+        stats = [(part[owner], part[mask.name]) for part in manifest.stats.values() if mask.name in part]
+        if mask.kind != Scalar("bool") or any(
+            left.nulls != round((right.mean or 0) * right.rows) for left, right in stats
+        ):
+            check_masks((owner, mask.name))
 
 
 def _check_weights(name: str, manifest: ShardManifest) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds import Kind, Vector
 from ringspark.pipelines.kinds.base import Shape
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
@@ -37,7 +38,7 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
             for name, part in zip(names, report["stats"][split], strict=True):
                 merged[name] = merged[name].merge(ColumnStats.from_json(part))
         for name in nulls:
-            mask = merged[f"{name}.isnull"]
+            mask = merged[name + MASK]
             merged[name] = replace(merged[name], nulls=round((mask.mean or 0) * mask.rows))
         if split == "train" or merged[names[0]].rows:
             stats[split] = merged

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.columns import Column
+from ringspark.pipelines.columns import MASK, Column
 from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
@@ -72,7 +72,7 @@ class WritePlan:
         for column, handling in zip(self.columns, self.handle_invalid, strict=True):
             stored.append(column)
             if handling == "keep":
-                stored.append(Column(name=f"{column.name}.isnull", kind=Scalar("bool"), source="boolean"))
+                stored.append(Column(name=column.name + MASK, kind=Scalar("bool"), source="boolean"))
         return tuple(stored)
 
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
@@ -133,7 +133,7 @@ class PartitionWriter:
         names = {column.name: index for index, column in enumerate(plan.stored_columns)}
         # Index of a stored column whose nulls are kept -> index of its mask.
         self._masks = {
-            names[column.name]: names[f"{column.name}.isnull"]
+            names[column.name]: names[column.name + MASK]
             for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
             if handling == "keep"
         }

@@ -27,6 +27,7 @@ from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import (
     Column,
     check_frame,
+    check_masks,
     check_names,
     columns_from_spark,
     is_case_sensitive,
@@ -127,6 +128,7 @@ def write_shards(
     if not stored:
         raise ValueError("there is no column to write; select at least one besides validation_col")
     found = columns_from_spark(StructType(stored), columns)
+    check_masks([column.name for column in found])
     resolved = resolve(df.sparkSession, uri)
     plan = WritePlan(
         uri=storage.normalize(resolved),
