@@ -37,6 +37,8 @@ class Footer:
         num_bytes: Bytes of these columns in each row group, as they are decoded; of strings what is known.
         list_bytes: Those of lists among them.
         cuts: Whether the pages of each row group tell which rows they hold.
+        rebase: For dates and timestamps of each column, "LEGACY" if the file has them in the calendar of
+            Spark 2 and Hive, "CORRECTED" if not; or the name of Spark's setting that decides.
         problem: Why the file cannot be read, or "".
     """
 
@@ -45,6 +47,7 @@ class Footer:
     num_bytes: tuple[int, ...] = ()
     list_bytes: tuple[int, ...] = ()
     cuts: tuple[bool, ...] = ()
+    rebase: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -103,7 +106,18 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
         num_bytes=tuple(sum(_decoded_bytes(metadata, group, leaf) for leaf in leaves) for group in groups),
         list_bytes=tuple(sum(_decoded_bytes(metadata, group, leaf) for leaf in lists) for group in groups),
         cuts=tuple(can_cut(metadata, group, leaves) for group in groups),
+        rebase=tuple(_rebase(metadata, leaves_by_name.get(name, [])) for name in names),
     )
+
+
+def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
+    """Returns the calendar that Spark's `DataSourceUtils.getRebaseSpec` finds in a footer."""
+    is_int96 = any(metadata.schema.column(leaf).physical_type == "INT96" for leaf in leaves)
+    since, mark = (b"3.1.0", b"legacyINT96") if is_int96 else (b"3.0.0", b"legacyDateTime")
+    notes = metadata.metadata or {}
+    if (version := notes.get(b"org.apache.spark.version")) is None:
+        return f"spark.sql.parquet.{'int96' if is_int96 else 'datetime'}RebaseModeInRead"
+    return "LEGACY" if version < since or b"org.apache.spark." + mark in notes else "CORRECTED"
 
 
 def _decoded_bytes(metadata: Any, group: int, leaf: int) -> int:

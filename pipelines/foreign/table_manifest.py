@@ -49,6 +49,9 @@ MAX_UNCUT_BYTES = 2 << 30
 # The lanes of an epoch, with two row groups each: see `epoch_plan`.
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
+# From here on (days, microseconds since 1970) a number means the same in the Julian and Gregorian calendar of
+# Spark's `RebaseDateTime`, in every time zone.
+_FIRST_EQUAL = {"date": -141_427, "timestamp": -2_208_988_800_000_000}
 
 
 def table_manifest(
@@ -86,7 +89,9 @@ def table_manifest(
         for column in found
         if column.name in listing.folder_columns
     }
-    manifest = _joined(_measured(spark, listing, footers, in_files, splits), folders, found)
+    measured = _measured(spark, listing, footers, in_files, splits)
+    _check_calendar(spark, listing, footers, measured)
+    manifest = _joined(measured, folders, found)
     window = _window_rows(manifest)
     _check_uncut(listing, footers, window)
     files = [
@@ -196,6 +201,26 @@ def _measured(
     if rows != sum(sum(footer.row_groups) for footer in footers):
         raise ValueError(f"the table {listing.source.uri!r} changed while it was looked at; try again")
     return join_reports(plan, reports, [])
+
+
+def _check_calendar(
+    spark: SparkSession, listing: Listing, footers: Sequence[Footer], measured: ShardManifest
+) -> None:
+    """Refuses dates and timestamps of the Julian calendar that Spark reads as other numbers than Arrow."""
+    for index, column in enumerate(measured.columns):
+        lowest = measured.range_of(column.name)
+        if column.source not in _FIRST_EQUAL or lowest is None or lowest[0] >= _FIRST_EQUAL[column.source]:
+            continue
+        for (path, _, _), footer in zip(listing.files, footers, strict=True):
+            mode = footer.rebase[index]
+            if (spark.conf.get(mode) if mode.startswith("spark.") else mode) != "CORRECTED":
+                uri = storage.join(listing.source.uri, path)
+                since = "dates before 1582-10-15" if column.source == "date" else "timestamps before 1900"
+                raise ValueError(
+                    f"column {column.name!r} holds {since}, and {uri!r} was written in the Julian calendar, "
+                    f"as by Spark 2 or Hive ({mode}): they would be read as other days; let fit(df) take the "
+                    "table, or write it with write_shards"
+                )
 
 
 def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: Iterator[Any]) -> Iterator[Any]:

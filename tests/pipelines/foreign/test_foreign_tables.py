@@ -314,6 +314,44 @@ def test_columns_that_spark_reads_as_other_types_than_arrow_are_refused(spark: A
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stored", ["INT96", "TIMESTAMP_MICROS"])
+def test_old_days_of_the_julian_calendar_are_refused(spark: Any, tmp_path: Path, stored: str) -> None:
+    root, settings = str(tmp_path), {"outputTimestampType": stored}
+    settings |= {f"{name}RebaseModeInWrite": "LEGACY" for name in ("datetime", "int96")}
+    days = spark.range(8).selectExpr(
+        "date_add(date'1582-10-04', cast(id as int)) as day",
+        "date_add(date'1582-10-15', cast(id as int)) as new",
+        "timestamp'1899-12-31 23:59:59Z' + make_dt_interval(0, 0, 0, id) as time",
+        "cast(date'1500-01-01' as timestamp_ntz) as clock",
+    )
+    for name, value in settings.items():
+        spark.conf.set(f"spark.sql.parquet.{name}", value)
+    try:
+        days.coalesce(1).write.parquet(f"{root}/old")
+    finally:
+        for name in settings:
+            spark.conf.unset(f"spark.sql.parquet.{name}")
+    days.coalesce(1).write.parquet(f"{root}/new")
+    for name, since in (("day", "dates before 1582-10-15"), ("time", "timestamps before 1900")):
+        manifest_of(spark, list_parquet(spark, f"{root}/new"), [name])
+        with pytest.raises(
+            ValueError, match=rf"'{name}' holds {since}, .*/old/.* written in the Julian .*fit"
+        ):
+            manifest_of(spark, list_parquet(spark, f"{root}/old"), [name])
+    # What both calendars count alike is read, and so is a file that names no calendar, unless Spark rebases.
+    manifest_of(spark, list_parquet(spark, f"{root}/old"), ["new", "clock"])
+    pq.write_table(pa.table({"day": pa.array([-200_000], pa.date32())}), f"{root}/foreign.parquet")
+    assert manifest_of(spark, list_parquet(spark, f"{root}/foreign.parquet")).stats["train"]["day"].minimum
+    spark.conf.set("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY")
+    try:
+        with pytest.raises(
+            ValueError, match=r"Julian calendar, .*\(spark.sql.parquet.datetimeRebaseModeInRead"
+        ):
+            manifest_of(spark, list_parquet(spark, f"{root}/foreign.parquet"))
+    finally:
+        spark.conf.unset("spark.sql.parquet.datetimeRebaseModeInRead")
+
+
 def test_long_rows_make_small_windows(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = pa.array([[1.0] * 5_000] * 300)
     pq.write_table(
