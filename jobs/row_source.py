@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -102,7 +104,10 @@ class RowSource:
             ValueError: See above.
         """
         kind, uri = self.place
-        places = self.frame(spark).inputFiles() if kind == "table" else [uri]
+        places = [uri]
+        if kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
+            # Only Spark knows the files of a table, or of a pattern such as "/data/2024-*".
+            places = [unquote(file) for file in self.frame(spark).inputFiles()]
         for place in places:
             check_apart(spark, output, place, "the rows")
 

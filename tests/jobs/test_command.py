@@ -10,10 +10,12 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringspark.estimators.training.history import EpochRecord
+from ringspark.jobs.row_source import RowSource
 
 JOB = """stage: TorchRegressor
 data:
@@ -166,6 +168,22 @@ def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_pa
     for folder, options in ((done, []), (dead, []), (busy, ["--stopped"])):
         assert _run("runs", "remove", folder, "--yes", *options).returncode == 0
         assert not folder.exists()
+
+
+@pytest.mark.spark
+def test_rows_named_by_a_pattern_are_not_written_over(spark: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "some days"
+    for day in ("1", "2"):
+        spark.range(3).write.parquet(str(folder / f"day-{day}"))
+    spark.read.parquet(str(folder / "day-2")).createOrReplaceTempView("one_day")
+    pattern = RowSource(parquet=str(folder / "day-*"))
+    for source in (pattern, RowSource(parquet=str(folder / "day-[23]")), RowSource(table="one_day")):
+        for output in (folder / "day-2", folder):
+            with pytest.raises(ValueError, match=r"would be written over the rows in .*day-"):
+                source.check_apart(spark, str(output))
+        source.check_apart(spark, str(folder / "day"))
+    with pytest.raises(ValueError, match=r"would be written over the rows in .*day-1"):
+        pattern.check_apart(spark, str(folder / "day-1"))
 
 
 @pytest.mark.slow
