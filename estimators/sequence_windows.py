@@ -32,7 +32,11 @@ from ringspark.estimators.columns.schema import field_named
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.model_params import check_free
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
-from ringspark.estimators.stages.window_params import MICROSECONDS, _WindowParams, microseconds
+from ringspark.estimators.stages.window_params import (
+    MICROSECONDS_PER_DAY,
+    _WindowParams,
+    days_and_microseconds,
+)
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 
 _NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}
@@ -128,6 +132,7 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         target = fields("targetCol", [self.getTargetCol()]) if self.getTargetCol() else (None,)
         if target == (None,):
             self._warn_without_target()
+        max_gap, gap_days = _ticks(self.getMaxGap(), time)
         return RowWindows(
             keys=fields("keyCols", self.getKeyCols()),
             time=time,
@@ -136,7 +141,8 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
             steps=self.getSteps(),
             stride=self.getStride(),
             horizon=self.getHorizon(),
-            max_gap=_ticks(self.getMaxGap(), time),
+            max_gap=max_gap,
+            gap_days=gap_days,
             skips_invalid=self.getHandleInvalid() == "skip",
             keeps_unlabeled=self.getHandleUnlabeled() == "keep",
         )
@@ -192,8 +198,8 @@ def _check_values(fields: Sequence[StructField]) -> None:
             )
 
 
-def _ticks(gap: str | int | None, time: StructField) -> int | None:
-    """Returns `maxGap` in the whole numbers by which the times are compared.
+def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
+    """Returns `maxGap` in the whole numbers by which the times are compared, and its calendar days.
 
     Raises:
         ValueError: The column holds no times, or the gap has not its unit.
@@ -205,7 +211,7 @@ def _ticks(gap: str | int | None, time: StructField) -> int | None:
             "or a whole number, e.g. with F.to_timestamp"
         )
     if gap is None:
-        return None
+        return None, 0
     if (name in WHOLE) != isinstance(gap, int):
         wanted = "a whole number" if name in WHOLE else "a duration such as '1 hour'"
         raise ValueError(
@@ -213,10 +219,11 @@ def _ticks(gap: str | int | None, time: StructField) -> int | None:
             f"got {gap!r}"
         )
     if isinstance(gap, int):
-        return gap
-    micros = microseconds(gap)
+        return gap, 0
+    days, rest = days_and_microseconds(gap)
+    micros = days * MICROSECONDS_PER_DAY + rest
     if name != "date":
-        return micros
-    if micros % MICROSECONDS["day"]:
+        return micros, days if name == "timestamp" else 0
+    if micros % MICROSECONDS_PER_DAY:
         raise ValueError(f"maxGap must be whole days, as timeCol {time.name!r} holds dates, got {gap!r}")
-    return micros // MICROSECONDS["day"]
+    return micros // MICROSECONDS_PER_DAY, 0

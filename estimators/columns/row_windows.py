@@ -5,8 +5,9 @@ what does not fit into memory. The first numbers the rows of each series. The se
 run begins. The third collects the values: by `collect_list` over a frame of rows, which holds one window at a
 time and was twice as fast as an array of lags.
 
-A time is compared as a whole number, its microseconds or days since 1970, so a day on which the clock of a
-time zone is changed makes no gap. Rows that a series cannot order raise an error when the plan runs.
+A time is compared as a whole number, its microseconds or days since 1970. A day in which the clock of the
+session's time zone is set back has 25 hours, and rows a day apart are no gap there either. Rows that a
+series cannot order raise an error when the plan runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, StructField
 
 from ringspark.estimators.columns.expressions import holds_null, input_expression, leaf_type
+from ringspark.estimators.stages.window_params import MICROSECONDS_PER_DAY
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.spark_errors import MARK
 
@@ -45,6 +47,8 @@ class RowWindows:
         target: Column of the values behind the window; None if windows have no target.
         stride: Distance of the ends of two windows of one run, in rows.
         max_gap: Largest distance of two rows of one run, in what `time` counts (microseconds, days); or None.
+        gap_days: Days in `max_gap` that last as long as the calendar of the session's time zone says, if that
+            is more than 24 hours each.
         skips_invalid: Whether windows with a null, and rows without key or time, are left out.
         keeps_unlabeled: Whether windows without all their targets are kept.
     """
@@ -57,6 +61,7 @@ class RowWindows:
     stride: int
     horizon: int
     max_gap: int | None
+    gap_days: int
     skips_invalid: bool
     keeps_unlabeled: bool
 
@@ -115,7 +120,7 @@ class RowWindows:
         so_far = self._order.rowsBetween(Window.unboundedPreceding, 0)
         breaks = F.col(_BEFORE).isNull()
         if self.max_gap is not None:
-            breaks = breaks | (F.col(_NOW) - F.col(_BEFORE) > self.max_gap)
+            breaks = breaks | self._is_gap(self.max_gap)
         found = numbered.withColumns(
             {
                 _START: F.max(F.when(breaks, F.col(_NUMBER))).over(so_far),
@@ -123,6 +128,16 @@ class RowWindows:
             }
         )
         return found.withColumns(more | self._targets()).withColumn(_REASON, self._reason())
+
+    def _is_gap(self, max_gap: int) -> Column:
+        """Returns whether a row is further from the row before than `max_gap`."""
+        now, before = F.col(_NOW), F.col(_BEFORE)
+        elapsed = now - before > max_gap
+        if not self.gap_days:
+            return elapsed
+        rest = max_gap - self.gap_days * MICROSECONDS_PER_DAY
+        days_later = F.timestamp_micros(before) + F.make_interval(days=F.lit(self.gap_days))
+        return elapsed & (now - F.unix_micros(days_later) > rest)
 
     @property
     def _order(self) -> WindowSpec:

@@ -11,40 +11,45 @@ from pyspark.ml.param.shared import HasLabelCol, HasOutputCol, HasOutputCols
 from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
 from ringspark.estimators.training.settings.declaration import Setting, at_least, one_of
 
-MICROSECONDS = {
+MICROSECONDS_PER_DAY = 86_400_000_000
+_MICROSECONDS = {
     "microsecond": 1,
     "millisecond": 1_000,
     "second": 1_000_000,
     "minute": 60_000_000,
     "hour": 3_600_000_000,
-    "day": 86_400_000_000,
-    "week": 604_800_000_000,
 }
+_DAYS = {"day": 1, "week": 7}
 _PART = re.compile(r"\s*(\d+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
-def microseconds(text: str) -> int:
-    """Returns the length of a duration such as "1 hour" or "1 day 12 hours"."""
-    total, place = 0, 0
+def days_and_microseconds(text: str) -> tuple[int, int]:
+    """Returns the days, weeks included, and the rest of a duration such as "1 hour" or "1 day 12 hours"."""
+    days, rest, place = 0, 0, 0
     while part := _PART.match(text, place):
-        unit = part[2].lower().removesuffix("s")
-        if unit not in MICROSECONDS:
+        unit, place = part[2].lower().removesuffix("s"), part.end()
+        if unit in _DAYS:
+            days += int(part[1]) * _DAYS[unit]
+        elif unit in _MICROSECONDS:
+            rest += int(part[1]) * _MICROSECONDS[unit]
+        else:
+            place = -1
             break
-        total, place = total + int(part[1]) * MICROSECONDS[unit], part.end()
-    if place < len(text) or total == 0:
+    if place < len(text) or not days + rest:
         raise ValueError(
             "maxGap must be a duration such as '1 hour' or '2 days 12 hours', of microseconds to weeks, or a "
             f"whole number where timeCol holds whole numbers, got {text!r}"
         )
-    return total
+    return days, rest
 
 
 def _gap(value: Any) -> str | int:
     """Returns a gap as a stage keeps it: a duration's text, or a whole number."""
     if isinstance(value, timedelta):
-        value = f"{value // timedelta(microseconds=1)} microseconds"
+        rest = (value - timedelta(days=value.days)) // timedelta(microseconds=1)
+        value = f"{value.days} days {rest} microseconds"
     if isinstance(value, str):
-        microseconds(value)
+        days_and_microseconds(value)
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:

@@ -146,6 +146,33 @@ def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
         spark.conf.set("spark.sql.session.timeZone", zone)
 
 
+@pytest.mark.parametrize("gap", ["1 day", "1 day 30 minutes", timedelta(days=1), "24 hours"])
+def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None:
+    """Rows at midnight, or every 24 hours, in weeks whose clock is set back, and forward."""
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
+    try:
+        days = spark.range(0, 16, 1, 1).selectExpr(
+            "explode(array('2024-10-20', '2025-03-22')) as first", "id", "cast(id as int) as day"
+        )
+        rows = days.selectExpr(
+            "first",
+            "id as v",
+            "inline(array("
+            "struct('midnight' as kind, cast(date_add(first, day) as timestamp) as t),"
+            "struct('24 hours' as kind,"
+            "timestamp_seconds(unix_seconds(cast(first as timestamp)) + day * 86400) as t)))",
+        )
+        stage = SequenceWindows(keyCols=["first", "kind"], timeCol="t", valueCols="v", steps=3, maxGap=gap)
+        found = stage.transform(rows).groupBy("first", "kind").count().collect()
+        counts = {(row["first"][:4], row["kind"]): row["count"] for row in found}
+        split = 14 if gap != "24 hours" else 12
+        wanted = {("2024", "midnight"): split, ("2024", "24 hours"): 14}
+        assert counts == wanted | {("2025", "midnight"): 14, ("2025", "24 hours"): 14}
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+
+
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
     """Two series of 30 hours: a number, its double as a vector part, its parity, a text."""
