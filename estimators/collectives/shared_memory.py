@@ -256,10 +256,9 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
                         memory, peers = _receive(link, member, meeting, kept)
                     made = SharedMemory(member.rank, memory, peers, timeout)
         # The door is closed by now, which ends the wait of a rank to which rank 0 has dealt nothing.
-        client.set(f"sharing/{member.rank}", b"0" if made is None else b"1")
+        client.add("sharing/able", int(made is not None))
         client.meet("sharing/open", timeout)
-        able = [client.get(f"sharing/{rank}") for rank in range(member.size)]
-        if all(told == b"1" for told in able):
+        if client.get("sharing/able") == str(member.size).encode():
             kept.pop_all()
             return made
     if member.rank == 0:
@@ -278,8 +277,7 @@ def _meet(
         door, token = _open_door(stack), secrets.token_bytes(_TOKEN_BYTES)
         client.set("sharing/door", token + door.getsockname().encode() if door else b"")
         return door, token
-    client.wait(["sharing/door"], timeout)
-    told = client.get("sharing/door") or b""
+    told = client.get("sharing/door", timeout) or b""
     token, path = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:].decode()
     if path:
         with suppress(OSError):

@@ -24,6 +24,9 @@ import time
 MAGIC = b"ringspark/rdv/1\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
+LENGTH_BYTES = 4
+# Random number, rank and proof of a client.
+ANSWER_BYTES = NONCE_BYTES + 4 + MAC_BYTES
 # Time limit for the whole handshake; a member answers within milliseconds.
 HANDSHAKE_SECONDS = 5.0
 # A frame normally holds a few addresses of a few hundred bytes.
@@ -38,14 +41,63 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
-class Channel:
-    """A proved connection; `send` and `receive` carry whole messages. One thread at a time may use it."""
+class Marks:
+    """Marks the messages of one end of a proved connection, and checks the marks of the other end."""
 
-    def __init__(self, connection: socket.socket, key: bytes, *, serves: bool) -> None:
-        self._connection = connection
+    def __init__(self, key: bytes, *, serves: bool) -> None:
         self._key = key
         self._sends, self._hears = (b"server", b"client") if serves else (b"client", b"server")
         self._sent = self._heard = 0
+
+    def seal(self, payload: bytes) -> bytes:
+        """Returns the frame of the next message to send.
+
+        Raises:
+            ValueError: The message is longer than `MAX_FRAME_BYTES`.
+        """
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ValueError(f"a message may have {MAX_FRAME_BYTES} bytes, got {len(payload)}")
+        length = struct.pack("!I", len(payload))
+        mac = _mac(self._key, self._sends, struct.pack("!Q", self._sent), length, payload)
+        self._sent += 1
+        return length + payload + mac
+
+    def open(self, length: bytes, rest: bytes) -> bytes:
+        """Returns the next message that arrived.
+
+        Args:
+            length: The `LENGTH_BYTES` at the begin of its frame.
+            rest: The bytes after them, `rest_bytes(length)` of them.
+
+        Raises:
+            ChannelError: No member sent the message.
+        """
+        payload, mac = rest[:-MAC_BYTES], rest[-MAC_BYTES:]
+        right = _mac(self._key, self._hears, struct.pack("!Q", self._heard), length, payload)
+        self._heard += 1
+        if not hmac.compare_digest(mac, right):
+            raise ChannelError("a message does not carry the mark of a member of this run")
+        return payload
+
+
+def rest_bytes(length: bytes) -> int:
+    """Returns how many bytes of a frame follow its length.
+
+    Raises:
+        ChannelError: The frame is longer than a member may send.
+    """
+    (num_bytes,) = struct.unpack("!I", length)
+    if num_bytes > MAX_FRAME_BYTES:
+        raise ChannelError(f"a message of {num_bytes} bytes was announced, {MAX_FRAME_BYTES} are allowed")
+    return int(num_bytes) + MAC_BYTES
+
+
+class Channel:
+    """A proved connection that carries whole messages. One thread may send while another receives."""
+
+    def __init__(self, connection: socket.socket, marks: Marks) -> None:
+        self._connection = connection
+        self._marks = marks
 
     def send(self, payload: bytes) -> None:
         """Sends one message.
@@ -54,61 +106,73 @@ class Channel:
             OSError: The connection is gone.
             ValueError: The message is longer than `MAX_FRAME_BYTES`.
         """
-        if len(payload) > MAX_FRAME_BYTES:
-            raise ValueError(f"a message may have {MAX_FRAME_BYTES} bytes, got {len(payload)}")
-        length = struct.pack("!I", len(payload))
-        mac = _mac(self._key, self._sends, struct.pack("!Q", self._sent), length, payload)
-        self._sent += 1
-        self._connection.sendall(length + payload + mac)
+        self._connection.sendall(self._marks.seal(payload))
 
     def receive(self) -> bytes:
         """Returns the next message.
 
         Raises:
-            ChannelError: The message is not one that a member sent.
+            ChannelError: No member sent the message.
             OSError: The connection is gone.
         """
-        length = read_exactly(self._connection, 4)
-        (num_bytes,) = struct.unpack("!I", length)
-        if num_bytes > MAX_FRAME_BYTES:
-            raise ChannelError(f"a message of {num_bytes} bytes was announced, {MAX_FRAME_BYTES} are allowed")
-        payload = read_exactly(self._connection, num_bytes)
-        mac = _mac(self._key, self._hears, struct.pack("!Q", self._heard), length, payload)
-        self._heard += 1
-        if not hmac.compare_digest(mac, read_exactly(self._connection, MAC_BYTES)):
-            raise ChannelError("a message does not carry the mark of a member of this run")
-        return payload
+        length = read_exactly(self._connection, LENGTH_BYTES)
+        return self._marks.open(length, read_exactly(self._connection, rest_bytes(length)))
 
 
-def prove_as_server(connection: socket.socket, secret: bytes) -> tuple[Channel, int]:
-    """Accepts a client that knows the secret; returns its channel and rank.
+def make_hello() -> bytes:
+    """Returns the first message of a server, which is new for each connection."""
+    return MAGIC + os.urandom(NONCE_BYTES)
+
+
+def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Marks, int]:
+    """Checks the proof of a client.
+
+    Args:
+        answer: The `ANSWER_BYTES` that the client sent after `hello`.
+
+    Returns:
+        The server's own proof, to send to the client; the marks of later messages; the client's rank.
+
+    Raises:
+        ChannelError: The client does not know the secret.
+    """
+    said, mac = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(secret, b"client", hello, said)):
+        raise ChannelError("the peer does not know the secret of this run")
+    (rank,) = struct.unpack("!I", said[-4:])
+    marks = Marks(_mac(secret, b"session", hello, answer), serves=True)
+    return _mac(secret, b"server", hello, answer), marks, rank
+
+
+def prove_as_server(connection: socket.socket, secret: bytes) -> int:
+    """Accepts a client that knows the secret; returns its rank.
 
     Raises:
         OSError: The client does not know the secret, or did not answer in time.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     connection.settimeout(HANDSHAKE_SECONDS)
-    hello = MAGIC + os.urandom(NONCE_BYTES)
+    hello = make_hello()
     connection.sendall(hello)
-    answer = read_exactly(connection, NONCE_BYTES + 4 + MAC_BYTES, deadline)
-    said, mac = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(secret, b"client", hello, said)):
-        raise ChannelError("the peer does not know the secret of this run")
-    connection.sendall(_mac(secret, b"server", hello, answer))
+    proof, _, rank = check_answer(secret, hello, read_exactly(connection, ANSWER_BYTES, deadline))
+    connection.sendall(proof)
     connection.settimeout(None)
-    (rank,) = struct.unpack("!I", said[-4:])
-    return Channel(connection, _mac(secret, b"session", hello, answer), serves=True), rank
+    return rank
 
 
-def prove_as_client(connection: socket.socket, secret: bytes, rank: int) -> Channel:
+def prove_as_client(
+    connection: socket.socket, secret: bytes, rank: int, seconds: float = HANDSHAKE_SECONDS
+) -> Channel:
     """Proves to the server that this is a member, and makes the server prove the same.
+
+    Args:
+        seconds: Time limit. It includes the time in the queue of a server that is busy with other clients.
 
     Raises:
         ChannelError: The server does not know the secret.
         OSError: The connection was closed, or nothing came in time.
     """
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    connection.settimeout(HANDSHAKE_SECONDS)
+    deadline = time.monotonic() + seconds
     hello = read_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
         raise ChannelError("the server does not speak this protocol")
@@ -119,7 +183,7 @@ def prove_as_client(connection: socket.socket, secret: bytes, rank: int) -> Chan
     if not hmac.compare_digest(mac, _mac(secret, b"server", hello, answer)):
         raise ChannelError("the server does not know the secret of this run")
     connection.settimeout(None)
-    return Channel(connection, _mac(secret, b"session", hello, answer), serves=False)
+    return Channel(connection, Marks(_mac(secret, b"session", hello, answer), serves=False))
 
 
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:

@@ -6,16 +6,27 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
-from itertools import cycle
+from itertools import count, cycle
 
 from ringspark.estimators.collectives.base import CollectiveError
-from ringspark.estimators.collectives.rendezvous.channel import Channel, ChannelError, prove_as_client
-from ringspark.estimators.collectives.rendezvous.server import DONE, MAX_WAIT_SECONDS, MISSING, pack
+from ringspark.estimators.collectives.rendezvous.channel import (
+    HANDSHAKE_SECONDS,
+    Channel,
+    ChannelError,
+    prove_as_client,
+)
+from ringspark.estimators.collectives.rendezvous.server import (
+    DONE,
+    MAX_WAIT_SECONDS,
+    NUMBER_BYTES,
+    REFUSED,
+    pack,
+    unpack,
+)
 from ringspark.estimators.collectives.traffic import Member
 
-# The most missing ranks that an error names.
-_SHOWN = 8
 _ATTEMPT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.01
 # How long one rank may start after another, importing its libraries on a busy machine.
@@ -40,13 +51,13 @@ class RendezvousClient:
 
     def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
         self._member = member
-        self._lock = threading.Lock()
         # Who was told one port knows that rank 0 is there; the others may have yet to start.
         is_told = "," not in address
         self.patience = timeout_seconds if is_told else max(timeout_seconds, START_SECONDS)
-        self._connection, self._channel = _connected(member, address, secret, self.patience)
+        self._connection, channel = _connected(member, address, secret, self.patience)
         # Rank 0 may be stopped, and no rank should wait for its answers for ever.
         self._connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
+        self._requests = _Requests(channel)
         self._prefix = ""
 
     def within(self, name: str, member: Member) -> RendezvousClient:
@@ -63,34 +74,29 @@ class RendezvousClient:
     def set(self, key: str, value: bytes) -> None:
         self._ask(b"set", self._name(key), value)
 
-    def get(self, key: str) -> bytes | None:
-        """Returns the value of the key; None if it has none."""
-        return self._ask(b"get", self._name(key))
+    def get(self, key: str, seconds: float = 0.0) -> bytes | None:
+        """Returns the value of the key; None if it has none, also after so many seconds."""
+        return self._ask_until(seconds, b"get", self._name(key))[0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a number that starts at 0; returns the sum."""
-        return int(self._ask(b"add", self._name(key), str(amount).encode()) or 0)
+        return int(self._ask(b"add", self._name(key), str(amount).encode())[0] or 0)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Sets the key if it has the expected value; returns the value that it has afterwards."""
-        return self._ask(b"swap", self._name(key), expected, desired) or b""
+        return self._ask(b"swap", self._name(key), expected, desired)[0] or b""
 
     def delete(self, key: str) -> bool:
         """Deletes the key; returns whether it existed."""
-        return self._ask(b"delete", self._name(key)) is not None
+        return self._ask(b"delete", self._name(key))[0] is not None
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Waits for the keys; returns whether all of them exist within that time."""
+        """Waits for the keys; returns whether each of them has appeared within that time."""
         deadline = time.monotonic() + seconds
-        names = [self._name(key) for key in keys]
-        while True:
-            left = deadline - time.monotonic()
-            # Waits in slices, so that other threads get a turn on the connection.
-            slice_ms = int(1000 * min(max(left, 0.0), MAX_WAIT_SECONDS / 10))
-            if self._ask(b"wait", str(slice_ms).encode(), *names) is not None:
-                return True
-            if left <= 0:
-                return False
+        return all(
+            self._ask_until(deadline - time.monotonic(), b"wait", self._name(key))[0] is not None
+            for key in keys
+        )
 
     def meet(self, name: str, timeout_seconds: float) -> None:
         """Returns once every rank has called it with this name.
@@ -98,35 +104,88 @@ class RendezvousClient:
         Raises:
             CollectiveError: Some ranks have not called it in time; the message names them.
         """
-        keys = [f"{name}/{rank}" for rank in range(self._member.size)]
-        self.set(keys[self._member.rank], b"")
-        if not self.wait(keys, timeout_seconds):
-            missing = [str(rank) for rank, key in enumerate(keys) if self.get(key) is None]
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise CollectiveError(
-                f"rank {', '.join(missing[:_SHOWN])}{more} of {self._member.size} did not come to the "
-                f"rendezvous within {timeout_seconds:g} s"
-            )
+        self.gather(name, b"", timeout_seconds)
+
+    def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
+        """Like `meet`; returns every rank's value, in rank order, on rank 0, and an empty list elsewhere."""
+        size, rank = self._member.size, self._member.rank
+        place = [str(number).encode() for number in (size, rank)]
+        values, missing = self._ask_until(timeout_seconds, b"meet", self._name(name), *place, value)
+        if values is not None:
+            return unpack(values)
+        num_missing, *shown = [number.decode() for number in unpack(missing)]
+        more = int(num_missing) - len(shown)
+        raise CollectiveError(
+            f"rank {', '.join(shown)}{f' and {more} more' if more else ''} of {size} did not come to the "
+            f"rendezvous within {timeout_seconds:g} s"
+        )
 
     def close(self) -> None:
+        # Closing alone would not wake a thread that waits for an answer.
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _name(self, key: str) -> bytes:
         return f"{self._prefix}{key}".encode()
 
-    def _ask(self, *parts: bytes) -> bytes | None:
-        """Sends a request; returns the value of the answer, None if the server has none."""
-        with self._lock:
-            try:
-                self._channel.send(pack(*parts))
-                answer = self._channel.receive()
-            except OSError as error:
-                raise CollectiveError(f"the rendezvous of rank 0 is gone: {error}") from error
-        if answer[:1] == DONE:
-            return answer[1:]
-        if answer[:1] != MISSING:
+    def _ask_until(self, seconds: float, *parts: bytes) -> tuple[bytes | None, bytes]:
+        """Like `_ask`, for a request that waits; the last argument of one is how long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_SECONDS)
+            answer = self._ask(*parts, str(int(1000 * left)).encode())
+            if answer[0] is not None or left <= 0:
+                return answer
+
+    def _ask(self, *parts: bytes) -> tuple[bytes | None, bytes]:
+        """Sends a request.
+
+        Returns:
+            The value of the answer, or None and a remark if the server has no value.
+        """
+        try:
+            answer = self._requests.ask(*parts)
+        except OSError as error:
+            raise CollectiveError(f"the rendezvous of rank 0 is gone: {error}") from error
+        if answer[:1] == REFUSED:
             raise CollectiveError("the rendezvous holds more than it may; a rank writes too much to it")
-        return None
+        return (answer[1:], b"") if answer[:1] == DONE else (None, answer[1:])
+
+
+class _Requests:
+    """Requests of several threads over one channel; one that waits at the server delays no other."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._numbers = count()
+        self._answers: dict[bytes, bytes] = {}
+        self._is_reading = False
+
+    def ask(self, *parts: bytes) -> bytes:
+        """Sends a request and returns the answer to it."""
+        with self._changed:
+            number = (next(self._numbers) % 2**32).to_bytes(NUMBER_BYTES, "big")
+            self._channel.send(number + pack(*parts))
+            while number not in self._answers:
+                if self._is_reading:
+                    self._changed.wait()
+                else:
+                    self._read_for_all()
+            return self._answers.pop(number)
+
+    def _read_for_all(self) -> None:
+        """Reads the next answer, whoever waits for it, while other threads may ask."""
+        self._is_reading = True
+        self._changed.release()
+        try:
+            message = self._channel.receive()
+        finally:
+            self._changed.acquire()
+            self._is_reading = False
+            self._changed.notify_all()
+        self._answers[message[:NUMBER_BYTES]] = message[NUMBER_BYTES:]
 
 
 def _connected(
@@ -144,7 +203,9 @@ def _connected(
         else:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return connection, prove_as_client(connection, secret, member.rank)
+                # Where only rank 0 can listen, a rank may have to queue behind others.
+                seconds = HANDSHAKE_SECONDS if "," in ports else max(left, HANDSHAKE_SECONDS)
+                return connection, prove_as_client(connection, secret, member.rank, seconds)
             except OSError as error:
                 connection.close()
                 reason = error
@@ -154,6 +215,6 @@ def _connected(
                 f"rank {member.rank} could not join the rendezvous at {address} within "
                 f"{timeout_seconds:g} s: {reason}"
             ) from reason
-        # Many strangers at once may have pushed this connection out, or rank 0 is not there yet.
+        # Many strangers may have crowded this connection out, or rank 0 is not there yet.
         time.sleep(_PAUSE_SECONDS)
     raise AssertionError("there is always a next port")

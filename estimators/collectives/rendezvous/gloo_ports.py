@@ -54,15 +54,14 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
     The list is empty if the addresses cannot be known: rank 0 saw a member come from an address that is
     not the member's own, so something on the way (a service mesh, address translation) changes them.
     """
-    client.set(f"addresses/{member.rank}", json.dumps(_own_addresses()).encode())
-    client.meet("ready", client.patience)
+    own = _own_addresses()
+    seen = (client.get(f"{SEEN}{member.rank}") or b"").decode()
+    known = json.dumps(own if seen in own else []).encode()
+    gathered = [json.loads(text) for text in client.gather("addresses", known, client.patience)]
     if member.rank == 0:
-        told = [json.loads(client.get(f"addresses/{rank}") or b"[]") for rank in range(member.size)]
-        seen = [(client.get(f"{SEEN}{rank}") or b"").decode() for rank in range(member.size)]
-        is_known = all(address in own for address, own in zip(seen, told, strict=True))
-        client.set(_KEY, json.dumps(sorted(set().union(*told)) if is_known else []).encode())
-    client.wait([_KEY], timeout_seconds)
-    found: list[str] = json.loads(client.get(_KEY) or b"[]")
+        union = sorted(set().union(*gathered)) if all(gathered) else []
+        client.set(_KEY, json.dumps(union).encode())
+    found: list[str] = json.loads(client.get(_KEY, timeout_seconds) or b"[]")
     return found
 
 

@@ -18,7 +18,7 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
 
 # Horovod asks for a key every 10 ms until it exists; an answer that waits a little saves most requests.
-_PATIENCE_SECONDS = 0.2
+_PATIENCE_SECONDS = 2.0
 _HOST = "127.0.0.1"
 
 
@@ -67,9 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30.0
 
     def do_GET(self) -> None:
-        value = self.server.client.get(self.path)
-        if value is None and self.server.client.wait([self.path], _PATIENCE_SECONDS):
-            value = self.server.client.get(self.path)
+        value = self.server.client.get(self.path, _PATIENCE_SECONDS)
         self._answer(404 if value is None else 200, value or b"")
 
     def do_PUT(self) -> None:

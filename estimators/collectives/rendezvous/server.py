@@ -2,35 +2,57 @@
 
 Horovod's own server is plain HTTP, and torch's `TCPStore` has no authentication either: whoever reaches the
 port can read and write the addresses that the ranks exchange. Here a peer proves that it knows the run's
-secret before anything is read from it (see `channel`). The server is bound to the member's own address, and
-its port is closed as soon as every rank has come; after that it serves only their connections.
+secret before anything else is read from it (see `channel`). The server is bound to the member's own address,
+and its port is closed as soon as every rank has come; after that it serves only their connections.
+
+One thread serves all connections, and a request costs the same in a gang of any size: a rank that waits is
+woken once, by the event that it waits for. Connections that come while there is no room wait in the system's
+queue.
 
 Messages are packed byte strings (see `pack`); nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import socket
 import struct
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
-from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
+from ringspark.estimators.collectives.rendezvous.channel import (
+    ANSWER_BYTES,
+    HANDSHAKE_SECONDS,
+    LENGTH_BYTES,
+    check_answer,
+    make_hello,
+    rest_bytes,
+)
 
-# The most peers at a time that have not yet proved themselves. One more pushes out the oldest of them.
-MAX_UNPROVED = 64
+# Connections that strangers may hold, in addition to one per rank.
+MAX_STRANGERS = 64
+# While there is no room, a peer that has not proved itself for this long is disconnected for the next one.
+_CROWDED_SECONDS = 1.0
+# Pause between two looks for room. The server looks only while a connection waits in the queue.
+_PAUSE_SECONDS = 0.01
 # The longest time, in seconds, that a request waits at the server; then the client asks again.
-MAX_WAIT_SECONDS = 1.0
+MAX_WAIT_SECONDS = 10.0
 MAX_STORED_BYTES = 64 << 20
+# The most missing ranks that an answer names.
+_SHOWN = 8
 
 # Prefix, before the rank's number, of the key for the address from which rank 0 saw the rank come.
 SEEN = "seen/"
 
 DONE, MISSING, REFUSED = b"\x00", b"\x01", b"\x02"
+# A request begins with a number of its sender's choice, and so does the answer to it.
+NUMBER_BYTES = 4
+
+Reply = Callable[[bytes], None]
 
 # The ports at which a gang meets that was told none: below those that systems give to outgoing connections.
 _PORTS = range(10_000, 32_000)
@@ -72,59 +94,197 @@ def unpack(message: bytes) -> list[bytes]:
 
 
 class KeyValues:
-    """The keys and values of one run; threads may share it and wait for keys."""
+    """The keys and values of one run. Only the thread of `loop` may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._values: dict[bytes, bytes] = {}
         self._num_bytes = 0
-        self._changed = threading.Condition()
+        # Key -> what to call once it exists.
+        self._waiting: dict[bytes, set[Callable[[], None]]] = {}
+        # Name of a meeting -> ranks that have yet to come.
+        self._missing: dict[bytes, set[int]] = {}
 
-    def answer(self, message: bytes) -> bytes:
-        """Runs one request, which is its name and then its arguments.
+    def answer(self, message: bytes, reply: Reply) -> None:
+        """Runs one request, which is its name and then its arguments; calls `reply` now or later, once.
 
         Raises:
             ValueError: The message is not a request.
         """
         name, *args = unpack(message) or [b""]
-        known = {b"set": 2, b"get": 1, b"add": 2, b"swap": 3, b"delete": 1}
-        if name == b"wait" and args:
-            return DONE if self._wait(args[1:], _number(args[0]) / 1000) else MISSING
+        known = {b"set": 2, b"get": 2, b"wait": 2, b"meet": 5, b"add": 2, b"swap": 3, b"delete": 1}
         if known.get(name) != len(args):
             raise ValueError(f"no request {name[:20]!r} with {len(args)} arguments")
-        with self._changed:
-            if name == b"get":
-                value = self._values.get(args[0])
-                return MISSING if value is None else DONE + value
-            if name == b"delete":
-                old = self._values.pop(args[0], None)
-                self._num_bytes -= 0 if old is None else len(args[0]) + len(old)
-                return MISSING if old is None else DONE
-            if name == b"add":
-                total = _number(self._values.get(args[0], b"0")) + _number(args[1])
-                return self._set(args[0], str(total).encode())
-            if name == b"swap":
-                key, expected, desired = args
-                found = self._values.get(key)
-                # As in torch's stores, an empty expected value also matches a missing key.
-                if found == expected or (found is None and not expected):
-                    return self._set(key, desired)
-                return DONE + (expected if found is None else found)
-            return self._set(*args)
+        key = args[0]
+        if name == b"get":
+            self._when(key, _number(args[1]), lambda: reply(self._found(key)))
+        elif name == b"wait":
+            self._when(key, _number(args[1]), lambda: reply(self._found(key)[:1]))
+        elif name == b"meet":
+            _, size, rank, value, wait_ms = args
+            self._meet(key, _number(size), _number(rank), value, _number(wait_ms), reply)
+        elif name == b"delete":
+            old = self._values.pop(key, None)
+            self._num_bytes -= 0 if old is None else len(key) + len(old)
+            reply(MISSING if old is None else DONE)
+        elif name == b"add":
+            total = _number(self._values.get(key, b"0")) + _number(args[1])
+            reply(self.set(key, str(total).encode()))
+        elif name == b"swap":
+            _, expected, desired = args
+            found = self._values.get(key)
+            # As in torch's stores, an empty expected value also matches a missing key.
+            if found == expected or (found is None and not expected):
+                reply(self.set(key, desired))
+            else:
+                reply(DONE + (expected if found is None else found))
+        else:
+            reply(self.set(*args))
 
-    def _set(self, key: bytes, value: bytes) -> bytes:
+    def set(self, key: bytes, value: bytes) -> bytes:
+        """Sets a key and answers the requests that wait for it; returns the answer to this one."""
         old = self._values.get(key)
         grown = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._num_bytes + grown > MAX_STORED_BYTES:
             return REFUSED
         self._num_bytes += grown
         self._values[key] = value
-        self._changed.notify_all()
+        for wake in self._waiting.pop(key, ()):
+            wake()
         return DONE + value
 
-    def _wait(self, keys: Sequence[bytes], seconds: float) -> bool:
-        seconds = min(max(seconds, 0.0), MAX_WAIT_SECONDS)
-        with self._changed:
-            return self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds)
+    def _found(self, key: bytes) -> bytes:
+        value = self._values.get(key)
+        return MISSING if value is None else DONE + value
+
+    def _when(self, key: bytes, wait_ms: int, then: Callable[[], None]) -> None:
+        """Calls `then` once the key exists, and no later than after `wait_ms`."""
+        if key in self._values or wait_ms <= 0:
+            then()
+            return
+
+        def wake() -> None:
+            timer.cancel()
+            then()
+
+        def give_up() -> None:
+            waiting = self._waiting[key]
+            waiting.remove(wake)
+            if not waiting:
+                del self._waiting[key]
+            then()
+
+        timer = self._loop.call_later(min(wait_ms / 1000, MAX_WAIT_SECONDS), give_up)
+        self._waiting.setdefault(key, set()).add(wake)
+
+    def _meet(self, name: bytes, size: int, rank: int, value: bytes, wait_ms: int, reply: Reply) -> None:
+        """Notes that a rank has come; replies when all have, and gives rank 0 the values of all.
+
+        To a request that does not wait, it replies how many are missing, and the first of them.
+        """
+        if name not in self._missing:
+            self._missing[name] = set(range(size))
+        missing, complete = self._missing[name], name + b"/all"
+        is_stored = True
+        # A rank that asks again has been counted before.
+        if rank in missing:
+            is_stored = self.set(b"%s/%d" % (name, rank), value) != REFUSED
+            missing.discard(rank)
+            if not missing:
+                is_stored &= self.set(complete, b"") != REFUSED
+        if not is_stored:
+            reply(REFUSED)
+            return
+
+        def end() -> None:
+            if missing:
+                shown = sorted(missing)[:_SHOWN] if wait_ms <= 0 else []
+                reply(MISSING + pack(*(str(number).encode() for number in (len(missing), *shown))))
+            else:
+                values = [] if rank else [self._values[b"%s/%d" % (name, other)] for other in range(size)]
+                reply(DONE + pack(*values))
+
+        self._when(complete, wait_ms, end)
+
+
+class _Peer:
+    """One connection to the server. Whatever it sends, it can end only itself."""
+
+    def __init__(self, server: RendezvousServer, connection: socket.socket) -> None:
+        self._server = server
+        self._connection = connection
+        self._unsent = bytearray()
+        self._hello = make_hello()
+        self._expect(ANSWER_BYTES, self._prove)
+        connection.setblocking(False)
+        server.loop.add_reader(connection, self._read)
+        self._send(self._hello)
+
+    def end(self) -> None:
+        """Ends the connection."""
+        if self._connection.fileno() < 0:
+            return
+        self._server.forget(self)
+        self._server.loop.remove_reader(self._connection)
+        self._server.loop.remove_writer(self._connection)
+        # A child of this process may hold a copy of the socket, so that closing it ends nothing.
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _expect(self, num_bytes: int, then: Callable[[bytes], None]) -> None:
+        """Reads exactly `num_bytes` next, and calls `then` with them."""
+        self._buffer, self._num_read, self._then = bytearray(num_bytes), 0, then
+
+    def _read(self) -> None:
+        try:
+            num_bytes = self._connection.recv_into(memoryview(self._buffer)[self._num_read :])
+            if not num_bytes:
+                raise ConnectionError("the peer closed the connection")
+            self._num_read += num_bytes
+            if self._num_read == len(self._buffer):
+                self._then(bytes(self._buffer))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            self.end()
+
+    def _prove(self, answer: bytes) -> None:
+        proof, self._marks, rank = check_answer(self._server.secret, self._hello, answer)
+        self._send(proof)
+        self._server.admit(self, rank, self._connection.getpeername()[0])
+        self._expect(LENGTH_BYTES, self._begin_request)
+
+    def _begin_request(self, length: bytes) -> None:
+        self._expect(rest_bytes(length), partial(self._request, length))
+
+    def _request(self, length: bytes, rest: bytes) -> None:
+        message = self._marks.open(length, rest)
+        self._expect(LENGTH_BYTES, self._begin_request)
+        self._server.store.answer(message[NUMBER_BYTES:], partial(self._reply, message[:NUMBER_BYTES]))
+
+    def _reply(self, number: bytes, answer: bytes) -> None:
+        try:
+            self._send(self._marks.seal(number + answer))
+        except ValueError:
+            # Too long. Another peer's request may have caused this answer, and it must not fail for it.
+            self.end()
+
+    def _send(self, data: bytes = b"") -> None:
+        """Sends what the connection takes now, and the rest when it takes more."""
+        if self._connection.fileno() < 0:
+            return
+        self._unsent += data
+        try:
+            with suppress(BlockingIOError):
+                del self._unsent[: self._connection.send(self._unsent)]
+        except OSError:
+            self.end()
+            return
+        if self._unsent:
+            self._server.loop.add_writer(self._connection, self._send)
+        else:
+            self._server.loop.remove_writer(self._connection)
 
 
 class RendezvousServer:
@@ -139,97 +299,89 @@ class RendezvousServer:
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
         self._size = size
-        self._secret = secret
-        self._store = KeyValues()
-        self._lock = threading.Lock()
-        self._unproved: dict[socket.socket, None] = {}
-        self._members: dict[int, socket.socket] = {}
-        self._threads: set[threading.Thread] = set()
+        self.secret = secret
         self._listener = _listener(host, ports)
-        self._listener.listen(size + MAX_UNPROVED)
+        # The longest queue that the system allows.
+        self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
+        self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        # The timeout wakes the accepting thread; closing the listener alone would not.
-        self._listener.settimeout(0.5)
-        self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="ringspark-rendezvous", daemon=True)
-        self._accepting.start()
+        self.loop = asyncio.SelectorEventLoop()
+        self.store = KeyValues(self.loop)
+        # Each with the timer that ends it.
+        self._unproved: dict[_Peer, asyncio.TimerHandle] = {}
+        self._members: dict[int, _Peer] = {}
+        self._thread = threading.Thread(target=self._run, name="ringspark-rendezvous", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Ends all connections and frees the port."""
-        with self._lock:
-            self._closed = True
-            connections = [*self._unproved, *self._members.values()]
+        # A second call finds the loop closed.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        self._listen()
+        self.loop.run_forever()
         self._close_port()
-        for connection in connections:
-            _end(connection)
-        self._accepting.join(timeout=5)
-        with self._lock:
-            threads = [*self._threads]
-        for thread in threads:
-            thread.join(timeout=5)
+        for peer in [*self._unproved, *self._members.values()]:
+            peer.end()
+        self.loop.close()
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.loop.add_reader(self._listener, self._accept)
+
+    def _pause(self) -> None:
+        """Leaves new connections in the system's queue for a moment."""
+        self.loop.remove_reader(self._listener)
+        self.loop.call_later(_PAUSE_SECONDS, self._listen)
 
     def _close_port(self) -> None:
-        # This wakes an accept that is under way; if it does not, the listener's timeout will.
+        if self._listener.fileno() < 0:
+            return
+        self.loop.remove_reader(self._listener)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            with self._lock:
-                if self._closed or len(self._members) == self._size:
-                    break
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                if self._listener.fileno() < 0:
-                    break
-                # No descriptors are left, or a connection broke while it waited; the next may succeed.
-                time.sleep(0.01)
-                continue
-            self._begin(connection)
-        self._close_port()
-
-    def _begin(self, connection: socket.socket) -> None:
-        with self._lock:
-            if self._closed:
-                _end(connection)
+        """Takes the next connection from the system's queue, if there is room for it."""
+        if len(self._unproved) + len(self._members) >= self._size + MAX_STRANGERS:
+            oldest, deadline = next(iter(self._unproved.items()))
+            if deadline.when() - self.loop.time() > HANDSHAKE_SECONDS - _CROWDED_SECONDS:
+                self._pause()
                 return
-            if len(self._unproved) >= MAX_UNPROVED:
-                # The oldest goes instead of this one: a member needs milliseconds, an old one is a stranger.
-                oldest = next(iter(self._unproved))
-                del self._unproved[oldest]
-                _end(oldest)
-            self._unproved[connection] = None
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="ringspark-rendezvous-peer", daemon=True
-            )
-            self._threads = {other for other in self._threads if other.is_alive()} | {thread}
-        thread.start()
+            oldest.end()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # No descriptors are left, or the connection broke while it waited; the next may succeed.
+            self._pause()
+            return
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = _Peer(self, connection)
+        self._unproved[peer] = self.loop.call_later(HANDSHAKE_SECONDS, peer.end)
 
-    def _serve(self, connection: socket.socket) -> None:
-        """Serves one peer, from its proof to the end of its connection."""
-        # Whatever a peer does, it can end only its own connection.
-        with suppress(OSError, ValueError), connection:
-            try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channel, rank = prove_as_server(connection, self._secret)
-            finally:
-                with self._lock:
-                    self._unproved.pop(connection, None)
-            with self._lock:
-                if self._closed or rank >= self._size or rank in self._members:
-                    return
-                self._members[rank] = connection
-                is_complete = len(self._members) == self._size
-            seen = connection.getpeername()[0].encode()
-            self._store.answer(pack(b"set", f"{SEEN}{rank}".encode(), seen))
-            if is_complete:
-                self._close_port()
-            while True:
-                channel.send(self._store.answer(channel.receive()))
+    def admit(self, peer: _Peer, rank: int, address: str) -> None:
+        """Takes a peer that knows the secret for a rank.
+
+        Raises:
+            ValueError: There is no such rank, or it has come before.
+        """
+        self.forget(peer)
+        if rank >= self._size or rank in self._members:
+            raise ValueError(f"rank {rank} of {self._size} has come before, or does not exist")
+        self._members[rank] = peer
+        self.store.set(f"{SEEN}{rank}".encode(), address.encode())
+        if len(self._members) == self._size:
+            self._close_port()
+
+    def forget(self, peer: _Peer) -> None:
+        """Counts a peer no longer among those that have yet to prove themselves."""
+        if deadline := self._unproved.pop(peer, None):
+            deadline.cancel()
 
 
 def _listener(host: str, ports: Sequence[int]) -> socket.socket:
@@ -244,12 +396,6 @@ def _listener(host: str, ports: Sequence[int]) -> socket.socket:
             listener.close()
             refused = error
     raise refused
-
-
-def _end(connection: socket.socket) -> None:
-    """Ends a connection that another thread reads from; that thread closes it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _number(text: bytes) -> int:

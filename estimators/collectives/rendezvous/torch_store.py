@@ -31,12 +31,9 @@ class MemberStore(Store):
 
     def get(self, key: str) -> bytes:
         """Waits for the key, as torch's stores do."""
-        value = self._client.get(key)
+        value = self._client.get(key, self._seconds)
         if value is None:
-            self.wait([key])
-            value = self._client.get(key)
-        if value is None:
-            raise CollectiveError(f"the key {key!r} of the rendezvous was removed")
+            raise _no_keys([key], self._seconds)
         return value
 
     def add(self, key: str, amount: int) -> int:
@@ -48,9 +45,7 @@ class MemberStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         if not self._client.wait(keys, seconds):
-            raise CollectiveError(
-                f"the other ranks did not come to the rendezvous within {seconds:g} s: no {', '.join(keys)}"
-            )
+            raise _no_keys(keys, seconds)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         old, new = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
@@ -65,3 +60,9 @@ class MemberStore(Store):
     def clone(self) -> MemberStore:
         """Returns this same store, because the server accepts one connection per rank."""
         return MemberStore(self._client, self.guard, self._seconds)
+
+
+def _no_keys(keys: list[str], seconds: float) -> CollectiveError:
+    return CollectiveError(
+        f"the other ranks did not come to the rendezvous within {seconds:g} s: no {', '.join(keys)}"
+    )

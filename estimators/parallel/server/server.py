@@ -129,7 +129,7 @@ class ShardServer:
         with connection:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _, worker = prove_as_server(connection, self._token)
+                worker = prove_as_server(connection, self._token)
             except OSError:
                 return
             finally:

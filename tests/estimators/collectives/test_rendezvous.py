@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import struct
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
 import pytest
+import rendezvous_crowd
 
 from ringspark.estimators.collectives import CollectiveError, Member
 from ringspark.estimators.collectives.rendezvous.channel import (
@@ -24,7 +26,7 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for
 from ringspark.estimators.collectives.rendezvous.server import (
     MAX_STORED_BYTES,
-    MAX_UNPROVED,
+    MAX_STRANGERS,
     KeyValues,
     RendezvousServer,
     meeting_ports,
@@ -106,6 +108,29 @@ def test_members_share_keys_and_the_port_closes_when_all_have_come(server: Rende
     assert not second.delete("a")
 
 
+def test_a_thread_that_waits_delays_no_other(server: RendezvousServer) -> None:
+    first, second = member(0, server), member(1, server)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(first.get, key, 600.0) for key in "ab"]
+        first.set("c", b"3")
+        assert [first.get("c"), first.get("d", 0.1)] == [b"3", None]
+        second.set("b", b"2")
+        assert waiting[1].result() == b"2"
+        assert not waiting[0].done()
+        # The connection of a rank ends what its threads wait for.
+        first.close()
+        with pytest.raises(CollectiveError, match="rendezvous of rank 0 is gone"):
+            waiting[0].result()
+
+
+def test_rank_0_gathers_values_in_rank_order(server: RendezvousServer) -> None:
+    first, second = member(0, server), member(1, server)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(first.gather, "values", b"zero", 600.0)
+        assert second.gather("values", b"", 600.0) == []
+        assert late.result() == [b"zero", b""]
+
+
 def test_ranks_that_do_not_come_are_named(server: RendezvousServer) -> None:
     with pytest.raises(CollectiveError, match=r"rank 1 of 2 did not come to the rendezvous within 0.2 s"):
         member(0, server).meet("ready", 0.2)
@@ -185,11 +210,16 @@ def test_a_changed_message_and_an_announced_flood_end_the_connection(server: Ren
 
 
 def test_a_crowd_that_holds_connections_keeps_no_member_out(server: RendezvousServer) -> None:
-    crowd = [raw(server) for _ in range(2 * MAX_UNPROVED)]
+    for _ in range(2 * MAX_STRANGERS):
+        raw(server)
     first, second = member(0, server), member(1, server)
     second.set("a", b"")
     assert first.get("a") == b""
-    assert len(crowd) > MAX_UNPROVED
+
+
+@pytest.mark.parametrize("size", [200, pytest.param(1024, marks=pytest.mark.slow)])
+def test_many_ranks_meet_while_two_hundred_strangers_attack(size: int) -> None:
+    assert rendezvous_crowd.run(size, 200).attacks >= 200
 
 
 def test_a_rank_comes_once(server: RendezvousServer) -> None:
@@ -216,19 +246,23 @@ def test_nothing_is_left_after_close(server: RendezvousServer) -> None:
 
 
 def test_the_store_is_bounded_and_refuses_odd_requests() -> None:
-    store = KeyValues()
+    loop = asyncio.new_event_loop()
+    store, answers = KeyValues(loop), list[bytes]()
     big = b"x" * (MAX_STORED_BYTES // 4)
-    answers = [store.answer(pack(b"set", str(i).encode(), big))[:1] for i in range(5)]
-    assert answers == [b"\0", b"\0", b"\0", b"\2", b"\2"]
+    for number in range(5):
+        store.answer(pack(b"set", str(number).encode(), big), answers.append)
+    assert [answer[:1] for answer in answers] == [b"\0", b"\0", b"\0", b"\2", b"\2"]
     for message in (
         b"",
         pack(b"drop"),
         pack(b"set", b"k"),
         pack(b"add", b"k", b"x"),
-        pack(b"wait", b"9" * 30),
+        pack(b"wait", b"k", b"9" * 30),
     ):
         with pytest.raises(ValueError, match=r"request|digits|invalid literal"):
-            store.answer(message)
+            store.answer(message, answers.append)
+    loop.close()
+    assert len(answers) == 5
     for message in (b"\0\0", struct.pack("!I", 2**31) + b"x"):
         with pytest.raises(ValueError, match=r"a message ends|announced"):
             unpack(message)
@@ -244,6 +278,10 @@ def test_a_stranger_on_a_data_connection_is_found_out() -> None:
         check_proofs(members[0], nonce, SECRET, received[0][:32] + os.urandom(32))
     with pytest.raises(CollectiveError, match="stranger in the place of rank 0"):
         check_proofs(members[1], nonce, SECRET, received[0])
+    # A stranger that sends a rank's own proof back to it, as it heard it.
+    echoed = received[0][:32] + sent[0][32:]
+    with pytest.raises(CollectiveError, match="stranger in the place of rank 1"):
+        check_proofs(members[0], nonce, SECRET, echoed)
 
 
 def test_a_channel_error_is_an_os_error() -> None:

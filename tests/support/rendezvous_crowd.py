@@ -1,0 +1,145 @@
+"""Many ranks, each in a thread, that come to one rendezvous at once; strangers come at the same time.
+
+Run as a program with an address and a number, it is that many strangers: each connects, attacks in one of the
+ways of `stranger.py`, holds the connection until it is closed, and connects again. It says when each of them
+has connected, and at the end of its input how often they did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+
+from stranger import ATTACKS
+
+from ringspark.estimators.collectives import Member
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
+
+HOST = "127.0.0.1"
+# Longest wait of a rank for all others; a rank that reaches it fails.
+TIMEOUT_SECONDS = 60.0
+_PAUSE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """Seconds until the last rank had finished each phase.
+
+    Attributes:
+        attacks: Number of connections that strangers made meanwhile.
+    """
+
+    join: float
+    meet: float
+    gather: float
+    attacks: int
+
+
+def run(size: int, num_strangers: int) -> Met:
+    """Has `size` ranks join, meet and gather their numbers on rank 0.
+
+    Raises:
+        CollectiveError: A rank failed.
+    """
+    secret = os.urandom(32)
+    barrier = threading.Barrier(size)
+    seconds = []
+
+    def join(rank: int) -> RendezvousClient:
+        barrier.wait()
+        return RendezvousClient(Member(rank=rank, size=size), server.address, secret, TIMEOUT_SECONDS)
+
+    def meet(client: RendezvousClient) -> None:
+        client.meet("met", TIMEOUT_SECONDS)
+
+    def gather(numbered: tuple[int, RendezvousClient]) -> list[bytes]:
+        rank, client = numbered
+        return client.gather("numbers", str(rank).encode(), TIMEOUT_SECONDS)
+
+    with (
+        _many_descriptors(),
+        closing(RendezvousServer(HOST, size, secret)) as server,
+        _strangers(server.address, num_strangers) as counts,
+        ThreadPoolExecutor(size) as pool,
+    ):
+        start = time.monotonic()
+        clients = list(pool.map(join, range(size)))
+        seconds.append(time.monotonic() - start)
+        list(pool.map(meet, clients))
+        seconds.append(time.monotonic() - start)
+        first, *others = pool.map(gather, enumerate(clients))
+        seconds.append(time.monotonic() - start)
+        for client in clients:
+            client.close()
+    assert first == [str(rank).encode() for rank in range(size)]
+    assert not any(others)
+    joined, met, gathered = seconds
+    return Met(join=joined, meet=met - joined, gather=gathered - met, attacks=sum(counts))
+
+
+@contextmanager
+def _many_descriptors() -> Iterator[None]:
+    """Lets this process open as many files as it may: each rank has a socket at each end."""
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (old[1], old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+@contextmanager
+def _strangers(address: str, number: int) -> Iterator[list[int]]:
+    """Has strangers attack meanwhile; how often they connected is in the list at the end."""
+    counts: list[int] = []
+    if not number:
+        yield counts
+        return
+    command = [sys.executable, __file__, address, str(number)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield counts
+        counts.append(int(process.communicate()[0]))
+
+
+async def _attack(address: str, number: int) -> None:
+    """Attacks until the end of the input."""
+    host, port = address.rsplit(":", 1)
+    connected = [0] * number
+    attacks = list(ATTACKS.values())
+
+    async def attack(stranger: int) -> None:
+        while True:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                connected[stranger] += 1
+                with closing(writer):
+                    writer.write(attacks[stranger % len(attacks)])
+                    while await reader.read(1 << 10):
+                        pass
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    strangers = [asyncio.create_task(attack(stranger)) for stranger in range(number)]
+    while not all(connected):
+        await asyncio.sleep(0.01)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    for stranger in strangers:
+        stranger.cancel()
+    print(sum(connected))
+
+
+if __name__ == "__main__":
+    asyncio.run(_attack(sys.argv[1], int(sys.argv[2])))
