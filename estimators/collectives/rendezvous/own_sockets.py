@@ -25,7 +25,8 @@ _LONGEST_PROGRAM = 4096 * _INSTRUCTION
 
 def _sockets() -> Iterator[socket.socket]:
     """Yields a duplicate of each TCP socket of this process; closes it when the next one is asked for."""
-    for name in os.listdir("/dev/fd"):
+    # New sockets first, as they are looked for: a rank of a large gang has thousands.
+    for name in sorted(os.listdir("/dev/fd"), key=int, reverse=True):
         # Another thread may close any socket meanwhile.
         with suppress(OSError, ValueError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
