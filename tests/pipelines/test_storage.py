@@ -87,6 +87,23 @@ def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_the_bytes_reach_the_disk_before_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """A crash of the machine could otherwise leave the name of an empty file."""
+    calls: list[str] = []
+
+    def noted(name: str) -> Any:
+        call = getattr(os, name)
+        return lambda *args: (calls.append(name), call(*args))[1]
+
+    for name in ("fsync", "replace", "link"):
+        monkeypatch.setattr(os, name, noted(name))
+    storage.write_atomic(str(tmp_path / "file"), b"1", overwrite=overwrite)
+    assert calls == ["fsync", "replace" if overwrite else "link"]
+
+
 def test_check_writable_leaves_nothing_behind(tmp_path: Path) -> None:
     storage.check_writable(str(tmp_path))
     storage.check_writable(str(tmp_path / "new"))

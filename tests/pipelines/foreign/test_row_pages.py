@@ -161,20 +161,23 @@ def test_what_is_kept_of_a_footer_holds_neither_statistics_nor_texts(tmp_path: P
         assert "only in the" not in repr(reader._whole_footer())
 
 
-@pytest.mark.parametrize("place", ["index", "header", "footer"])
+@pytest.mark.parametrize("place", ["index", "rows", "header", "footer"])
 def test_damaged_places_are_errors_and_not_other_rows(place: str, tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     table = pa.table({"x": np.arange(5_000.0)})
     pq.write_table(table, path, data_page_size=1_000, write_page_index=place != "header")
     metadata = pq.read_metadata(path)
     data = bytearray(path.read_bytes())
-    if place == "index":
+    if place in ("index", "rows"):
         footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
         column = read_struct(bytes(data[footer:-8]))[0][4][1][1][0][1][1][1][0]
         start, size = column[4][1], column[5][1]
         index, _ = read_struct(bytes(data[start : start + size]))
-        first = index[1][1][1][1]
-        first[1] = (first[1][0], 1 << 40)
+        second = index[1][1][1][1]
+        if place == "index":
+            second[1] = (second[1][0], 1 << 40)
+        else:
+            second[3] = (second[3][0], 4_000)  # the third page begins before it
         broken = write_struct(index)
         data[start : start + size] = broken[:size].ljust(size, b"\0")
     elif place == "footer":
