@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -67,7 +66,6 @@ def run(size: int, num_strangers: int) -> Met:
         return client.gather("numbers", str(rank).encode(), TIMEOUT_SECONDS)
 
     with (
-        _many_descriptors(),
         closing(RendezvousServer(HOST, size, secret)) as server,
         _strangers(server.address, num_strangers) as counts,
         ThreadPoolExecutor(size) as pool,
@@ -85,17 +83,6 @@ def run(size: int, num_strangers: int) -> Met:
     assert not any(others)
     joined, met, gathered = seconds
     return Met(join=joined, meet=met - joined, gather=gathered - met, attacks=sum(counts))
-
-
-@contextmanager
-def _many_descriptors() -> Iterator[None]:
-    """Lets this process open as many files as it may: each rank has a socket at each end."""
-    old = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (old[1], old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, old)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from copy import copy
 from itertools import count, cycle
 
 from ringspark.estimators.collectives.base import CollectiveError
+from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.channel import (
     HANDSHAKE_SECONDS,
     Channel,
@@ -50,6 +51,7 @@ class RendezvousClient:
     """
 
     def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
+        own_sockets.allow_sockets(member.size)
         self._member = member
         # Who was told one port knows that rank 0 is there; the others may have yet to start.
         is_told = "," not in address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
+import resource
 import socket
 import stat
 import struct
@@ -22,6 +23,9 @@ _IP_HEADER = 0xFFF00000
 _INSTRUCTION = 8
 _LONGEST_PROGRAM = 4096 * _INSTRUCTION
 
+# The rendezvous needs one per rank, and so does each of the groups that a library connects.
+_SOCKETS_PER_RANK, _OTHER_FILES = 4, 256
+
 
 def _sockets() -> Iterator[socket.socket]:
     """Yields a duplicate of each TCP socket of this process; closes it when the next one is asked for."""
@@ -34,6 +38,24 @@ def _sockets() -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     yield found
+
+
+def allow_sockets(num_ranks: int) -> None:
+    """Raises this process's limit of open files if it is too low for the connections of a gang.
+
+    Raises:
+        ValueError: The system does not allow one connection per rank.
+    """
+    needed = _SOCKETS_PER_RANK * num_ranks + _OTHER_FILES
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (limit, most) and most <= num_ranks:
+        raise ValueError(
+            f"a rank needs connections to {num_ranks} ranks, but this process may open {most} files; raise "
+            f"the hard limit (ulimit -Hn) to at least {needed} on every host"
+        )
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
 def is_ours(local: Any, peer: Any) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.channel import (
     ANSWER_BYTES,
     HANDSHAKE_SECONDS,
@@ -298,6 +299,7 @@ class RendezvousServer:
     """
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
+        own_sockets.allow_sockets(size)
         self._size = size
         self.secret = secret
         self._listener = _listener(host, ports)
