@@ -81,7 +81,10 @@ class Objective:
 
     def of_epoch(self, record: EpochRecord) -> float:
         """Returns what a pruner sees of an epoch: better in the direction of the search."""
-        value = record.value(self.monitor)
+        return self.turn(record.value(self.monitor))
+
+    def turn(self, value: float) -> float:
+        """Returns a value of `monitor` as pruners see it; of a value that they saw, the one of `monitor`."""
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:

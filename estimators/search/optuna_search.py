@@ -90,7 +90,7 @@ class OptunaSearch(_OptunaParams, SearchStage):
             )
             loop.run(self.getNumTrials(), self.getParallelism())
             model, values = loop.best()
-        found = SearchModel()._set_found(model, values, rows_of(study))
+        found = SearchModel()._set_found(model, values, rows_of(study, objective))
         found._resetUid(self.uid)
         return found
 

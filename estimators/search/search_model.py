@@ -60,9 +60,9 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
     def trials(self) -> pd.DataFrame:
         """One line per training: its state, value, parameters, seconds, epochs, and why it failed.
 
-        The state is "complete", "pruned" or "failed". A pruned trial's value is that of its last epoch that
-        counted. `OptunaSearch` numbers its trials; a line of `PopulationSearch` is a member in a round, with
-        the member from whose checkpoint it went on.
+        The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after its last
+        epoch that counted, also if an evaluator judges the complete ones. `OptunaSearch` numbers its trials; a
+        line of `PopulationSearch` is a member in a round, with the member from whose checkpoint it continued.
         """
         return table_of(self._rows)
 

@@ -7,19 +7,27 @@ from typing import Any
 
 import pandas as pd
 
+from ringspark.estimators.search.objective import Objective
+
 SECONDS = "seconds"
 EPOCHS = "epochs"
 REASON = "reason"
 _STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
 
 
-def rows_of(study: Any) -> list[dict[str, Any]]:
+def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
     """Returns one entry per trial, in JSON's types."""
+
+    def value_of(trial: Any) -> float | None:
+        if trial.value is None:
+            return None
+        return objective.turn(trial.value) if trial.state.name == "PRUNED" else float(trial.value)
+
     return [
         {
             "number": trial.number,
             "state": _STATES.get(trial.state.name, trial.state.name.lower()),
-            "value": None if trial.value is None else float(trial.value),
+            "value": value_of(trial),
             "params": dict(trial.params),
             SECONDS: float(trial.user_attrs.get(SECONDS, 0.0)),
             EPOCHS: int(trial.user_attrs.get(EPOCHS, 0)),
