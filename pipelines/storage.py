@@ -48,6 +48,11 @@ def redact(uri: str) -> str:
     return _SECRET.sub(r"\1***", _PASSWORD.sub(lambda found: "***:***@" if found[1] else "***", uri))
 
 
+def redact_text(text: str) -> str:
+    """Returns the text with each URI in it as `redact` shows it."""
+    return "".join(redact(word) if "://" in word else word for word in re.split(r"(\s+)", text))
+
+
 def refuse_secrets(uri: str) -> None:
     """Refuses a URI that holds a password or token: it would end up in logs, run directories, saved stages.
 

@@ -17,6 +17,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.settings.declaration import Kind, Setting
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.pipelines import storage
 from ringspark.pipelines.notebook_table import notebook_table
 
 T = TypeVar("T")
@@ -129,15 +130,17 @@ def changed_values(stage: Params) -> dict[str, tuple[Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, str):
+        return storage.redact_text(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "to_json") and not isinstance(value, type):
         told = value.to_json()
-        return json.loads(told) if isinstance(told, str) else told
+        return _plain(json.loads(told) if isinstance(told, str) else told)
     # An object's address says nothing, and differs each time.
     return getattr(value, "__qualname__", type(value).__qualname__)
 

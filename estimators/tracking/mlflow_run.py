@@ -243,7 +243,7 @@ class MlflowRun(Listener):
         run = self._client.create_run(
             experiment or _default_experiment(),
             start_time=self._begun,
-            tags={key: value[:TAG_LENGTH] for key, value in tags.items()},
+            tags={key: storage.redact_text(value)[:TAG_LENGTH] for key, value in tags.items()},
             run_name=tracker.run_name or self._run.name,
         )
         text = json.dumps({"tracking_uri": _without_secrets(self._uri), "run_id": run.info.run_id})
@@ -421,7 +421,7 @@ def _name(name: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    return str(error).split("\n", 1)[0][:300]
+    return storage.redact_text(str(error).split("\n", 1)[0])[:300]
 
 
 def _text(value: Any) -> str:
@@ -434,8 +434,8 @@ def _pieces(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _without_secrets(uri: str) -> str:
-    """Returns the address without a user's name and password."""
-    return re.sub(r"(?<=://)[^/@]*@", "", uri)
+    """Returns the address without a user's name, password and token."""
+    return re.sub(r"(?<=://)[^/@]*@", "", storage.redact(uri))
 
 
 def _version() -> str:

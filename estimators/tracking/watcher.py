@@ -55,7 +55,7 @@ class RunWatcher:
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
         if error is not None:
             is_cancelled = isinstance(error, KeyboardInterrupt) or "Cancelled" in type(error).__name__
-            words = f"{type(error).__name__}: {error}"
+            words = storage.redact_text(f"{type(error).__name__}: {error}")
             self.end(RunEnd(status="cancelled" if is_cancelled else "failed", error=words))
         else:
             self.end(RunEnd(status="finished"))
@@ -186,7 +186,7 @@ class _Channel:
             "the tracker %s failed (%s: %s) and %s; the training goes on",
             self.name,
             type(error).__name__,
-            str(error).split("\n", 1)[0][:300],
+            storage.redact_text(str(error).split("\n", 1)[0])[:300],
             told,
         )
 

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 
 from ringspark.estimators import TorchRegressor, WorkerError
+from ringspark.estimators.stages.declared import plain_values
+from ringspark.estimators.tracking.base import RunStart
+from ringspark.estimators.tracking.jsonl import JsonLinesTracker
+from ringspark.estimators.tracking.mlflow_tracker import MlflowTracker
+from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.models import ModelSpec
 
 GANG_KEY = bytes(range(180, 212))
@@ -44,6 +49,39 @@ def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
         estimator.save(URI)
     assert "hunter2" not in str(caught.value)
     estimator.save(str(tmp_path / "stage"))
+    assert files_with_it(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"tracking_uri": "https://user:hunter2@host"},
+            r"tracking_uri .* got 'https://\*\*\*:\*\*\*@host'; set MLFLOW_TRACKING_USERNAME",
+        ),
+        (
+            {"registry_uri": "postgresql://host/db?password=hunter2"},
+            "registry_uri .*; leave it out and set MLFLOW",
+        ),
+        ({"tags": {"source": "from s3://KEY:hunter2@bucket/rows"}}, "tags .*; give it in the environment"),
+    ],
+)
+def test_trackers_refuse_a_password(options: dict[str, Any], told: str) -> None:
+    for tracker in ({"name": "mlflow", **options}, MlflowTracker(**options)):
+        with pytest.raises(ValueError, match=f"tracking: {told}") as caught:
+            TorchRegressor(tracking=["jsonl", tracker])
+        assert "hunter2" not in str(caught.value)
+
+
+def test_no_tracker_gets_a_password_in_settings_or_errors(tmp_path: Path) -> None:
+    uri = "https://user:hunter2@host/weights"
+    settings = plain_values(TorchRegressor(model=ModelSpec("linear", {"weights": [uri]})))
+    run = RunStart(name="stage", run_uri=str(tmp_path), settings=settings)
+    with pytest.raises(OSError, match="hunter2"), RunWatcher(run, [JsonLinesTracker()]):
+        raise OSError(f"cannot read '{uri}' now")
+    text = (tmp_path / "tracking" / "events.jsonl").read_text()
+    assert text.count("https://***:***@host/weights") == 2
+    assert "cannot read 'https://***:***@host/weights' now" in text
     assert files_with_it(tmp_path) == []
 
 

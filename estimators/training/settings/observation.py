@@ -8,9 +8,16 @@ from typing import Any, get_args
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.settings.choices import TrackerName
 from ringspark.estimators.training.settings.declaration import Range, Setting, at_least, not_negative
+from ringspark.pipelines import storage
 from ringspark.pipelines.entry_points import names_in
 
 TRACKER_GROUP = "ringspark.trackers"
+# Options of MLflow's tracker, with MLflow's own variables for credentials.
+_REMEDIES = {
+    "tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole URI in "
+    "MLFLOW_TRACKING_URI, in the environment of the driver",
+    "registry_uri": "leave it out and set MLFLOW_REGISTRY_URI in the environment of the driver",
+}
 # A profile holds every operation of its steps, in memory until the last one has ended.
 MOST_PROFILED = 100
 
@@ -26,10 +33,10 @@ def _tracker(value: Any) -> Any:
                 f"tracking needs a 'name' in each dict, got {given!r}; such as {{'name': 'mlflow'}}"
             )
         _named(given["name"])
-        return given
+        return _without_secrets(given)
     if hasattr(value, "start") and not isinstance(value, type):
         plain = getattr(value, "as_setting", lambda: None)()
-        return value if plain is None else plain
+        return value if plain is None else _without_secrets(plain)
     if callable(value) and not isinstance(value, type):
         return value
     given_type = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
@@ -37,6 +44,20 @@ def _tracker(value: Any) -> Any:
         "tracking must be a name, a dict with a name and options, a Tracker or a function that takes an "
         f"event, or a list of them, got {given_type}"
     )
+
+
+def _without_secrets(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuses options with credentials: they would be saved with the stage and shown by every tracker."""
+    for option, value in given.items():
+        texts = list(value.values()) if isinstance(value, Mapping) else [value]
+        for text in [text for text in texts if isinstance(text, str)]:
+            if storage.redact_text(text) != text:
+                remedy = _REMEDIES.get(option, "give it in the environment of the driver")
+                raise ValueError(
+                    f"tracking: {option} of {given['name']!r} must not hold a password or token, got "
+                    f"{storage.redact_text(text)!r}; {remedy}"
+                )
+    return given
 
 
 def _named(name: str) -> str:
