@@ -61,8 +61,8 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
         """One line per training: its state, value, parameters, seconds, epochs, and why it failed.
 
         The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after its last
-        epoch that counted, also if an evaluator judges the complete ones. `OptunaSearch` numbers its trials; a
-        line of `PopulationSearch` is a member in a round, with the member from whose checkpoint it continued.
+        epoch that counted, also if an evaluator judges the complete ones. `OptunaSearch` numbers its trials.
+        A line of `PopulationSearch` is a member in a round, with the member that it copied.
         """
         return table_of(self._rows)
 
