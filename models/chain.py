@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringspark.models.module_hooks import find_hook
+
 State = tuple[torch.Tensor, ...] | None
 
 
@@ -127,8 +129,7 @@ def _items(network: nn.Module, prefix: str) -> list[Link]:
     for key, item in network._modules.items():
         assert item is not None
         name = f"{prefix}{key}"
-        hooked = item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item)
-        if type(item) is nn.Sequential and len(item) and not hooked:
+        if type(item) is nn.Sequential and len(item) and find_hook(item) is None:
             links += _items(item, f"{name}.")
         else:
             links.append(Link(name, item, (name,)))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ringspark.estimators.parallel.model.communication import length_of_part
 
@@ -76,6 +77,13 @@ def part_of(whole: torch.Tensor, cut: Cut, place: int, size: int) -> torch.Tenso
         )
     blocks = whole.chunk(cut.blocks, cut.dim)
     return torch.cat([_narrowed(block, cut.dim, place, size) for block in blocks], cut.dim).contiguous()
+
+
+def parameter_part(whole: torch.Tensor, cut: Cut, place: int, size: int) -> nn.Parameter:
+    """Returns the part of a parameter, with the attributes that the user gave it."""
+    part = nn.Parameter(part_of(whole.detach(), cut, place, size), requires_grad=whole.requires_grad)
+    vars(part).update(vars(whole))
+    return part
 
 
 def shape_of(whole: Sequence[int], cut: Cut, place: int, size: int) -> list[int]:

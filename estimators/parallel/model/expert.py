@@ -19,6 +19,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.communication import exchanged, length_of_part
 from ringspark.estimators.parallel.model.cut import Cut, part_of
 from ringspark.models.experts.layer import Experts, MixtureOfExperts
+from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 AXIS = "expert"
 _CUT = Cut(AXIS, 0)
@@ -95,6 +96,12 @@ def spread_experts(module: nn.Module, collective: Collective) -> dict[str, Cut]:
             raise ValueError(
                 f"parallelism gives 'expert' {collective.size} workers, more than the {mixture.num_experts} "
                 f"experts of {name!r}; give at most {mixture.num_experts}"
+            )
+        hook = "a gradient hook" if has_gradient_hook(mixture.experts) else find_hook(mixture.experts)
+        if hook is not None:
+            raise ValueError(
+                f"the experts of {name!r} have {hook}, which would see rows of other workers under "
+                "parallelism over 'expert'; put it on the mixture, or leave 'expert' out"
             )
         mixture.exchange = TokenExchange(mixture.num_experts, collective)
         for key, parameter in mixture.experts.named_parameters(f"{name}.experts" if name else "experts"):

@@ -29,6 +29,7 @@ from ringspark.estimators.parallel.model.tensor import (
     spread_tensor,
 )
 from ringspark.models.chain import links_of
+from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 # How attention reaches the keys of other ranks: a key of `sequence.CONTEXTS`.
 CONTEXT = "ring"
@@ -55,6 +56,7 @@ def check_spread(module: nn.Module, sizes: Mapping[str, int], options: Mapping[s
     Raises:
         ValueError: It cannot be cut that way.
     """
+    _check_hooks(module, sizes, options)
     if sizes["tensor"] > 1:
         plan = options.get("plan") or plan_of(module, sizes["tensor"])
         between = options.get("between", BETWEEN)
@@ -105,6 +107,7 @@ def spread(
     Raises:
         ValueError: The network cannot be cut that way.
     """
+    _check_hooks(module, mesh.sizes, options)
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     tied = _tied_names(module)
@@ -134,6 +137,29 @@ def spread(
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
     ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
     return pipeline
+
+
+def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    """Refuses hooks that a pipeline would lose, or run for every stage.
+
+    Raises:
+        ValueError: There is such a hook.
+    """
+    if sizes["pipeline"] == 1:
+        return
+    name = type(module).__name__
+    if hook := find_hook(module):
+        raise ValueError(
+            f"model {name} has {hook}, which a pipeline would run once for each stage, on the stage's "
+            "values; put it on a layer, or in a method that links() returns"
+        )
+    schedule = options.get("schedule", "1f1b")
+    delays = schedule_of(schedule, options.get("virtual", 1)).delays
+    if delays is not None and has_gradient_hook(module):
+        raise ValueError(
+            f"model {name} has gradient hooks on its weights, and schedule {schedule!r} computes gradients "
+            "of copies; set schedule='1f1b', or leave the hooks out"
+        )
 
 
 def partial_gradients(module: nn.Module) -> PartialGradients | None:

@@ -20,7 +20,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import Mesh, groups_over
 from ringspark.estimators.parallel.model.communication import copied, joined, part_of_whole, summed
-from ringspark.estimators.parallel.model.cut import Cut, part_of
+from ringspark.estimators.parallel.model.cut import Cut, parameter_part
 from ringspark.estimators.parallel.model.stand_in import StandIn
 
 AXIS = "tensor"
@@ -84,8 +84,7 @@ class GridLinear(nn.Module):
         self._down, self._across = grids(rows, columns)
         self._outputs = layer.out_features
         cut = Cut(AXIS, 0, grid=grid)
-        block = part_of(layer.weight.detach(), cut, collective.rank, collective.size)
-        self.weight = nn.Parameter(block, requires_grad=layer.weight.requires_grad)
+        self.weight = parameter_part(layer.weight, cut, collective.rank, collective.size)
         self.bias = layer.bias
         self.cuts = {"weight": cut}
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.communication import joined
-from ringspark.estimators.parallel.model.cut import Cut, part_of
+from ringspark.estimators.parallel.model.cut import Cut, parameter_part, part_of
 from ringspark.estimators.parallel.model.tensor.between import Between
 from ringspark.estimators.parallel.model.tensor.draws import OwnDraws
 from ringspark.estimators.parallel.model.tensor.grid import Grids
@@ -46,8 +46,10 @@ class ColumnLinear(nn.Module):
         self._region, self._joins, collective = region, joins, region.collective
         self._outputs = layer.out_features if blocks == 1 else None
         cut = Cut(AXIS, 0, blocks)
-        self.weight = _parameter(layer.weight, cut, collective)
-        self.bias = None if layer.bias is None else _parameter(layer.bias, cut, collective)
+        self.weight = parameter_part(layer.weight, cut, collective.rank, collective.size)
+        self.bias = (
+            None if layer.bias is None else parameter_part(layer.bias, cut, collective.rank, collective.size)
+        )
         self.cuts = {"weight": cut} if layer.bias is None else {"weight": cut, "bias": cut}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self._region, collective = region, region.collective
         cut = Cut(AXIS, 1)
-        self.weight = _parameter(layer.weight, cut, collective)
+        self.weight = parameter_part(layer.weight, cut, collective.rank, collective.size)
         self.bias = layer.bias
         self.cuts = {"weight": cut}
 
@@ -95,7 +97,7 @@ class VocabularyEmbedding(nn.Module):
         self._first = sum(lengths[: collective.rank])
         self.num_ids = sum(lengths)
         self._padding = layer.padding_idx
-        self.weight = _parameter(layer.weight, cut, collective)
+        self.weight = parameter_part(layer.weight, cut, collective.rank, collective.size)
         self.cuts = {"weight": cut}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -109,8 +111,3 @@ class VocabularyEmbedding(nn.Module):
             # A padding row is looked up but never trained.
             found = torch.where(keeps.unsqueeze(-1), found, found.detach())
         return self.between.leave(found.masked_fill(~is_here.unsqueeze(-1), 0))
-
-
-def _parameter(whole: torch.Tensor, cut: Cut, collective: Collective) -> nn.Parameter:
-    part = part_of(whole.detach(), cut, collective.rank, collective.size)
-    return nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -34,6 +34,7 @@ from ringspark.estimators.parallel.model.tensor.layers import (
     VocabularyEmbedding,
 )
 from ringspark.estimators.parallel.model.tensor.loss import Scores
+from ringspark.models.module_hooks import find_hook, has_gradient_hook
 from ringspark.models.reports import CountingLayer
 from ringspark.models.transformer import TransformerLM, scores
 from ringspark.models.whole_rows import WholeRows
@@ -86,7 +87,8 @@ def _without_blocks(style: str, blocks: int) -> None:
 
 def _vocabulary(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     _without_blocks("vocabulary", blocks)
-    if not isinstance(layer, nn.Embedding):
+    # Subclasses may scale what they look up; those of `parametrize` compute their weight.
+    if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
         raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
     return VocabularyEmbedding(layer, region)
 
@@ -95,6 +97,26 @@ def _linear(layer: nn.Module) -> nn.Linear:
     if type(layer) is not nn.Linear:
         raise ValueError(f"styles of columns and rows are for nn.Linear, got {type(layer).__name__}")
     return layer
+
+
+def _check_plain(layer: nn.Module) -> None:
+    """Refuses a layer that computes or holds more than its class does: its part would not.
+
+    Raises:
+        ValueError: The layer has a hook, a weight that is computed, or further tensors.
+    """
+    hook = "a gradient hook" if has_gradient_hook(layer) else find_hook(layer)
+    if hook is not None:
+        raise ValueError(
+            f"it has {hook}, which a worker's part does not run; put it on the module around the layer, or "
+            "leave the layer out of the plan"
+        )
+    own = {*layer._parameters, *layer._buffers, *layer._modules}
+    if "weight" not in layer._parameters or own - {"weight", "bias"}:
+        raise ValueError(
+            f"it holds {', '.join(sorted(own))}, and a worker's part has a weight and a bias alone; leave "
+            "the layer out of the plan"
+        )
 
 
 # Name -> what takes the layer's place.
@@ -246,6 +268,7 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
                 )
             try:
                 part = STYLES[style](layer, region, blocks)
+                _check_plain(layer)
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot cut {name!r}: {error}") from None
             if any(getattr(part, key).numel() < 1 for key in part.cuts):

@@ -16,10 +16,11 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync, PlainSync
-from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.mesh import AXES, Mesh
 from ringspark.estimators.parallel.model.cut import join
 from ringspark.estimators.parallel.model.expert import expert_names, spread_experts
 from ringspark.estimators.parallel.model.expert_sum import ExpertSum
+from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
@@ -29,6 +30,7 @@ from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
 from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models.experts.layer import Experts
 
 CPU = torch.device("cpu")
 PARTS, EXPERTS = 2, 5  # the ranks do not divide the experts
@@ -210,3 +212,11 @@ def test_a_network_without_enough_experts_is_refused() -> None:
         spread_experts(_network({"router": "switch"}), seat)
     with pytest.raises(ValueError, match="needs a mixture of experts, and Linear has none; give the model"):
         spread_experts(nn.Linear(2, 2), seat)
+
+
+def test_a_hook_on_experts_that_get_other_rows_is_refused() -> None:
+    network = _network({"router": "switch"})
+    experts = next(layer for layer in network.modules() if isinstance(layer, Experts))
+    experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="have a forward hook, which would see rows of other workers"):
+        check_spread(network, dict.fromkeys(AXES, 1) | {"expert": 2}, {})

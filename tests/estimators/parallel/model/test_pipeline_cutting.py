@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.pipeline.cutting import (
     cut_by_names,
     cut_stages,
@@ -21,6 +22,7 @@ from ringspark.estimators.parallel.model.pipeline.cutting import (
 from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
 from ringspark.estimators.parallel.model.pipeline.ties import find_ties
 from ringspark.estimators.parallel.model.pipeline.wire import _DTYPES, Form, _described, _read
+from ringspark.estimators.parallel.model.spread import check_spread
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link, links_of
 
@@ -134,3 +136,22 @@ def test_the_forms_of_values_survive_their_description() -> None:
     assert _described(()).shape == described.shape
     with pytest.raises(ValueError, match="can pass on some"):
         _described(forms * 9)
+
+
+def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
+    """The whole network runs a hook of its own once, and each of its stages would run it again."""
+    sizes = dict.fromkeys(AXES, 1) | {"pipeline": 2}
+    network = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    # A Sequential with a hook of any kind stays in one piece.
+    network[1].register_full_backward_hook(lambda *_: None)
+    assert [link.name for link in links_of(network)] == ["0", "1"]
+    check_spread(network, sizes, {})
+    network[0].weight.register_hook(torch.abs)
+    check_spread(network, sizes, {})
+    with pytest.raises(ValueError, match="gradient hooks on its weights, and schedule 'pipedream'"):
+        check_spread(network, sizes, {"schedule": "pipedream"})
+    network.register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        ValueError, match="Sequential has a forward hook, which a pipeline would run once for"
+    ):
+        check_spread(network, sizes, {})

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import AXES
 from ringspark.estimators.parallel.model.spread import check_spread
-from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, region_of
+from ringspark.estimators.parallel.model.stand_in import StandIn
+from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, region_of, spread_tensor
 from ringspark.models import TransformerLM
 
 
@@ -51,6 +53,50 @@ class Shared(nn.Module):
 def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_spread(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": plan})
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 2
+
+
+def _with(change: Callable[[nn.Linear], object]) -> nn.Module:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    change(network[0])  # type: ignore[arg-type]
+    return network
+
+
+@pytest.mark.parametrize(
+    ("network", "style", "message"),
+    [
+        (_with(lambda layer: layer.register_forward_hook(lambda *_: None)), "row", "has a forward hook"),
+        (_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), "row", "a backward hook"),
+        (_with(spectral_norm), "column_joined", "has a forward pre-hook"),
+        (_with(lambda layer: setattr(layer, "forward", abs)), "column", "has a forward of its own"),
+        (
+            _with(lambda layer: layer.register_buffer("mask", torch.ones(4))),
+            "row",
+            "holds bias, mask, weight",
+        ),
+        (nn.Sequential(Scaled(4, 4)), "vocabulary", "is for nn.Embedding, got Scaled"),
+    ],
+)
+def test_a_layer_that_computes_more_than_its_class_is_not_cut(
+    network: nn.Module, style: str, message: str
+) -> None:
+    """A part would drop it, and train another network without a word."""
+    with pytest.raises(ValueError, match=f"cannot cut '0': .*{message}"):
+        check_spread(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": {"0": style}})
+
+
+def test_a_gradient_hook_is_refused_and_attributes_of_weights_stay() -> None:
+    region: Any = region_of(StandIn(0, 2))  # type: ignore[arg-type]
+    network = _with(lambda layer: setattr(layer.weight, "decays", False))
+    spread_tensor(network, region, {"0": "row"})
+    assert network.get_parameter("0.weight").decays is False  # type: ignore[attr-defined]
+    hooked = _with(lambda layer: layer.weight.register_hook(torch.abs))
+    with pytest.raises(ValueError, match="has a gradient hook"):
+        spread_tensor(hooked, region, {"0": "row"})
 
 
 SIZES = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2}
