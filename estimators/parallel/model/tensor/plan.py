@@ -119,6 +119,20 @@ def _check_plain(layer: nn.Module) -> None:
         )
 
 
+def _avoid_fast_paths(module: nn.Module) -> None:
+    """Has torch's transformer layers call their cut layers: in evaluation they read their weights instead."""
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(
+            hasattr(c, "cuts") for c in layer.children()
+        ):
+            layer.activation_relu_or_gelu = 0
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoder) and any(
+            getattr(own, "activation_relu_or_gelu", None) == 0 for own in layer.layers
+        ):
+            layer.use_nested_tensor = False
+
+
 # Name -> what takes the layer's place.
 STYLES: dict[str, Any] = {
     "column": _column,
@@ -300,6 +314,7 @@ def spread_tensor(module: nn.Module, region: Region, plan: Mapping[str, Any]) ->
     if not cuts:
         raise ValueError(f"parallelism's plan fits no layer of {type(module).__name__}; set its 'plan'")
     _check_between(module, region)
+    _avoid_fast_paths(module)
     if region.draws is not None:
         region.draws.watch(module)
     return cuts

@@ -99,6 +99,19 @@ def test_a_gradient_hook_is_refused_and_attributes_of_weights_stay() -> None:
         spread_tensor(hooked, region, {"0": "row"})
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_layers_of_torch_call_their_cut_layers_in_evaluation_too(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=norm_first)
+    network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    ranks = StandIn(0, 2)
+    plan = {"layers.*.linear1": "column", "layers.*.linear2": "row"}
+    spread_tensor(network, region_of(ranks), plan)  # type: ignore[arg-type]
+    padding = torch.tensor([[False, False, True]])
+    with torch.no_grad():
+        network(torch.randn(1, 3, 4), src_key_padding_mask=padding)
+    assert [message.kind for message in ranks.messages] == ["all_reduce"] * 2
+
+
 SIZES = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2}
 PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
