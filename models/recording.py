@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +10,7 @@ from torch import nn
 
 from ringspark.models.operators import ON_SIZES, function_of
 from ringspark.models.outputs import as_outputs
+from ringspark.models.process_state import PROCESS, quiet
 from ringspark.models.program import FORMAT_VERSION, Entry, Json, Program, encode
 
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
@@ -59,12 +56,14 @@ def recorded(
         NoProgramError: The network cannot be recorded.
     """
     try:
-        exported = traced(module, samples(TRACED_ROWS), varying)
-        text, tensors = _text_of(_without_writes(exported), module)
-        program = Program(text)
-        for name, tensor in tensors.items():
-            program.put(name, tensor)
-        _try(program, module, samples, lengths)
+        # A trace changes `nn.Module`, so no other network runs meanwhile either.
+        with PROCESS:
+            exported = traced(module, samples(TRACED_ROWS), varying)
+            text, tensors = _text_of(_without_writes(exported), module)
+            program = Program(text)
+            for name, tensor in tensors.items():
+                program.put(name, tensor)
+            _try(program, module, samples, lengths)
     except NoProgramError:
         raise
     except Exception as error:  # tracing runs the module's code
@@ -76,7 +75,8 @@ def traced(
     module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
 ) -> torch.export.ExportedProgram:
     """Returns torch's record of the network's evaluation, of which only tensors come out."""
-    with torch.no_grad(), _quiet():
+    # Its errors are raised as well, and its result is tried.
+    with PROCESS, torch.no_grad(), quiet():
         return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
 
 
@@ -96,19 +96,6 @@ class _Outputs(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         outputs = as_outputs(self.module(*inputs))
         return outputs[0] if len(outputs) == 1 else outputs
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps back what torch says of a trace: its errors are raised as well, and its result is tried."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _text_of(
@@ -155,7 +142,7 @@ def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.Expo
     targets = [node.target for node in exported.graph.nodes]
     if not any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
         return exported
-    with torch.no_grad(), _quiet():
+    with PROCESS, torch.no_grad(), quiet():
         exported = exported.run_decompositions({})
     graph = exported.graph
     for node in list(graph.nodes):

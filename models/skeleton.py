@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from ringspark.models.process_state import PROCESS, forked_random
+
 
 def skeleton(module: nn.Module) -> nn.Module:
     """Returns a copy of the module without weights; copies no number of a parameter on the way."""
@@ -73,14 +75,15 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     for layer in recurrent:
         # They keep weak references to their weights, and what has one cannot be swapped.
         layer._flat_weight_refs = []
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.load_state_dict(cast, assign=True)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-        for layer in recurrent:
-            layer._init_flat_weights()
+    with PROCESS:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.load_state_dict(cast, assign=True)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+            for layer in recurrent:
+                layer._init_flat_weights()
 
 
 def changed_state(start: nn.Module, trained: nn.Module) -> list[str]:
@@ -132,11 +135,12 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 
     hook = register_module_parameter_registration_hook(cast(Any, to_meta))
     try:
-        with torch.random.fork_rng(devices=[]):
-            return build()
-    except Exception:
-        # The constructor probably looked at its own weights. Any other error is raised again below.
-        hook.remove()
-        return skeleton(build())
+        with forked_random():
+            try:
+                return build()
+            except Exception:
+                # The constructor probably looked at its own weights. Any other error is raised again below.
+                hook.remove()
+                return skeleton(build())
     finally:
         hook.remove()

@@ -16,6 +16,7 @@ from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
 from ringspark.estimators.training.arguments import Layout
 from ringspark.estimators.training.batch_transforms import prepare_inputs, prepared
 from ringspark.estimators.training.feed import zeros
+from ringspark.models.process_state import PROCESS
 from ringspark.models.program import Program
 from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, recorded, traced
 from ringspark.pipelines import storage
@@ -148,11 +149,12 @@ def _described(item: ModelInput) -> BatchArray:
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
-    torch.onnx.export(
-        program,
-        f=file,
-        input_names=list(names),
-        dynamo=True,
-        external_data=num_bytes > _ONNX_LIMIT,
-        verbose=False,
-    )
+    with PROCESS:
+        torch.onnx.export(
+            program,
+            f=file,
+            input_names=list(names),
+            dynamo=True,
+            external_data=num_bytes > _ONNX_LIMIT,
+            verbose=False,
+        )

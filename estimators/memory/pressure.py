@@ -32,6 +32,7 @@ from ringspark.estimators.training.kept_rows import reading_needs
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import shared_generators_kept
+from ringspark.models.process_state import forked_random
 from ringspark.pipelines import ShardManifest
 
 # Copies of the trained parameters: more than any named optimizer keeps as its state.
@@ -107,7 +108,7 @@ def check(
         return None
     limit = min(known, key=lambda found: found.num_bytes)
     # A user's network may draw numbers where it is made or run, and Spark uses this process again.
-    with torch.random.fork_rng(devices=[]), shared_generators_kept():
+    with forked_random(), shared_generators_kept():
         return _check(config, objects, manifest, limit)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
 from ringspark.models import apply_activation_checkpoint
+from ringspark.models.process_state import forked_random, ignored_warnings
 
 MOST_MICRO_BATCHES = 2
 
@@ -126,16 +126,15 @@ def on_fake_tensors(
     if objects.transform_batch is not None:
         transform = BatchTransform(objects.transform_batch, config.seed, 0, device)
     with (
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices=gpus),
+        # A network or an optimizer repeats its warnings when it trains.
+        ignored_warnings(),
+        forked_random(gpus),
         torch.autograd.set_multithreading_enabled(False),
         FakeTensorMode(allow_non_fake_inputs=True),
         _quiet(),
         meter,
         ExitStack() as entered,
     ):
-        # A network or an optimizer repeats its warnings when it trains.
-        warnings.simplefilter("ignore")
         for mode in others:
             entered.enter_context(mode)
         yield FakeStep(config, objects, empty, device, meter, transform)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ringspark.estimators.search.objective import Objective
 from ringspark.estimators.search.stop_file import ask_to_stop
 from ringspark.estimators.training.history import EpochRecord, read_history
+from ringspark.models.process_state import ignored_warnings
 
 
 class RunningTrial:
@@ -60,9 +60,8 @@ class RunningTrial:
         # The last epoch has been paid for; one before the last report has been judged by that driver.
         if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
             return
-        with warnings.catch_warnings():
-            # numpy says so of values that are not numbers; such a trial is pruned.
-            warnings.simplefilter("ignore", RuntimeWarning)
+        # numpy warns of values that are not numbers; such a trial is pruned.
+        with ignored_warnings(category=RuntimeWarning):
             self.is_pruned = bool(self.trial.should_prune())
         if self.is_pruned:
             self.stop()

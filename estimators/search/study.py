@@ -7,12 +7,12 @@ one after the other are the same in every search of one seed, also in one whose 
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 from ringspark.estimators.names import check_name
+from ringspark.models.process_state import ignored_warnings
 from ringspark.pipelines import storage
 
 JOURNAL = "journal.log"
@@ -74,9 +74,8 @@ def sampler_of(sampler: Any, seed: int, number: int) -> Any:
     """Returns the sampler of one trial; one that the user made is used as it is."""
     if not isinstance(sampler, str):
         return sampler
-    with warnings.catch_warnings():
-        # optuna 4 says so of a parameter that its version 5 sets by itself.
-        warnings.filterwarnings("ignore", message=".*constant_liar")
+    # optuna 4 warns of a parameter that its version 5 sets by itself.
+    with ignored_warnings(".*constant_liar"):
         return SAMPLERS[sampler](import_optuna(), zlib.crc32(f"{seed} {number}".encode()))
 
 

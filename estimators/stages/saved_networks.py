@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import nn
@@ -18,6 +17,7 @@ from torch import nn
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import local_file, replacing
 from ringspark.models.descriptions import built
+from ringspark.models.process_state import forked_random
 from ringspark.models.program import Program
 from ringspark.models.skeleton import build_skeleton
 from ringspark.pipelines import storage
@@ -53,7 +53,7 @@ def load_network(uri: str, param: str, description: Mapping[str, Any], *, is_fit
         return build_skeleton(lambda: built(description))
     if not storage.exists(storage.join(uri, _start(param))):
         raise ValueError(f"{_start(param)} is missing")
-    with torch.random.fork_rng(devices=[]):
+    with forked_random():
         module = built(description)
     with local_file(uri, _start(param)) as path:
         try:

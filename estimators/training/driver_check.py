@@ -53,6 +53,7 @@ from ringspark.estimators.training.tuning.freezing import tuned
 from ringspark.estimators.training.tuning.pretrained import check_pretrained
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.outputs import as_outputs
+from ringspark.models.process_state import forked_random
 from ringspark.models.skeleton import copied
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
@@ -112,7 +113,7 @@ def own_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module) 
 
 
 # Making a network draws random numbers; the fork keeps the driver's own random state.
-@torch.random.fork_rng(devices=[])
+@forked_random()
 def check_training(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest
 ) -> tuple[TrainConfig, list[Shape]]:

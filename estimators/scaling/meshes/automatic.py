@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, of_machine
 from ringspark.estimators.memory.budget import network_name, reason
@@ -34,6 +32,7 @@ from ringspark.estimators.scaling.meshes.report import ParallelismPlan
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import shared_generators_kept
+from ringspark.models.process_state import forked_random
 from ringspark.pipelines import ShardManifest
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ def choose_parallelism(
     choice = _kept(config, begun) if begun is not None else None
     if choice is None:
         # A user's network may draw numbers where it is made or run, and Spark uses this process again.
-        with torch.random.fork_rng(devices=[]), shared_generators_kept():
+        with forked_random(), shared_generators_kept():
             choice = _chosen(config, objects, manifest, begun, budget, limits, chooses_micro, is_here)
     _logger.info("parallelism='auto': %s", choice.told)
     return choice

@@ -7,7 +7,6 @@ torch.distributed and hangs if a rank saw no rows.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
@@ -24,6 +23,7 @@ from ringspark.estimators.training.objective.metrics import METRICS, check_metri
 from ringspark.estimators.training.objective.own_metrics import as_number
 from ringspark.estimators.training.objective.own_states import OwnState, own_state
 from ringspark.models.generators import Tensors
+from ringspark.models.process_state import ignored_warnings
 
 
 class MetricSet:
@@ -166,9 +166,8 @@ class MetricSet:
                         metric.merge_state(own)
         if not num_rows:
             return dict.fromkeys(self.names, nan)
-        with warnings.catch_warnings():
-            # torchmetrics warns that `update` was not called, but the merged states hold its results.
-            warnings.simplefilter("ignore", UserWarning)
+        # torchmetrics warns that `update` was not called, but the merged states hold its results.
+        with ignored_warnings(category=UserWarning):
             values = [self._value(name, metric, num_rows) for name, metric in merged.items()]
         if self._own:
             # A user's code may give each rank another number, and all ranks must decide alike by it.

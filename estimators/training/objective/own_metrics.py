@@ -6,7 +6,6 @@ They are named and checked as they are given, and tried on a few rows before a g
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from ringspark.estimators.training.objective.own_states import (
     own_state,
     what,
 )
+from ringspark.models.process_state import ignored_warnings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +200,8 @@ def tried(
 def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any, bool]:
     """Returns the metric's value over some rows, and whether it is a function of single rows."""
     device = torch.device("cpu")
-    with warnings.catch_warnings():
-        # Of labels or outputs that are all alike, which those of a trial may be.
-        warnings.simplefilter("ignore")
+    # Of labels or outputs that are all alike, which those of a trial may be.
+    with ignored_warnings():
         is_function = not is_torchmetric(metric)
         per_row = is_function and gives_rows(metric(matched(output, label), label), len(label))
         state, merged = (own_state(metric, per_row, device) for _ in range(2))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ringspark.models.lora import adapted, merged_state
+from ringspark.models.process_state import forked_random
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -55,7 +56,7 @@ def _beside_and_merged(module: nn.Module, run: Callable[[], Tensors]) -> tuple[T
     # Of zeros, a first layer's adapter would make zeros.
     hook = module.register_forward_pre_hook(_random_inputs)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with forked_random():
             for layer in layers.values():
                 # The product is about as large as the layer's own weight.
                 layer.lora_B.normal_(std=1 / layer._lora_scale)  # type: ignore[operator, arg-type]

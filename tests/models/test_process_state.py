@@ -1,0 +1,125 @@
+"""What several threads do to networks at once leaves the process as it was, and each thread heard."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.models.process_state import forked_random, ignored_warnings, quiet
+from ringspark.models.recording import recorded
+from ringspark.models.skeleton import fill
+
+
+class Net(nn.Module):
+    """Warns, logs and prints where it is traced; changes a buffer, so that torch decomposes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        warnings.warn("while it runs", UserWarning, stacklevel=2)
+        result: torch.Tensor = self.layers(inputs)
+        return result
+
+
+def state() -> tuple[Any, ...]:
+    """Returns what a trace changes for a while."""
+    ignored = [entry for entry in warnings.filters if entry[0] == "ignore"]
+    return sys.stderr, logging.root.manager.disable, ignored
+
+
+def test_networks_are_recorded_from_several_threads() -> None:
+    before, nets = state(), [Net().eval() for _ in range(3)]
+    start = threading.Barrier(len(nets))
+
+    def record(net: nn.Module) -> torch.Tensor:
+        start.wait()
+        program = recorded(net, lambda rows: (torch.zeros(rows, 3),), [{0: torch.export.Dim("batch", min=1)}])
+        return program(torch.ones(4, 3))
+
+    with ignored_warnings(), ThreadPoolExecutor(len(nets)) as pool:
+        found = list(pool.map(record, nets))
+        expected = [net(torch.ones(4, 3)) for net in nets]
+    assert all(torch.allclose(*pair) for pair in zip(found, expected, strict=True))
+    assert state() == before
+
+
+def test_only_the_thread_that_asks_for_quiet_is_silent(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def speak(name: str) -> None:
+        print(name, file=sys.stderr)
+        logging.getLogger("torch.some").warning(name)
+        warnings.warn(name, UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as warned, quiet(), ThreadPoolExecutor(1) as pool:
+        warnings.simplefilter("always")  # in front of what the quiet thread has there
+        with ignored_warnings():
+            speak("quiet")
+            pool.submit(speak, "heard").result()
+            logging.getLogger("torch.some").error("an error")
+    logging.getLogger("torch.some").warning("later")
+    assert capsys.readouterr().err.splitlines()[0] == "heard"
+    assert [record.message for record in caplog.records] == ["heard", "an error", "later"]
+    assert [str(warning.message) for warning in warned] == ["heard"]
+
+
+def overlap(work: Callable[[int, Callable[[], None]], Any]) -> list[Any]:
+    """Runs two threads: the second begins in the middle of the first, whose end it awaits in its own middle.
+
+    Threads that are kept apart wait for each other in vain, for half a second.
+    """
+    in_first, in_second, after_first = (threading.Event() for _ in range(3))
+
+    def first() -> Any:
+        found = work(1, lambda: (in_first.set(), in_second.wait(0.5)))  # type: ignore[func-returns-value]
+        after_first.set()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(first)]
+        in_first.wait()
+        futures.append(
+            pool.submit(work, 2, lambda: (in_second.set(), after_first.wait(0.5)))  # type: ignore[arg-type]
+        )
+        return [future.result() for future in futures]
+
+
+def test_two_threads_that_draw_random_numbers_do_not_meet() -> None:
+    before = torch.get_rng_state()
+
+    def work(seed: int, between: Callable[[], None]) -> float:
+        with forked_random():
+            torch.manual_seed(seed)
+            between()
+            return torch.rand(1).item()
+
+    found = overlap(work)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found == [work(seed, lambda: None) for seed in (1, 2)]
+
+
+class Waiting(nn.Module):
+    """Calls a function in the middle of `load_state_dict`."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        super().__init__()
+        self.between = between
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.between()
+
+
+def test_two_threads_that_fill_modules_leave_torchs_setting_as_it_was() -> None:
+    overlap(lambda number, between: fill(Waiting(between), {}))
+    assert not torch.__future__.get_swap_module_params_on_conversion()
