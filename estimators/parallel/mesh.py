@@ -119,7 +119,7 @@ class Mesh:
                 sharers=Sharers(world, world, LocalCollective()),
                 expert_sharers=Sharers(world, world, LocalCollective()),
             )
-        if world.name != "torch":
+        if not hasattr(world, "part"):
             raise ValueError(
                 f"parallelism needs collective 'torch', got {world.name!r}; set collective='torch', or give "
                 "all workers to 'data'"

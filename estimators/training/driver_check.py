@@ -17,7 +17,6 @@ from torch import nn
 
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
-from ringspark.estimators.parallel.model.tensor.plan_check import check_own_plan
 from ringspark.estimators.parallel.server.parameter_server import check_optimizer
 from ringspark.estimators.parallel.sharded.pieces import ELEMENTWISE, is_elementwise
 from ringspark.estimators.training.arguments import layout_in, with_arguments
@@ -31,6 +30,7 @@ from ringspark.estimators.training.data_check import (
     check_regression,
 )
 from ringspark.estimators.training.feed import zeros
+from ringspark.estimators.training.mesh_check import check_mesh
 from ringspark.estimators.training.objective.heads import Head, make_heads, with_outputs
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
@@ -44,7 +44,7 @@ from ringspark.estimators.training.optimizers.late_compiler import do_without_co
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
-from ringspark.estimators.training.probe import PROBE_ROWS, Shape, prepared_samples, probe, samples
+from ringspark.estimators.training.probe import PROBE_ROWS, Shape, probe, samples
 from ringspark.estimators.training.schema_check import check_network, check_schema, monitored
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.settings.rules import makes_dense
@@ -143,9 +143,8 @@ def check_training(
     if scaling is not None:
         _log.info("%s", scaling)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
-    plan = config.parallelism.get("plan")
-    if plan and config.axes["tensor"] > 1:
-        check_own_plan(module, config.axes["tensor"], plan, prepared_samples(config, manifest, objects))
+    if config.cuts_network:
+        check_mesh(config, objects, manifest, module)
     if config.pretrained is not None:
         check_pretrained(config.pretrained, module)
     _check_average(config, steps.total)

@@ -27,8 +27,7 @@ def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor
     layout = layout_in(manifest, names)
 
     def sample(number: int, name: str) -> torch.Tensor:
-        array, column = manifest.described(name), manifest.column_of(name)
-        values = torch.from_numpy(np.zeros((PROBE_ROWS, *array.shape), network_dtype(array.dtype)))
+        values, column = _zeros(name, manifest, PROBE_ROWS), manifest.column_of(name)
         if layout and layout[number] == number:
             values[:] = torch.arange(PROBE_ROWS)
         elif name == column.kind.arguments(column.name)[0] and not values.is_floating_point():
@@ -38,6 +37,37 @@ def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor
         return values
 
     return tuple(sample(number, name) for number, name in enumerate(names))
+
+
+def random_samples(
+    names: Sequence[str], manifest: ShardManifest, num_rows: int, *, zero_ids: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Returns random rows of the inputs called `names`; of varying length, one value a row.
+
+    Args:
+        zero_ids: Whether integers are 0, for networks that take fewer ids in some places of an array.
+    """
+    layout, generator = layout_in(manifest, names), torch.Generator().manual_seed(0)
+
+    def sample(number: int, name: str) -> torch.Tensor:
+        values, column = _zeros(name, manifest, num_rows), manifest.column_of(name)
+        if layout and layout[number] == number:
+            values[:] = torch.arange(num_rows)
+        elif name not in column.kind.arguments(column.name):
+            # The length of a row that is filled up, or whether a value is null.
+            values[:] = column.kind.length or 0 if isinstance(column.kind, Padded) else 0
+        elif values.is_floating_point():
+            values.normal_(generator=generator)
+        elif not zero_ids:
+            values.random_(0, _largest_id(column, manifest) + 1, generator=generator)
+        return values
+
+    return tuple(sample(number, name) for number, name in enumerate(names))
+
+
+def _zeros(name: str, manifest: ShardManifest, num_rows: int) -> torch.Tensor:
+    array = manifest.described(name)
+    return torch.from_numpy(np.zeros((num_rows, *array.shape), network_dtype(array.dtype)))
 
 
 def _largest_id(column: Column, manifest: ShardManifest) -> int:

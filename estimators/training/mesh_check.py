@@ -1,0 +1,423 @@
+"""Compares, on the driver, a network spread over a mesh with the whole one, before any worker starts.
+
+All ranks of one replica run the code of a training in threads of the driver, on random rows: a pass in
+evaluation mode, and the forward and backward passes of a step. Outputs and the gradient of every parameter
+must equal those of the whole network. So a plan that mixes features, a hook that a sharded layer drops, or
+weights that `forward` reads past their layer are refused before they train something else.
+
+Invariant: random numbers refuse nothing. Dropout and noise are constants in training mode, and a result that
+changes with the seed of the whole network is not compared.
+
+The check costs a step of the whole network and one of all ranks on `PROBE_ROWS` rows, twice as many with
+gradientAccumulation or experts. The ranks share the driver's weights except for sharded ones, so with both
+sets of gradients the driver holds up to four times the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import RankError, run_in_turns
+from ringspark.estimators.parallel.base import GradientSync, PlainSync
+from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.mesh import Mesh
+from ringspark.estimators.parallel.model.expert_sum import ExpertSum
+from ringspark.estimators.parallel.model.layout import layout_of
+from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
+from ringspark.estimators.parallel.model.spread import partial_gradients, spread
+from ringspark.estimators.training.arguments import Layout, layout_in
+from ringspark.estimators.training.batch_transforms import try_transform
+from ringspark.estimators.training.feed import Batch, zeros
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.objective.sums import Seen
+from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.probe import PROBE_ROWS, random_samples, samples
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.step import Recipe
+from ringspark.models.batch_norm import accept_single_rows
+from ringspark.models.generators import seed_rank, shared_generators_kept
+from ringspark.models.skeleton import copied
+from ringspark.pipelines import ShardManifest
+
+_log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+# Largest accepted difference, relative to the largest element of the expected tensor. Shards sum in another
+# order, which rounds fp32 by some 1e-6 of the largest element; real mistakes differ by 1e-2 and more. Single
+# elements are no measure: many are small differences of large numbers.
+TOLERANCE = 1e-3
+# The same relative to the largest element of all gradients: the gradient of a bias before a softmax, or
+# before a normalization, is zero except for rounding.
+ZERO_TOLERANCE = 1e-5
+# Rounding errors by which weights move, to see how far an ill-conditioned network's results move.
+_ROUNDING = 8 * torch.finfo(torch.float32).eps
+
+# Option of `parallelism` -> remedy where the network does not go with it.
+_REMEDIES = {
+    "plan": "a layer sharded by 'column' passes on its part of the outputs, and only one sharded by 'row' "
+    "takes a part: name both layers of each pair, with nothing in between that mixes features, or take "
+    "'column_joined'",
+    "tensor": "let forward call the layers that are sharded and read none of their weights itself, or leave "
+    "'tensor' out of parallelism",
+    "pipeline": "let links() return all that forward does, in its order, or leave 'pipeline' out of "
+    "parallelism",
+    "sequence": "let each layer that looks at several tokens ask the network's `rows` for them, or leave "
+    "'sequence' out of parallelism",
+    "expert": "leave 'expert' out of parallelism",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Random rows, as arguments of `forward`.
+
+    Attributes:
+        training: As transformBatch returns them.
+        prediction: As transformInPrediction returns them.
+        layout: Which of them hold rows of varying length.
+        costs: Arguments by which the stages of a pipeline are balanced; None to balance parameters.
+    """
+
+    training: tuple[torch.Tensor, ...]
+    prediction: tuple[torch.Tensor, ...]
+    layout: Layout
+    costs: Sequence[torch.Tensor] | None
+
+
+class _Key(NamedTuple):
+    """Name of a result: of which mode, of which micro-batch if it is an output, and its name in messages."""
+
+    mode: str
+    micro_batch: int | None
+    name: str
+
+
+_Results = dict[_Key, torch.Tensor]
+
+
+class _Difference(NamedTuple):
+    """The largest difference of a result, and the largest element that the result should have."""
+
+    key: _Key
+    size: float
+    scale: float
+
+
+def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, module: nn.Module) -> None:
+    """Refuses a network that the mesh does not compute like one process.
+
+    Args:
+        config: Its `parallelism` spreads the network.
+        module: The whole network, on the CPU; it is not changed.
+
+    Raises:
+        ValueError: Outputs or gradients differ, or a rank fails; the message says which, and the remedy.
+    """
+    name, mesh = type(module).__name__, config.parallelism
+    remedy = "; ".join(words for key, words in _REMEDIES.items() if mesh.get(key, 1) not in (1, None))
+    with shared_generators_kept():
+        for zero_ids in (False, True):
+            check = _MeshCheck(config, _rows(config, objects, manifest, zero_ids))
+            try:
+                expected = check.compute_whole(module)
+                break
+            except Exception as error:  # of any kind: random rows may be none of the data's
+                failure = error
+        else:
+            _log.warning(
+                "parallelism %s is not checked, because %s fails on random rows: %s", mesh, name, failure
+            )
+            return
+        try:
+            differences = check.compare(module, expected)
+        except RankError as error:
+            cause = error.__cause__
+            problem = f"{type(cause).__name__}: {cause}"
+            raise ValueError(
+                f"model {name} does not run under parallelism {mesh} ({problem}); {remedy}"
+            ) from cause
+        if differences:
+            # Random numbers and rounding change these results of the whole network as well.
+            again = check.compute_whole(_with_rounding_errors(module), seed=1)
+            moved = {d.key: d.size for d in _differences(expected, again, tolerance=0.0)}
+            differences = [d for d in differences if d.size > 10 * moved.get(d.key, 0.0)]
+    if differences:
+        # An output that differs explains all gradients that do.
+        of_outputs = [d for d in differences if d.key.micro_batch is not None]
+        worst = max(of_outputs or differences, key=lambda d: d.size / max(d.scale, 1e-30))
+        raise ValueError(
+            f"model {name} under parallelism {mesh} does not compute what the whole network does: in "
+            f"{worst.key.mode} mode, {worst.key.name} is off by {worst.size:.3g}, where its largest element "
+            f"should be {worst.scale:.3g}; {remedy}"
+        )
+
+
+def _rows(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool) -> _Rows:
+    num_rows = PROBE_ROWS * _num_micro(config) * config.axes["expert"]
+    names, layout = config.input_columns, layout_in(manifest, config.input_columns)
+    given = random_samples(names, manifest, num_rows, zero_ids=zero_ids)
+    training = prediction = given
+    if objects.transform_batch is not None:
+        labels = tuple(zeros(manifest.array(label), num_rows) for label in config.label_columns)
+        training, _ = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
+    if objects.transform_in_prediction is not None:
+        prepare = objects.transform_in_prediction
+        prediction, _ = try_transform(prepare, "transformInPrediction", given, None, layout)
+    costs = None if objects.transform_batch is not None else samples(names, manifest)
+    return _Rows(training=training, prediction=prediction, layout=layout, costs=costs)
+
+
+class _MeshCheck:
+    """The passes that are compared, of the whole network and of all ranks."""
+
+    def __init__(self, config: TrainConfig, rows: _Rows) -> None:
+        num_micro = _num_micro(config)
+        self._sizes = dict(config.axes) | {"data": 1, "shard": 1}
+        self._config = replace(
+            config,
+            precision="fp32",
+            on_non_finite="stop",
+            gradient_accumulation=num_micro,
+            batch_size=max(config.batch_size, num_micro * config.num_workers),
+            batch_size_schedule=(),
+        )
+        self._rows = rows
+        self._num_rows = PROBE_ROWS * num_micro * self._sizes["expert"]
+        self._heads = [Head(label=name, loss=_projected) for name in config.label_columns]
+        shares = self._sizes["expert"]
+        self._training = self._shares(rows.training, num_micro, shares)
+        self._prediction = self._shares(rows.prediction, num_micro, shares)
+
+    def compute_whole(self, module: nn.Module, seed: int = 0) -> _Results:
+        """Returns the results of one process."""
+        network = _with_shared_weights(module)
+        buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+        sync = PlainSync(network, _optimizer(network))
+        passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing)
+        found: _Results = {}
+        for share in range(len(self._training)):
+            # A rank's running statistics know the rows of its own share alone.
+            with torch.no_grad():
+                for buffer, start in buffers:
+                    buffer.copy_(start)
+            found |= self._run(passes, sync, share, seed)
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                found[_gradient_of(name)] = _dense(parameter)
+        return found
+
+    def compare(self, module: nn.Module, expected: _Results) -> list[_Difference]:
+        """Returns all differences of a mesh from `expected`.
+
+        Raises:
+            RankError: A rank failed.
+        """
+        found = run_in_turns(math.prod(self._sizes.values()), partial(self._compare, module, expected))
+        return [difference for own in found for difference in own]
+
+    def _compare(self, module: nn.Module, expected: _Results, world: Collective) -> list[_Difference]:
+        """Returns the differences of one rank. Runs on every rank."""
+        mesh = Mesh.of(world, self._sizes)
+        network = _with_shared_weights(module)
+        num_micro = self._config.gradient_accumulation
+        pipeline = spread(network, mesh, self._config.parallelism, num_micro, self._rows.costs, _CPU)
+        sync = self._sync(network, mesh, pipeline)
+        passes: Passes
+        if pipeline is not None:
+            passes = PipelinedPasses(self._recipe(sync), sync, pipeline, mesh)
+        else:
+            parts = partial_gradients(network)
+            passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing, parts)
+        found = self._run(passes, sync, mesh.data_rank, 0)
+        sync.reduce()
+        layout = layout_of(network)
+        assert layout is not None
+        own = dict(expected)
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                key = _gradient_of(layout.whole_name(name))
+                found[key], own[key] = _dense(parameter), layout.own(name, expected[key])
+        return list(_differences(own, found, TOLERANCE))
+
+    def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
+        """Returns the outputs in both modes for one share of the rows; leaves the gradients."""
+        seed_rank(seed, 0, 0)
+        found: _Results = {}
+        sync.network.eval()
+        own = self._prediction[share]
+        with torch.no_grad():
+            for batch in own:
+                found |= _outputs("evaluation", passes.evaluate(batch, keeps_outputs=True))
+            for _ in range(self._config.gradient_accumulation - len(own)):
+                passes.evaluate_without_rows(self._rows.prediction)
+        sync.module.train()
+        divisor = float(self._num_rows)
+        with _ConstantNoise():  # type: ignore[no-untyped-call]
+            seen = passes.train(
+                self._training[share], divisor, inputs=self._rows.training, keeps_outputs=True
+            )
+            for _ in range(passes.steps_under_way):
+                passes.drain()
+        return found | _outputs("training", seen)
+
+    def _recipe(self, sync: GradientSync) -> Recipe:
+        criterion = Criterion(self._heads, _CPU, sync.network)
+        return Recipe(config=self._config, criterion=criterion, scaler=LossScaler("fp32", _CPU), device=_CPU)
+
+    def _sync(self, network: nn.Module, mesh: Mesh, pipeline: PipelinePasses | None) -> GradientSync:
+        """Returns what sums this rank's gradients with those of the other ranks of one copy."""
+        optimizer = _optimizer(network)
+        if not any(parameter.requires_grad for parameter in network.parameters()):
+            return PlainSync(network, optimizer)
+        if mesh.sizes["expert"] > 1:
+            rounds = 0 if pipeline is not None else self._config.gradient_accumulation
+            return ExpertSum(network, optimizer, mesh, rounds=rounds)
+        return synchronize(network, optimizer, mesh.gradients)
+
+    def _shares(self, inputs: tuple[torch.Tensor, ...], num_micro: int, shares: int) -> list[list[Batch]]:
+        """Returns the micro-batches of each rank that reads rows of its own; the last rank lacks one."""
+        rows = torch.arange(self._num_rows) // PROBE_ROWS  # number of the micro-batch
+        batch = Batch(inputs=inputs, labels=(rows,) * len(self._heads), weight=None, layout=self._rows.layout)
+        micro_batches = batch.split(num_micro * shares)
+        dealt = [
+            micro_batches[begin : begin + num_micro] for begin in range(0, len(micro_batches), num_micro)
+        ]
+        if shares > 1:
+            dealt[-1].pop()
+        return dealt
+
+
+class _ConstantNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random numbers by constants, so that shards of a tensor get those of the whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            values, probability, is_training = args
+            if is_training and probability < 1:
+                return values / (1 - probability), torch.ones_like(values, dtype=torch.bool)
+        result = func(*args, **kwargs)
+        if name in _NOISE:
+            result.fill_(_NOISE[name])
+        return result
+
+
+_NOISE = {
+    "bernoulli_": 1.0,
+    "bernoulli": 1.0,
+    "rand": 0.5,
+    "rand_like": 0.5,
+    "uniform_": 0.5,
+    "randn": 1.0,
+    "randn_like": 1.0,
+    "normal_": 1.0,
+}
+
+
+def _num_micro(config: TrainConfig) -> int:
+    """Returns the number of micro-batches of each rank that reads rows of its own."""
+    # A rank without rows serves the other ranks' tokens in one of two rounds.
+    return 2 if config.axes["expert"] > 1 else min(config.gradient_accumulation, 2)
+
+
+def _projected(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Returns a loss per row to which every element of an output adds with another factor, (rows,)."""
+    factors = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(0))
+    return (output * factors).flatten(1).mean(1) if output.dim() > 1 else output * factors
+
+
+def _with_shared_weights(module: nn.Module) -> nn.Module:
+    """Returns a copy of the network whose parameters are the same memory; buffers are copied."""
+    memo: dict[int, object] = {
+        id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    network = copied(module, memo)
+    accept_single_rows(network)
+    return network
+
+
+def _with_rounding_errors(module: nn.Module) -> nn.Module:
+    """Returns a copy of the network whose weights differ by some rounding errors."""
+    network = copied(module)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + _ROUNDING * torch.randn_like(parameter))
+    return network
+
+
+def _optimizer(network: nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer that takes no step; it names the trained parameters to a `GradientSync`."""
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.0)
+
+
+def _dense(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns a parameter's gradient; zeros for none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _gradient_of(name: str) -> _Key:
+    return _Key("training", None, f"the gradient of {name!r}")
+
+
+def _outputs(mode: str, seen: Sequence[Seen]) -> _Results:
+    return {
+        _Key(mode, int(label[0]), f"output {number}"): output
+        for micro_batch in seen
+        for number, (output, label) in enumerate(micro_batch.pairs)
+    }
+
+
+def _differences(expected: _Results, found: _Results, tolerance: float) -> Iterator[_Difference]:
+    """Yields the results that differ by more than the tolerance, relative to the expected size."""
+    gradients = [_largest(values) for key, values in expected.items() if key.micro_batch is None]
+    most = max(gradients, default=0.0)
+    for key, values in found.items():
+        wanted = expected[key]
+        scale = _largest(wanted)
+        if values.shape != wanted.shape:
+            shapes = f"shape {tuple(values.shape)}, and {tuple(wanted.shape)} in the whole network"
+            raise ValueError(f"in {key.mode} mode {key.name} has {shapes}")
+        size = _distance(wanted, values)
+        allowed = tolerance * scale
+        if key.micro_batch is None and tolerance:
+            allowed = max(allowed, ZERO_TOLERANCE * most)
+        if size > allowed:
+            yield _Difference(key, size, scale)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Returns the size of the largest finite element."""
+    sizes = values.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+    return float(sizes.max()) if sizes.numel() else 0.0
+
+
+def _distance(wanted: torch.Tensor, values: torch.Tensor) -> float:
+    """Returns the largest difference; elements that are NaN or infinite in both are equal."""
+    is_same = (wanted == values) | (wanted.isnan() & values.isnan())
+    sizes = (wanted - values).abs().masked_fill(is_same, 0.0).nan_to_num(nan=math.inf)
+    return float(sizes.max()) if sizes.numel() else 0.0
+
+
+def _nothing(number: int, count: int, rows: int) -> None:
+    return

@@ -1,0 +1,173 @@
+"""The driver compares a network spread over a mesh with the whole one, and refuses what differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.estimators.training.driver_check import check_training
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.settings.parallelism import AXES
+from ringspark.models import ModelSpec
+from ringspark.models.chain import Link
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+WIDTH = 8
+
+
+class Pair(nn.Module):
+    """Two layers, the first sharded by its outputs and the second by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def tensor_plan(self, ranks: int) -> dict[str, str]:
+        return {"up": "column", "down": "row"}
+
+    def links(self) -> list[Link]:
+        return [Link("up", self.up, ("up",)), Link("down", self._end, ("norm", "down"))]
+
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(x)) + self.norm.weight.sum() + self.norm.bias.sum()
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._end(self.up(x))
+
+
+class Mixing(Pair):
+    """Mixes features where each rank has some of them."""
+
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.softmax(x, -1)) + self.norm.weight.sum() + self.norm.bias.sum()
+        return out
+
+
+class Fast(Pair):
+    """Reads weights past their layer, in evaluation alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(x)
+        return self._end(self.up(x)) + self.up.weight.sum()
+
+
+class Scaled(Pair):
+    """Learns a number between the two layers, of whose gradient each rank has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._end(x * self.scale)
+
+
+class Skipping(Pair):
+    """Leaves out of its links what forward does at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.1
+
+
+class Noisy(Pair):
+    """Draws random numbers in training, of whatever shape a rank has."""
+
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = F.dropout(x, 0.5, self.training)
+        return super()._end(dropped + torch.randn_like(x) if self.training else dropped)
+
+
+class Chaotic(Pair):
+    """Draws random numbers that no mode of torch sees."""
+
+    def _end(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._end(x * (1 + np.random.random() if self.training else 1))
+
+
+def _check(
+    make_shards: MakeShards, folder: Path, model: nn.Module | ModelSpec, mesh: dict[str, Any], **changes: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    manifest = make_shards(
+        {
+            "x": rng.normal(size=(64, WIDTH)).astype(np.float32),
+            "ids": rng.integers(0, 11, size=(64, 6)),
+            "y": rng.normal(size=64).astype(np.float32),
+        }
+    )
+    if "pipeline" in mesh:
+        changes["gradient_accumulation"] = 2
+    given = {"model": model.to_json()} if isinstance(model, ModelSpec) else {}
+    workers = math.prod(size for axis, size in mesh.items() if axis in AXES)
+    mesh_of = {"parallelism": mesh, "num_workers": workers, "collective": "torch"}
+    config = config_of(manifest, folder, **given, **mesh_of, **changes)
+    objects = UserObjects(module=None if given else model)
+    check_training(config, objects, manifest)
+
+
+@pytest.mark.parametrize(
+    ("network", "mesh", "message"),
+    [
+        (
+            Mixing,
+            {"tensor": 2},
+            "Mixing under .* in evaluation mode, output 0 is off by .*leave 'tensor' out",
+        ),
+        (Fast, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
+        (Scaled, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
+        (Skipping, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
+    ],
+    ids=["mixing", "fast", "scaled", "skipping"],
+)
+def test_a_network_that_a_mesh_computes_otherwise_is_refused(
+    make_shards: MakeShards, tmp_path: Path, network: type[nn.Module], mesh: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _check(make_shards, tmp_path, network(), mesh)
+
+
+_TRANSFORMER = {"vocab_size": 11, "max_seq_len": 6, "dim": 8, "depth": 4, "num_heads": 2, "out_features": 1}
+MLP = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [16] * 5, "out_features": 1, "norm": "batch"})
+TRANSFORMER = ModelSpec("transformer_classifier", {**_TRANSFORMER, "padding_id": 0, "dropout": 0.1})
+MIXTURE = ModelSpec(
+    "transformer_classifier",
+    {**_TRANSFORMER, "experts": {"num_experts": 3, "router": "gshard", "balance_weight": 0.5}},
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        (Pair(), {"tensor": 2}),
+        (Pair(), {"pipeline": 2}),
+        (Noisy(), {"tensor": 2}),
+        (Chaotic(), {"pipeline": 2}),
+        (MLP, {"tensor": 2, "pipeline": 2}),
+        (MLP, {"tensor": 4, "plan": {"*linear": ["grid", [2, 2]], "head": ["grid", [1, 4]]}}),
+        *((MLP, {"pipeline": 2, "schedule": name}) for name in ("gpipe", "zero_bubble", "pipedream", "2bw")),
+        *((MLP, {"pipeline": 2, "schedule": name, "virtual": 2}) for name in ("interleaved", "zbv")),
+        (TRANSFORMER, {"data": 2, "tensor": 2, "between": "parts"}),
+        (TRANSFORMER, {"sequence": 2}),
+        (MIXTURE, {"expert": 2}),
+        (MIXTURE, {"pipeline": 2, "expert": 2}),
+        (MIXTURE, {"sequence": 2, "tensor": 2}),
+    ],
+    ids=lambda value: value.target if isinstance(value, ModelSpec) else str(value),
+)
+def test_a_network_that_a_mesh_computes_alike_is_taken(
+    make_shards: MakeShards, tmp_path: Path, model: nn.Module | ModelSpec, mesh: dict[str, Any]
+) -> None:
+    is_text = isinstance(model, ModelSpec) and model is not MLP
+    _check(make_shards, tmp_path, model, mesh, input_columns=("ids",) if is_text else ("x",))
