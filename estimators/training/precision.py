@@ -98,7 +98,7 @@ class LossScaler:
 
         Args:
             combine: Returns the maximum of a tensor (1,) over all ranks; all ranks call it once per step
-                if they hold different gradients. Unused if no step is ever skipped.
+                if they hold different gradients or losses. Unused if no step is ever skipped.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
                 fixed scale of 1.
         """
@@ -108,6 +108,7 @@ class LossScaler:
         self.skipped_steps = 0
         self._device = device
         self._combine = combine
+        self._bad_loss = torch.zeros(1, device=device)  # above 0 if a loss of this step is not finite
         self._overflow: torch.Tensor | None = None  # this step's flags once known; above 0 after an overflow
         self._scaler = torch.amp.GradScaler(
             device.type,
@@ -122,6 +123,13 @@ class LossScaler:
         """Returns the loss to differentiate."""
         return self._scaler.scale(loss)
 
+    def note_loss(self, losses: torch.Tensor) -> None:
+        """Has all ranks skip this step if a loss is not finite; does not wait for the device.
+
+        The gradients need not show it: a rank may have only rows that do not reach any parameter.
+        """
+        self._bad_loss += (~losses.isfinite()).any()
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings the gradients to their true size; a second call in one step does nothing."""
         if not self.enabled or self._overflow is not None:
@@ -129,7 +137,7 @@ class LossScaler:
         self._scaler.unscale_(optimizer)
         found: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
         # A rank whose part of the gradients is empty has no flag, but still takes part in `combine`.
-        total = torch.zeros(1, device=self._device)
+        total = self._bad_loss.clone()
         for flag in found.values():
             total += flag.to(self._device)
         if self._combine is not None:
@@ -167,6 +175,7 @@ class LossScaler:
         if self.enabled:
             self._scaler.update(None if self._scales else 1.0)
             self._overflow = None
+            self._bad_loss.zero_()
 
     @property
     def current_scale(self) -> float:

@@ -78,14 +78,15 @@ class Running:
             steps: Batch size and optimizer steps of every epoch.
             pipeline: Runs the stages of a network that is cut into some; None for one that is not.
         """
-        # Ranks that hold parts of the gradients must agree on overflows; else all see the same numbers.
-        combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ else None
+        guards = config.on_non_finite != "stop"
+        # Ranks hold different gradient shards or losses, so they must agree on which steps to skip.
+        combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ or guards else None
         self.transform: BatchTransform | None = None
         if objects.transform_batch is not None:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
         self.observation = observation
         self.prepare = prepared(objects.transform_in_prediction, device, training=False)
-        self.scaler = LossScaler(config.precision, device, combine, guards=config.on_non_finite != "stop")
+        self.scaler = LossScaler(config.precision, device, combine, guards=guards)
         self.recipe = Recipe(
             config=config,
             criterion=Criterion(heads, device, sync.network),

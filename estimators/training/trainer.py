@@ -197,20 +197,30 @@ class Trainer:
 
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         """Takes one optimizer step, the epoch's `step`-th. Runs on every rank."""
+        running = self._running
         self._sync.optimizer.zero_grad()
         # If the step is undone, so are its changes of running statistics.
         buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
         own_rows = batch.num_rows
         seen = self._backward(batch, global_rows)
+        if self._guards and not running.passes.steps_under_way:
+            # Else the gradients of these losses belong to a later step.
+            for micro_batch in seen:
+                self._scaler.note_loss(micro_batch.losses)
         if self._together is None:
             # Before its gradients spoil the weights of others, who might be blamed while this rank waits.
             self._note_losses(step, seen)
         self._take_step(own_rows, global_rows)
-        if self._guards and self._scaler.skipped:
-            self._on_skipped(step, seen, buffers)
-        elif not self._scaler.skipped and self._together is not None:
+        if self._scaler.skipped:
+            bad = self._ranks_with_bad_loss(seen)
+            # All ranks leave out the losses of one, as one rank with all rows would.
+            running.sums.add(seen, metrics_only=bool(bad))
+            if self._guards:
+                self._on_skipped(step, bad, buffers)
+            return
+        if self._together is not None:
             self._note_losses(step, seen)
-        self._running.sums.add(seen, finite_only=self._scaler.skipped)
+        running.sums.add(seen)
 
     def _drain(self) -> None:
         """Takes the steps whose gradients are still to come, if the passes run ahead of the weights."""
@@ -251,13 +261,16 @@ class Trainer:
         keeps = running.sums.takes_outputs and bool(micro_batches)
         return running.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
-    def _on_skipped(
-        self, step: int, seen: list[Seen], buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Reports whose losses made all ranks skip a step, and rolls back if the config says so."""
+    def _ranks_with_bad_loss(self, seen: list[Seen]) -> tuple[int, ...]:
+        """Returns the ranks with a loss that is not finite in this step. Runs on every rank."""
         is_bad = not all(micro_batch.is_finite for micro_batch in seen)
         flags = self._mesh.world.all_gather(torch.tensor([int(is_bad)]))
-        ranks = tuple(rank for rank, flag in enumerate(flags) if int(flag))
+        return tuple(rank for rank, flag in enumerate(flags) if int(flag))
+
+    def _on_skipped(
+        self, step: int, ranks: tuple[int, ...], buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Reports which losses made all ranks skip a step, and rolls back if the config says so."""
         if not ranks and self._config.precision == "fp16":
             return  # an overflow while the loss scale adapts
         with torch.no_grad():

@@ -77,22 +77,20 @@ class Sums:
         self._counts = LayerCounts(network, device, layers, stages)
         self.takes_outputs = any(metric_set.names for metric_set in self._metrics)
 
-    def add(self, seen: Iterable[Seen], finite_only: bool = False) -> None:
+    def add(self, seen: Iterable[Seen], *, metrics_only: bool = False) -> None:
         """Adds the results of micro-batches without waiting for the device.
 
         Args:
-            finite_only: Leaves out micro-batches whose losses are not finite, and in metrics the rows
-                whose outputs are not; for a skipped step.
+            metrics_only: Adds no loss, and to metrics only rows with finite outputs; for a step with a loss
+                that is not finite.
         """
         for losses, weights, pairs, counts in seen:
             self._counts.add(counts)
-            if finite_only:
-                finite = losses.isfinite()
-                losses, weights = torch.where(finite, losses, 0.0), torch.where(finite, weights, 0.0)
-            self._loss_sums.add_(losses)
-            self._weight_sums.add_(weights)
+            if not metrics_only:
+                self._loss_sums.add_(losses)
+                self._weight_sums.add_(weights)
             for metric_set, (output, label) in zip(self._metrics, pairs, strict=False):
-                if finite_only:
+                if metrics_only:
                     kept = output.reshape(len(output), -1).isfinite().all(1)
                     output, label = output[kept], label[kept]
                 metric_set.update(output, label)

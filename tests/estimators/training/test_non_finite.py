@@ -27,6 +27,7 @@ from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 GANGS = [name for name in COLLECTIVES if name != "local"]
@@ -220,6 +221,41 @@ def test_rollback_ends_where_it_does_not_help(make_shards: MakeShards, tmp_path:
         match=r"epoch 1, step 3: the loss of rank 0 .* 5 times half the rate from step 2 did not help; lower",
     ):
         train_here(config, objects())
+
+
+class InfiniteLoss:
+    """Infinite at the label 7, where it has no gradient."""
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return torch.where(label == 7.0, math.inf, (output[:, 0] - label).square())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sharding", ["none", pytest.param("gradients", marks=pytest.mark.slow)])
+def test_ranks_skip_what_one_rank_skips_and_report_its_loss(
+    make_shards: MakeShards, tmp_path: Path, sharding: str
+) -> None:
+    """The bad row is the only one of its rank in that step."""
+    columns = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
+    columns["y"] = np.where(np.arange(16) == 5, 7.0, columns["x"].sum(1)).astype(np.float32)
+    config = config_of(
+        make_shards(columns, num_files=1),
+        tmp_path / "one",
+        on_non_finite="skip",
+        losses=("custom",),
+        batch_size=2,
+        model=ModelSpec("linear", {"in_features": 4, "out_features": 1}).to_json(),
+    )
+    gang = replace(
+        config, run_uri=str(tmp_path / "two"), num_workers=2, collective="torch", sharding=sharding
+    )
+    own = UserObjects(losses=(InfiniteLoss(),))
+    one, two = train_here(config, own), small_training.train_gang(gang, own)
+    assert [(found.epoch, found.step) for found in two.non_finite] == [(1, 3), (2, 3)]
+    assert [(found.epoch, found.step) for found in one.non_finite] == [(1, 3), (2, 3)]
+    for mine, theirs in zip(one.history, two.history, strict=True):
+        assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
+        assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
 
 
 CASES: dict[str, dict[str, Any]] = {
