@@ -37,7 +37,7 @@ from ringspark.estimators.collectives.rendezvous.channel import (
 # Connections that strangers may hold, in addition to one per rank.
 MAX_STRANGERS = 64
 # While there is no room, a peer that has not proved itself for this long is disconnected for the next one.
-_CROWDED_SECONDS = 1.0
+CROWDED_SECONDS = 1.0
 # Pause between two looks for room. The server looks only while a connection waits in the queue.
 _PAUSE_SECONDS = 0.01
 # The longest time, in seconds, that a request waits at the server; then the client asks again.
@@ -351,7 +351,7 @@ class RendezvousServer:
         """Takes the next connection from the system's queue, if there is room for it."""
         if len(self._unproved) + len(self._members) >= self._size + MAX_STRANGERS:
             oldest, deadline = next(iter(self._unproved.items()))
-            if deadline.when() - self.loop.time() > HANDSHAKE_SECONDS - _CROWDED_SECONDS:
+            if deadline.when() - self.loop.time() > HANDSHAKE_SECONDS - CROWDED_SECONDS:
                 self._pause()
                 return
             oldest.end()

@@ -89,7 +89,7 @@ class RemoteLink:
             self._connection = socket.create_connection(address, timeout=timeout_seconds)
             try:
                 self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                prove_as_client(self._connection, token, worker)
+                prove_as_client(self._connection, token, worker, timeout_seconds)
             except OSError:
                 self._connection.close()
                 raise

@@ -14,12 +14,13 @@ from contextlib import suppress
 from typing import Any
 
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
+from ringspark.estimators.collectives.rendezvous.server import CROWDED_SECONDS, MAX_STRANGERS
 from ringspark.estimators.parallel.server import wire
 from ringspark.estimators.parallel.server.table import Table, WorkerLeftError
 
-# The most peers at a time that have not yet proved themselves.
-_MAX_UNPROVED = 64
 _ACCEPT_SECONDS = 0.5
+# Pause between two looks for room, while the system's queue holds new connections.
+_PAUSE_SECONDS = 0.01
 # Least seconds between two messages that somebody has taken a step: a worker that waits for thousands of
 # steps on one server does not read what the others say meanwhile.
 _NOTICE_SECONDS = 0.1
@@ -40,7 +41,8 @@ class ShardServer:
         self._token = token
         self._expected = set(range(size)) - {rank}
         self._lock = threading.Lock()
-        self._unproved: dict[socket.socket, None] = {}
+        # Each with the time at which it came.
+        self._unproved: dict[socket.socket, float] = {}
         self._workers: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
         self._sent = 0
@@ -49,7 +51,7 @@ class ShardServer:
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._listener.bind(address)
-            self._listener.listen(size + _MAX_UNPROVED)
+            self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
         except OSError:
             self._listener.close()
             raise
@@ -93,6 +95,10 @@ class ShardServer:
             with self._lock:
                 if self._closed or self._expected <= set(self._workers):
                     break
+                has_room = self._has_room()
+            if not has_room:
+                time.sleep(_PAUSE_SECONDS)
+                continue
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
@@ -106,18 +112,24 @@ class ShardServer:
             self._begin(connection)
         self._close_port()
 
+    def _has_room(self) -> bool:
+        """Whether there is room for a connection; if there is none for long, the oldest stranger leaves."""
+        if len(self._unproved) + len(self._workers) < len(self._expected) + MAX_STRANGERS:
+            return True
+        oldest, since = next(iter(self._unproved.items()))
+        if time.monotonic() - since < CROWDED_SECONDS:
+            return False
+        del self._unproved[oldest]
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
     def _begin(self, connection: socket.socket) -> None:
         with self._lock:
             if self._closed:
                 connection.close()
                 return
-            if len(self._unproved) >= _MAX_UNPROVED:
-                # A worker needs milliseconds to prove itself; the oldest is a stranger.
-                oldest = next(iter(self._unproved))
-                del self._unproved[oldest]
-                with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-            self._unproved[connection] = None
+            self._unproved[connection] = time.monotonic()
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name="ringspark-parameter-server", daemon=True
             )

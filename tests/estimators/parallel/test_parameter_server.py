@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -397,10 +397,25 @@ def test_a_rank_that_is_gone_ends_the_others_and_is_named(name: str, tmp_path: P
     assert "rank 1" in (tmp_path / "told").read_text()
 
 
-def _served(token: bytes) -> tuple[ShardServer, Table]:
+def _served(token: bytes, size: int = 2) -> tuple[ShardServer, Table]:
     held = nn.Parameter(torch.zeros(4))
-    table = Table({0: held}, torch.optim.SGD([held], lr=1.0), 2, Consistency(bound=None), 5.0)
-    return ShardServer(table, "127.0.0.1", token, rank=0, size=2), table
+    table = Table({0: held}, torch.optim.SGD([held], lr=1.0), size, Consistency(bound=None), 5.0)
+    return ShardServer(table, "127.0.0.1", token, rank=0, size=size), table
+
+
+def test_workers_that_connect_at_once_push_none_of_them_out() -> None:
+    server, _ = _served(b"t" * 32, size=100)
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        # Nobody proves itself before all are there.
+        workers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+            for _ in range(99)
+        ]
+        for connection in workers:
+            assert connection.recv(1, socket.MSG_PEEK)
+        for worker, connection in enumerate(workers, start=1):
+            prove_as_client(connection, b"t" * 32, worker)
 
 
 def test_a_stranger_is_disconnected_and_a_member_is_served() -> None:
