@@ -94,6 +94,17 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     assert "--finished goes with --remove-older-than HOURS" in capsys.readouterr().err
 
 
+def test_finished_runs_are_removed_only_if_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "run-0123456789ab"
+    folder.mkdir()
+    for name in ("owner.json", "result.json"):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (0, 0))
+    for options, is_left in (([], True), (["--finished"], False)):
+        assert run("runs", str(tmp_path), "--remove-older-than", "24", *options) == 0
+        assert folder.exists() == is_left
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

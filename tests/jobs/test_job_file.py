@@ -1,0 +1,61 @@
+"""Job files read without a process: values, lines of mistakes, sources of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ringspark.jobs.job_file import JobFile, read_section
+from ringspark.jobs.row_source import RowSource
+
+TEXT = "inner:\n  count: 010\n  names: {a: 1}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    count: int
+    names: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    inner: Inner
+
+
+def test_numbers_are_those_of_yaml_1_2_and_booleans_are_none() -> None:
+    assert read_section(JobFile.parse("job.yaml", TEXT), Job).inner.count == 10
+    with pytest.raises(ValueError, match=r"job.yaml, line 2: inner.count must be a whole number, got True"):
+        read_section(JobFile.parse("job.yaml", TEXT.replace("010", "true")), Job)
+
+
+def test_a_mistake_below_a_changed_key_is_told_of_the_option() -> None:
+    file = JobFile.parse("job.yaml", TEXT).changed("inner.names={}")
+    assert str(file.error(("inner", "names", "a"), "wrong")) == "--set inner.names: wrong"
+    assert str(file.error(("inner", "count"), "wrong")) == "job.yaml, line 2: wrong"
+
+
+def test_a_key_that_stands_twice_in_json_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"job\.json: 'a' stands there twice; keep one"):
+        JobFile.parse("job.json", '{"a": 1, "a": 2}')
+
+
+@pytest.mark.parametrize(
+    ("source", "trains", "problem"),
+    [
+        ({}, True, "must have one of the keys"),
+        ({"parquet": "/a", "csv": "/b"}, True, "got parquet and csv"),
+        ({"shards": "/a"}, False, "must be rows that Spark reads, not shards"),
+        ({"parquet": "/a", "inPlace": True}, False, "must be rows that Spark reads, not inPlace"),
+        ({"csv": "/a", "inPlace": True}, True, "only from parquet or delta, got csv"),
+        ({"shards": "/a", "where": "x > 1"}, True, "cannot have 'where', because shards are read whole"),
+        ({"parquet": "/a", "version": 0}, True, "can have a version only with delta"),
+        ({"delta": "/a", "version": 0}, False, ""),
+        ({"parquet": "/a", "inPlace": True}, True, ""),
+    ],
+)
+def test_a_source_of_rows_says_what_refuses_it(source: dict[str, Any], trains: bool, problem: str) -> None:
+    found = RowSource(**source).problem(trains=trains)
+    assert problem in found
+    assert bool(problem) == bool(found)
