@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import selectors
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import IO, Any
 
 from ringspark.estimators.failures import LOST, Failure
 from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.witness import LENGTH_BYTES
+from ringspark.estimators.launch.witness import LENGTH_BYTES, READ_BYTES, write_all
 from ringspark.estimators.training import rank_log
 from ringspark.pipelines import storage
 
@@ -55,8 +56,9 @@ class RankOutput:
         self._witness: subprocess.Popen[bytes] | None = None
         # What the descriptors were before; empty once they are so again.
         self._before: dict[int, int] = {}
-        # The pipes' other ends. While they are open, a print does not fail, also if the witness is killed.
-        self._sources: list[int] = []
+        # The pipes' other ends and where each leads. While they are open, a print does not fail, also if the
+        # witness is killed.
+        self._sources: dict[int, int] = {}
         self._restoring = threading.Lock()
         self._done, self._is_told = threading.Event(), threading.Event()
 
@@ -72,6 +74,8 @@ class RankOutput:
             out, out_target, err, err_target, answers, answers_target = ends
             kept = [os.dup(descriptor) for descriptor in (1, 2, out, err)]
             witness = self._call_witness(out, err, answers_target)
+            # A thread that finds no witness waits until all is in place.
+            opened.enter_context(self._restoring)
             self._thread = threading.Thread(
                 target=self._run,
                 args=(witness, os.fdopen(os.dup(answers), "rb")),
@@ -81,7 +85,7 @@ class RankOutput:
             self._thread.start()
             _flush()
             # From here on nothing fails.
-            self._before, self._sources = dict(zip((1, 2), kept[:2], strict=True)), kept[2:]
+            self._before, self._sources = {1: kept[0], 2: kept[1]}, {kept[2]: 1, kept[3]: 2}
             os.dup2(out_target, 1)
             os.dup2(err_target, 2)
             self._witness = witness
@@ -107,9 +111,7 @@ class RankOutput:
             for descriptor, before in self._before.items():
                 os.dup2(before, descriptor)
                 os.close(before)
-            for source in self._sources:
-                os.close(source)
-            self._before, self._sources = {}, []
+            self._before = {}
 
     def _call_witness(self, *descriptors: int) -> subprocess.Popen[bytes]:
         # Modules that Spark has shipped are on this process's path alone.
@@ -141,10 +143,28 @@ class RankOutput:
                 self._is_told.set()
                 self._store(text)
         except (OSError, EOFError):
-            # The witness was killed: without it nobody reads the pipes.
+            # The witness was killed: without it nobody reads the pipes, and prints that wait would fail.
             self._restore()
+            self._is_told.set()
+            self._pass_on()
         finally:
             self._is_told.set()
+            for source in self._sources:
+                os.close(source)
+
+    def _pass_on(self) -> None:
+        """Passes on what is in the pipes, until nobody can write to them any more."""
+        with selectors.DefaultSelector() as selector:
+            for source in self._sources:
+                selector.register(source, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, READ_BYTES)
+                    if not data:
+                        selector.unregister(key.fd)
+                    # Nobody may listen any more.
+                    with suppress(OSError):
+                        write_all(self._sources[key.fd], data)
 
     def _store(self, text: bytes) -> None:
         # A store that fails now may take the next one.

@@ -22,7 +22,7 @@ TAIL_BYTES = 1 << 17
 # An answer is this many bytes, the length of what follows, which may be nothing.
 LENGTH_BYTES = 4
 
-_READ_BYTES = 1 << 16
+READ_BYTES = 1 << 16
 # For the store that the output goes to.
 _STORE_SECONDS = 60
 
@@ -72,7 +72,7 @@ def main() -> None:
         # What the rank has written comes first: the pipes' own ends may be held by a child of the rank.
         if sources := [source for source in ready if source in targets]:
             for source in sources:
-                data = os.read(source, _READ_BYTES)
+                data = os.read(source, READ_BYTES)
                 # Nobody may listen any more.
                 with suppress(OSError):
                     os.write(targets[source], data)
@@ -88,7 +88,7 @@ def main() -> None:
         elif command := os.read(0, 1):
             text = kept.text() if is_new else b""
             with suppress(OSError):
-                _write_all(answers, len(text).to_bytes(LENGTH_BYTES, "big") + text)
+                write_all(answers, len(text).to_bytes(LENGTH_BYTES, "big") + text)
             is_new = False
             if command == b"!":
                 watched = [source for source in watched if source in targets]
@@ -100,7 +100,8 @@ def main() -> None:
     _store(kept.text())
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes all of the bytes; blocks until they are taken."""
     while data:
         data = data[os.write(descriptor, data) :]
 

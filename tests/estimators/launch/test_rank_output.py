@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,35 @@ def test_a_rank_whose_witness_is_killed_prints_on(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLS_WITNESS, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "after the witness"
+    assert sorted(done.stdout.splitlines()) == ["after the witness", "into the pipe"]
+
+
+KILLS_WITNESS_AND_PRINTS_ON = """
+import subprocess, sys
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.rank_output import RankOutput
+
+with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
+    output._witness.kill()
+    output._witness.wait()
+    child = subprocess.Popen([sys.executable, "-c", "for n in range(20_000): print('child', n, flush=True)"])
+    for number in range(20_000):  # more than a pipe holds
+        print("rank", number, flush=True)
+    assert child.wait() == 0
+"""
+
+
+def test_a_print_that_waits_for_a_killed_witness_reaches_the_log(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS_WITNESS_AND_PRINTS_ON, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (f"{who} {number}\n" for who in ("rank", "child") for number in range(20_000))
+    # Lines that waited may come between two parts of later ones.
+    assert Counter(done.stdout) == Counter("".join(lines))
 
 
 @given(st.lists(st.binary(max_size=12), max_size=30))
