@@ -16,6 +16,10 @@ from ringspark.estimators.training.step_log import StepRecord
 
 Status = Literal["finished", "failed", "cancelled"]
 
+# Stores cannot append. A file that is written again with every epoch would cost the square of their number,
+# so a tracker writes it again after an epoch if it has grown by this share, and at the end.
+GROWTH = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.base import GROWTH, Listener, RunEnd, RunStart, Tracker
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines import storage
@@ -23,8 +23,9 @@ class JsonLinesTracker(Tracker):
     """Writes one JSON object a line: "event" is "start", "step", "epoch" or "end"; NaN is null.
 
     Attributes:
-        path: Local file of the driver, to which the lines are appended; unset: `tracking/events.jsonl` in the
-            run directory, which is written anew with every epoch, since stores cannot append.
+        path: Local file of the driver, to which the lines are appended at once; unset:
+            `tracking/events.jsonl` in the run directory. Stores cannot append, so that file is written again
+            at the end, and after an epoch if it has grown by a tenth.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -42,23 +43,27 @@ class _Lines(Listener):
     def __init__(self, run: str, uri: str, path: Path | None) -> None:
         self._run, self._uri, self._path = run, uri, path
         self._lines: list[str] = []
+        self._size = self._written = 0
 
-    def write(self, events: Sequence[dict[str, Any]], ends: bool = True) -> None:
+    def write(self, events: Sequence[dict[str, Any]], growth: float = 0.0) -> None:
+        """Adds lines, and writes the run directory's file if it has grown by more than a share of it."""
         lines = [json.dumps({"run": self._run} | _finite(event), allow_nan=False) for event in events]
+        text = "".join(f"{line}\n" for line in lines)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+                file.write(text)
             return
-        self._lines += lines
-        if ends:
-            text = "".join(f"{line}\n" for line in self._lines)
-            storage.write_atomic(self._uri, text.encode(), durable=False)
+        self._lines.append(text)
+        self._size += len(text)
+        if self._size >= (1 + growth) * self._written:
+            storage.write_atomic(self._uri, "".join(self._lines).encode(), durable=False)
+            self._written = self._size
 
     def steps(self, records: Sequence[StepRecord]) -> None:
-        self.write([{"event": "step", **asdict(record)} for record in records], ends=False)
+        self.write([{"event": "step", **asdict(record)} for record in records], growth=math.inf)
 
     def epoch(self, record: EpochRecord) -> None:
-        self.write([{"event": "epoch", **asdict(record)}])
+        self.write([{"event": "epoch", **asdict(record)}], growth=GROWTH)
 
     def end(self, end: RunEnd) -> None:
         self.write([{"event": "end", "status": end.status, "error": end.error}])

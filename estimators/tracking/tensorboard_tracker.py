@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.base import GROWTH, Listener, RunEnd, RunStart, Tracker
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines import storage
@@ -75,6 +75,7 @@ class _Events(Listener):
         self._writer: Any = SummaryWriter(self._folder)
         self._epochs: dict[int, EpochRecord] = {}
         self._last_step = -1
+        self._copied = 0
         settings = {**run.settings, **{f"data.{key}": value for key, value in run.data.items()}}
         self._writer.add_text("settings", _table(settings), 0)
         self._hparams = {name: value for name, value in settings.items() if _is_plain(value)}
@@ -87,7 +88,7 @@ class _Events(Listener):
             self._writer.add_scalar("step/train_loss", record.train_loss, record.step)
             self._writer.add_scalar("step/learning_rate", record.learning_rate, record.step)
             self._last_step = record.step
-        # A local reader sees them at once; a store gets whole files at each epoch.
+        # A local reader sees them at once; a store gets whole files.
         self._writer.flush()
 
     def epoch(self, record: EpochRecord) -> None:
@@ -100,7 +101,7 @@ class _Events(Listener):
         for name, value in _values(record).items():
             self._writer.add_scalar(f"epoch/{name}", value, step)
         self._writer.flush()
-        self._copy()
+        self._copy(GROWTH)
 
     def end(self, end: RunEnd) -> None:
         from torch.utils.tensorboard import summary
@@ -126,12 +127,15 @@ class _Events(Listener):
         restart = Event(step=step, session_log=SessionLog(status=SessionLog.START))
         self._writer.file_writer.add_event(restart, step)
 
-    def _copy(self) -> None:
-        """Copies the files to the store of the run; local ones are there already."""
-        if self._is_local:
+    def _copy(self, growth: float = 0.0) -> None:
+        """Copies the files to the store of the run if they have grown by a share; local ones are there."""
+        files = [] if self._is_local else sorted(Path(self._folder).iterdir())
+        size = sum(file.stat().st_size for file in files)
+        if size < (1 + growth) * self._copied:
             return
-        for file in sorted(Path(self._folder).iterdir()):
+        for file in files:
             storage.write_atomic(storage.join(self._target, file.name), file.read_bytes(), durable=False)
+        self._copied = size
 
 
 def _values(record: EpochRecord) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,12 +12,13 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.tracking.base import RunStart
+from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import TRACKERS, make_trackers
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.choices import TrackerName
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.models import ModelSpec
+from ringspark.pipelines import storage
 
 NETWORK = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
 
@@ -101,6 +103,26 @@ def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path)
         events._writer.close()  # type: ignore[attr-defined]
     found = sorted(_scalars(folder)["step/train_loss"] for folder in tmp_path.iterdir())
     assert found == [[(1, 0.3)], [(1, 0.4)]]
+
+
+@pytest.mark.parametrize(("name", "folder"), [("jsonl", "tracking"), ("tensorboard", "tracking/tensorboard")])
+def test_a_file_in_a_store_is_written_again_when_it_has_grown_by_a_tenth(name: str, folder: str) -> None:
+    (tracker,) = make_trackers([name], shows_progress=False)
+    listener = tracker.start(RunStart(name="stage", run_uri=f"memory://long-{name}"))
+    fs, place = storage.filesystem(f"memory://long-{name}/{folder}")
+    writes, sizes = set(), []
+    for number in range(1, 201):
+        listener.epoch(_epoch(number, 0.5))
+        (file,) = fs.ls(place)
+        writes.add(fs.modified(file["name"]))
+        sizes.append(file["size"])
+    listener.end(RunEnd(status="finished"))
+    assert len(writes) < 60
+    (file,) = fs.ls(place)
+    assert sizes[-1] > file["size"] / 1.2, "a reader is less than a tenth behind"
+    if name == "jsonl":
+        events = [json.loads(line)["event"] for line in fs.cat_file(file["name"]).splitlines()]
+        assert events == ["start", *["epoch"] * 200, "end"]
 
 
 @pytest.mark.spark
