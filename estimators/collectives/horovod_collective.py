@@ -47,6 +47,8 @@ _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
 # Of a message that Gloo sends both ways at once: a longer one travels one way before the other begins.
 _TURN_BYTES = 512 << 10
+# Horovod counts the elements of an all-to-all in 32 bits.
+_MOST_ELEMENTS = 2**31 - 1
 
 _logger = logging.getLogger(__name__)
 
@@ -183,6 +185,12 @@ class HorovodCollective(SharingMember):
 
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         # Horovod has no gather: each rank sends all of its tensor to rank 0, and nothing to the others.
+        if counts is not None and sum(counts) > _MOST_ELEMENTS:
+            width, others = tensor.element_size(), self.size - 1
+            arriving = [0 if self.rank else count * width for count in counts]
+            sent = [len(tensor) * width] + [0] * others
+            received = self._all_to_all(tensor.view(torch.uint8), sent, arriving)
+            return [] if self.rank else [p.view(tensor.dtype) for p in torch.split(received, arriving)]
         splits = torch.tensor([len(tensor)] + [0] * (self.size - 1), dtype=torch.int32)
         with peer_errors("gather"):
             joined, lengths = self._hvd.alltoall(

@@ -41,8 +41,10 @@ class SharingMember(ConnectedMember, ABC):
 
     @noted
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        # The libraries add memory to memory, and a rank's tensor may lie in another order than its peers'.
+        tensor = tensor.detach().contiguous()
         if memory := self._memory_for(tensor):
-            result = tensor.detach().clone(memory_format=torch.contiguous_format)
+            result = tensor.clone()
             memory.all_reduce_(result.view(-1), op)
         else:
             result = self._all_reduce(tensor, op)
@@ -57,22 +59,22 @@ class SharingMember(ConnectedMember, ABC):
         return self.operations.beside(name, partial(self._start_sum, tensor, name))
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
-        memory = self._memory_for(tensor)
+        tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
         if memory is None:
             start = partial(self._start_reduce_scatter, tensor, counts)
             return self.operations.beside("reduce_scatter", start)
         self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
 
         begin = sum(counts[: self.rank])
-        run = partial(memory.reduce_scatter, tensor.detach(), begin, begin + counts[self.rank])
+        run = partial(memory.reduce_scatter, tensor, begin, begin + counts[self.rank])
         return self.operations.when_waited("reduce_scatter", run)
 
     @noted
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        memory = self._memory_for(tensor)
+        tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
         if memory is None:
-            return self._all_gather(tensor.detach(), counts)
-        pieces = memory.all_gather(tensor.detach().contiguous())
+            return self._all_gather(tensor, counts)
+        pieces = memory.all_gather(tensor)
         if counts is None:
             self.traffic.all_gather([8] * self.size)
         self.traffic.all_gather([num_bytes([piece]) for piece in pieces])
@@ -80,10 +82,11 @@ class SharingMember(ConnectedMember, ABC):
 
     @noted
     def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        tensor = tensor.detach().contiguous()
         self.traffic.gather(num_bytes([tensor]))
         if memory := self._memory_for(tensor):
-            return memory.all_gather(tensor.detach().contiguous(), is_read=self.rank == 0)
-        return self._gather(tensor.detach(), counts)
+            return memory.all_gather(tensor, is_read=self.rank == 0)
+        return self._gather(tensor, counts)
 
     @noted
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from ringspark.estimators.collectives import (
     CollectiveError,
     Member,
     collective_class,
+    horovod_collective,
 )
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.collectives.horovod_collective import _check_name
@@ -60,6 +61,8 @@ def _results(size: int, name: str, work: Work) -> list[list[Any]]:
 def _operations(collective: Collective, device: str, status: Status) -> str:
     rank, size = collective.rank, collective.size
     mine = torch.tensor([float(rank), 1.0], dtype=torch.float64)
+    rows = torch.arange(6.0).view(2, 3)
+    columns = rows.t().contiguous().t()
     shared = torch.full((3,), float(rank))
     collective.broadcast([shared], root=size - 1)
     collective.barrier()
@@ -69,6 +72,9 @@ def _operations(collective: Collective, device: str, status: Status) -> str:
             "max": collective.all_reduce(mine, op="max").tolist(),
             "min": collective.all_reduce(mine, op="min").tolist(),
             "untouched": mine.tolist(),
+            # The libraries add memory, which lies in another order where a rank's tensor is transposed.
+            "transposed": collective.all_reduce(columns if rank else rows).tolist(),
+            "every other": [piece.tolist() for piece in collective.all_gather(torch.arange(4.0)[::2])],
             "shared": shared.tolist(),
             "rank": rank,
         }
@@ -85,6 +91,8 @@ def test_operations_agree_on_all_ranks(name: str, size: int) -> None:
             assert result["max"] == [size - 1, 1.0]
             assert result["min"] == [0.0, 1.0]
             assert result["untouched"] == [float(rank), 1.0]
+            assert result["transposed"] == (size * torch.arange(6.0).view(2, 3)).tolist()
+            assert result["every other"] == [[0.0, 2.0]] * size
             assert result["shared"] == [float(size - 1)] * 3
 
 
@@ -113,6 +121,10 @@ def _gathers(collective: Collective, device: str, status: Status) -> str:
     result["on root"] = [piece.tolist() for piece in collective.gather(torch.arange(3 * rank), known)]
     result["sent"] = collective.bytes_sent - before
     result["nothing on root"] = [len(piece) for piece in collective.gather(torch.zeros(0), [0] * size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(horovod_collective, "_MOST_ELEMENTS", 2)
+        long_pieces = collective.gather(torch.arange(3 * rank), known)
+    result["more than Horovod counts on root"] = [piece.tolist() for piece in long_pieces]
     files = gather_bytes(collective, bytes([0, 255]) * rank, to_all=False)
     result["bytes on root"] = [data.hex() for data in files]
     return json.dumps(result)
@@ -124,6 +136,7 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
     for rank, result in (one for road in _results(size, name, _gathers) for one in enumerate(road)):
         on_root = {
             "on root": [list(range(3 * r)) for r in range(size)],
+            "more than Horovod counts on root": [list(range(3 * r)) for r in range(size)],
             "nothing on root": [0] * size,
             "bytes on root": ["00ff" * r for r in range(size)],
         }
