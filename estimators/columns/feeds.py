@@ -7,14 +7,14 @@ sentence that names it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ringspark.estimators.training.feed import Array, as_input
-from ringspark.pipelines.kinds import Image, Kind, Padded, Ragged, Sparse
+from ringspark.pipelines.kinds import Binary, Image, Kind, Padded, Ragged, Sparse
 from ringspark.pipelines.kinds.base import is_list, list_offsets, make_lists
 from ringspark.pipelines.nulls import fill_nulls
 
@@ -74,6 +74,8 @@ class Feed:
                 raise null_error(self.name)
             valid = column.is_valid().to_numpy(zero_copy_only=False)
             column = fill_nulls(column)
+        if isinstance(kind, Binary) and self.fills_nulls:
+            kind = replace(kind, nullable=True)  # the rows of the training may have held no null
         if isinstance(kind, Padded | Ragged):
             leaf = column.flatten()
             if _holds_nan(leaf):
@@ -93,7 +95,7 @@ class Feed:
                     f"column {self.name!r} has an array of {longest} elements, the model was trained on "
                     f"up to {kind.length}; cut them first with F.slice"
                 )
-        return kind.finish("", rows)
+        return {part.removeprefix(self.name): made for part, made in kind.finish(self.name, rows).items()}
 
 
 def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Array]:

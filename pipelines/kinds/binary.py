@@ -177,9 +177,7 @@ class Binary(Kind):
                 array = decoder.decode(value, self.shape, self.dtype)
             except Exception as error:
                 problem = self._unreadable(value, error)
-                raise RuntimeError(
-                    f"column {name!r} {problem}; write the shards again without such rows"
-                ) from error
+                raise RuntimeError(f"column {name!r} {problem}; repair or drop such rows") from error
             if array.shape != self.shape or array.dtype != decoded.dtype:
                 raise ValueError(
                     f"column {name!r} holds {array.dtype} of shape {array.shape} where the manifest says "

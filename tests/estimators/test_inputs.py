@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image as Pillow
 from torch import nn
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
-from ringspark.estimators.columns.feeds import to_input
+from ringspark.estimators.columns.feeds import Feed, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.training.feed import to_tensor
-from ringspark.pipelines import Column, Scalar, open_reader, write_shards
+from ringspark.pipelines import Binary, Column, Scalar, open_reader, write_shards
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
@@ -129,6 +131,16 @@ def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> N
 def test_what_fit_refuses_transform_refuses(rows: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_input("x", pa.array(rows))
+
+
+def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none() -> None:
+    feed = Feed(name="x", kind=Binary("raw", shape=(2,)), fills_nulls=True)
+    assert feed(pa.array([b"ab", None], pa.binary())).tolist() == [[97, 98], [0, 0]]
+    image = io.BytesIO()
+    Pillow.fromarray(np.arange(48 * 48, dtype=np.uint8).reshape(48, 48)).save(image, "JPEG")
+    feed = Feed(name="x", kind=Binary("image", shape=(48, 48)))
+    with pytest.raises(RuntimeError, match=r"column 'x' holds \d+ bytes .*; repair or drop such rows"):
+        feed(pa.array([image.getvalue()[:-200]], pa.binary()))
 
 
 class _Sum(nn.Module):
