@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+import numpy as np
 import torch
 
 from ringspark.estimators.training.arguments import layout_in
@@ -66,6 +67,12 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
                         f"column {name!r} has {count} {what} values in the {split} rows; "
                         "filter or replace them before fit"
                     )
+            largest = max(abs(stats.minimum or 0), abs(stats.maximum or 0))
+            if largest > float(np.finfo(np.float32).max):
+                raise ValueError(
+                    f"column {name!r} holds values up to {largest:.3g} in the {split} rows, and networks "
+                    "compute in float32, which ends at 3.4e38; scale them before fit"
+                )
     _check_masks(set(names), manifest)
     if config.weight_column is not None:
         _check_weights(config.weight_column, manifest)

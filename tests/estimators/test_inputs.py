@@ -143,6 +143,13 @@ def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none() -> None:
         feed(pa.array([image.getvalue()[:-200]], pa.binary()))
 
 
+def test_numbers_beyond_float32_are_refused(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(4).selectExpr("array(id * -1e39D) as x", "1D as label")
+    estimator = TorchRegressor(model=nn.Linear(1, 1), inputCols=["x"], storageUri=str(tmp_path))
+    with pytest.raises(ValueError, match=r"'x' holds values up to 3e\+39 in the train rows.*float32"):
+        estimator.fit(frame)
+
+
 class _Sum(nn.Module):
     """Adds its inputs up, so that a prediction tells what the network was given."""
 
