@@ -290,10 +290,11 @@ def _opened(source: Column, field: StructField, kind: Struct) -> tuple[Column, A
     return kind.select(source, field.dataType), ArrayType(_NUMBERS[kind.dtype]())
 
 
-def _bind_mask(name: str, source: Column, data_type: DataType) -> BoundInput:
+def _bind_mask(name: str, source: Column, data_type: DataType, is_null: Column | None = None) -> BoundInput:
     """Binds a null mask: 1 for a row that is null or holds a null, otherwise 0."""
+    found = holds_null(source, data_type)
     return BoundInput(
-        values=holds_null(source, data_type),
+        values=found if is_null is None else found | is_null,
         valid=F.lit(True),
         feed=Feed(name=name, shape=(), dtype="float32"),
     )
@@ -304,9 +305,10 @@ def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundI
     assert item.column is not None
     name, data_type = field.name, field.dataType
     kind = item.column.kind.adopt(name, data_type)
-    if item.part == MASK:
-        return _bind_mask(name, source, data_type)
     values = kind.select(source, data_type)
+    if item.part == MASK:
+        # An image struct that is no null may hold one, and then there is no image.
+        return _bind_mask(name, source, data_type, values.isNull())
     # A struct that is no null may hold one, and then there is no value.
     valid = F.lit(True) if item.fills_nulls else source.isNotNull() & values.isNotNull()
     if isinstance(kind, HashBuckets):

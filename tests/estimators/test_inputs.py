@@ -21,7 +21,7 @@ from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.columns.feeds import Feed, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.training.feed import to_tensor
-from ringspark.pipelines import Binary, Column, Scalar, open_reader, write_shards
+from ringspark.pipelines import Binary, Column, Image, Scalar, open_reader, write_shards
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
@@ -148,6 +148,24 @@ def test_numbers_beyond_float32_are_refused(spark: Any, tmp_path: Path) -> None:
     estimator = TorchRegressor(model=nn.Linear(1, 1), inputCols=["x"], storageUri=str(tmp_path))
     with pytest.raises(ValueError, match=r"'x' holds values up to 3e\+39 in the train rows.*float32"):
         estimator.fit(frame)
+
+
+def test_the_mask_of_an_image_struct_without_pixels_is_that_of_the_shards(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(3).selectExpr(
+        "id",
+        "if(id = 2, null, named_struct('origin', 'a', 'height', 1, 'width', 1, 'nChannels', 1, 'mode', 0, "
+        "'data', if(id = 1, null, X'07'))) as image",
+    )
+    kind = Image(1, 1, channels=1)
+    shards = write_shards(
+        frame, str(tmp_path / "s"), columns={"image": kind}, handle_invalid={"image": "keep"}
+    )
+    (batch,) = open_reader(shards, batch_size=3, engine="arrow").batches(0)
+    item = ModelInput(column=Column(name="image", kind=kind), part=".isnull", fills_nulls=True)
+    mask = bind(item, frame.schema["image"]).values
+    assert {row[0]: row[1] for row in frame.select("id", mask).collect()} == dict(
+        zip(batch["id"].tolist(), batch["image.isnull"].tolist(), strict=True)
+    )
 
 
 class _Sum(nn.Module):
