@@ -1,7 +1,8 @@
 """What fits without `runUri` leave in their storageUri: runs that finished, train, or lost their driver.
 
-Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A finished run
-holds the weights of its model until that is saved elsewhere. Both stay if the driver dies.
+Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A fit on a table
+that is read in place makes `table-<id>` instead, with a manifest alone. A finished run holds the weights of
+its model until that is saved elsewhere. All of them stay if the driver dies.
 
 Every worker gives a sign of life every few seconds while it trains. Nothing changes while a fit waits for
 free slots, while Spark computes the rows of a file, and while a search evaluates between two fits. Shards
@@ -24,7 +25,7 @@ from ringspark.pipelines.typed_json import parse_object
 
 LEAST_HOURS = 1.0
 
-_FOLDER = re.compile(r"(run|shards)-[0-9a-f]{12}")
+_FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class StoredRun:
     """One folder of a storageUri.
 
     Attributes:
-        state: "finished" and "unfinished" are runs; "shards" are the rows of one or more runs.
+        state: "finished" and "unfinished" are runs; "shards" are the rows of one or more runs, or the
+            manifest of a table that they read.
         idle_seconds: Seconds since its last change; of shards, also since that of any run that reads them. 0
             where the store does not tell.
     """
@@ -55,7 +57,9 @@ def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
     names = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
     # An entry of `cached_shards` has folders of such names too, with a manifest at once in them.
     names = [
-        n for n in names if n.startswith("shards") or not storage.exists(storage.join(root, n, MANIFEST_NAME))
+        n
+        for n in names
+        if not n.startswith("run") or not storage.exists(storage.join(root, n, MANIFEST_NAME))
     ]
     sizes, changes = {}, {}
     for name in names:
@@ -108,7 +112,7 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
 
 
 def _state(root: str, name: str) -> Literal["finished", "unfinished", "shards"]:
-    if name.startswith("shards"):
+    if not name.startswith("run"):
         return "shards"
     done = storage.exists(storage.join(root, name, run_layout.RESULT))
     return "finished" if done else "unfinished"
