@@ -111,6 +111,6 @@ def _chosen(scored: DataFrame, columns: str | None) -> DataFrame:
     from pyspark.errors import AnalysisException
 
     try:
-        return scored.select(*columns.split(","))
+        return scored.select(*(name.strip() for name in columns.split(",")))
     except AnalysisException as error:
         raise ValueError(f"--columns: {first_line(error)}") from None

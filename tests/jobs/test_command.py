@@ -16,6 +16,7 @@ import pytest
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs.row_source import RowSource
+from ringspark.jobs.score_rows import _chosen
 
 JOB = """stage: TorchRegressor
 data:
@@ -168,6 +169,11 @@ def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_pa
     for folder, options in ((done, []), (dead, []), (busy, ["--stopped"])):
         assert _run("runs", "remove", folder, "--yes", *options).returncode == 0
         assert not folder.exists()
+
+
+@pytest.mark.spark
+def test_columns_may_be_written_with_spaces(spark: Any) -> None:
+    assert _chosen(spark.range(1).selectExpr("id as a", "id as b", "id"), " a, b").columns == ["a", "b"]
 
 
 @pytest.mark.spark
