@@ -80,10 +80,11 @@ def table_manifest(
         raise ValueError(f"columns {names} are all names of folders; take one that the files hold")
     footers = _footers(spark, listing, in_files)
     rows = [sum(footer.row_groups) for footer in footers]
-    if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
-        frame = listing.frame(spark, [column.name for column in in_files])
-        in_files = [learn(frame, column) for column in in_files]
     splits = _splits(listing, validation_col)
+    if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
+        seen = [file for file, split in zip(listing.files, splits, strict=True) if split == "train"]
+        frame = replace(listing, files=tuple(seen or listing.files)).frame(spark, [c.name for c in in_files])
+        in_files = [learn(frame, column) for column in in_files]
     folders = {
         column.name: _FolderColumn.of(column, listing.folder_columns[column.name], rows, splits)
         for column in found
@@ -277,8 +278,8 @@ class _FolderColumn:
             raise ValueError(_null_sentence(column.name, nulls, sum(rows)))
         if isinstance(column.kind, Vocabulary) and column.kind.words is None:
             counts: Counter[str] = Counter()
-            for word, number in zip(given.to_pylist(), rows, strict=True):
-                counts[word] += number
+            for word, number, split in zip(given.to_pylist(), rows, splits, strict=True):
+                counts[word] += number if split == "train" else 0
             column = replace(column, kind=learned(column.kind, [c for c in counts.items() if c[1]]))
         if isinstance(column.kind, Scalar) and (
             pa.types.is_integer(given.type) or pa.types.is_floating(given.type)

@@ -113,6 +113,7 @@ def write_shards(
             are no training rows, or `uri` cannot be written or holds shards already. Nothing is
             left behind.
     """
+    from pyspark.sql import functions as F
     from pyspark.sql.types import StructType
 
     for name, value in (("num_files", num_files), ("row_group_rows", row_group_rows)):
@@ -143,7 +144,8 @@ def write_shards(
     _check_batch_names(plan)
     previous = previous_folders(plan.uri, overwrite)
     storage.check_writable(plan.uri)
-    plan = replace(plan, columns=tuple(learn(df, column) for column in plan.columns))
+    seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
+    plan = replace(plan, columns=tuple(learn(seen, column) for column in plan.columns))
     manifest = _written(df, plan, chosen, validation_col, num_files, overwrite)
     clean(manifest, plan.folder, previous)
     if plan.splits and not manifest.select("validation").num_rows:
@@ -216,7 +218,7 @@ def _check_batch_names(plan: WritePlan) -> None:
 
 
 def learn(df: DataFrame, column: Column) -> Column:
-    """Counts the strings for a vocabulary that the user left open, in a separate job."""
+    """Counts the strings of training rows for a vocabulary that the user left open, in a separate job."""
     from pyspark.sql import functions as F
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:

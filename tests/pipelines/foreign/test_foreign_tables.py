@@ -262,6 +262,35 @@ def test_a_column_of_the_folders_holds_out_whole_files(spark: Any, tmp_path: Pat
 
 
 def test_many_footers_are_read_by_a_job(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_counts_files_of_training_rows_alone(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(30).selectExpr(
+        "id", "if(id < 20, 'new', 'old') as city", "int(id < 20) as held", "if(id < 20, 'x', 'y') as region"
+    )
+    frame.write.partitionBy("held", "region").parquet(f"{tmp_path}/t")
+    table, kinds = list_parquet(spark, f"{tmp_path}/t"), {"city": Vocabulary(), "region": Vocabulary()}
+    manifest = manifest_of(spark, table, ["id", "city", "region"], kinds, "held")
+    assert manifest.column("city").kind.words == ("old",)
+    assert manifest.column("region").kind.words == ("y",)
+
+
+def test_timestamps_in_a_delta_log_are_refused_outside_utc(spark: Any, tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    times = pa.array([0, 1_000_000, 2_000_000], pa.timestamp("us", "UTC"))
+    table = pa.table({"id": [0, 1, 2], "time": times})
+    deltalake.write_deltalake(str(tmp_path), table, partition_by=["time"])
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    try:
+        spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+        listing = list_delta(spark, str(tmp_path))
+        assert manifest_of(spark, listing, ["id"]).num_rows == 3
+        with pytest.raises(ValueError, match=r"by the timestamp 'time', .* America/New_York; set spark.sql"):
+            manifest_of(spark, listing)
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+        assert manifest_of(spark, listing).range_of("time") == (0, 2_000_000)
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+
+
     for number in range(5):
         pq.write_table(_rows(10 * number, 10 - number), tmp_path / f"{number}.parquet")
     listing = list_parquet(spark, str(tmp_path))

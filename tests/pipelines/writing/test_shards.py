@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringspark.pipelines import ShardManifest, open_reader, write_shards
+from ringspark.pipelines import ShardManifest, Vocabulary, open_reader, write_shards
 
 pytestmark = pytest.mark.spark
 
@@ -431,3 +431,14 @@ def test_importing_the_package_needs_neither_spark_nor_petastorm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_vocabulary_counts_training_rows_alone(spark: Any, tmp_path: Path) -> None:
+    df = spark.range(30).selectExpr(
+        "if(id < 20, 'held', if(id % 2 = 0, 'a', 'b')) as city", "string(id) as own", "id < 20 as held"
+    )
+    kinds = {"city": Vocabulary(), "own": Vocabulary()}
+    manifest = write_shards(df, str(tmp_path / "s"), columns=kinds, validation_col="held")
+    assert manifest.column("city").kind.words == ("a", "b")
+    manifest = write_shards(df, str(tmp_path / "f"), columns=kinds, validation_fraction=0.4)
+    assert len(manifest.column("own").kind.words) == manifest.select("train").num_rows < 30
