@@ -73,7 +73,7 @@ def table_manifest(
         ValueError: A column cannot be trained on or holds nulls, files differ in their columns, or row groups
             are too large; the message names the column or the file.
     """
-    found = _columns(listing, columns, kinds or {}, validation_col)
+    found = _columns(spark, listing, columns, kinds or {}, validation_col)
     in_files = [column for column in found if column.name not in listing.folder_columns]
     if not in_files:
         names = [column.name for column in found]
@@ -114,7 +114,11 @@ def table_manifest(
 
 
 def _columns(
-    listing: Listing, columns: Sequence[str] | None, kinds: Mapping[str, Kind], validation_col: str | None
+    spark: SparkSession,
+    listing: Listing,
+    columns: Sequence[str] | None,
+    kinds: Mapping[str, Kind],
+    validation_col: str | None,
 ) -> tuple[Column, ...]:
     """Returns the columns of the manifest, in its order, as far as the table's schema tells them."""
     from pyspark.sql.types import StructType
@@ -128,7 +132,19 @@ def _columns(
     found = columns_from_spark(StructType([listing.schema[name] for name in names]), chosen)
     for column in found:
         check_kind(column.name, column.kind)
+        _check_zone(spark, listing, column)
     return found
+
+
+def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
+    """Refuses timestamps in a Delta log, which `deltalake` reads in UTC and Spark in its own time zone."""
+    zone = str(spark.conf.get("spark.sql.session.timeZone"))
+    is_partition = listing.source.format == "delta" and column.name in listing.folder_columns
+    if is_partition and column.source == "timestamp" and zone not in ("UTC", "Etc/UTC", "GMT", "Z"):
+        raise ValueError(
+            f"the table is partitioned by the timestamp {column.name!r}, which Spark reads in the time zone "
+            f"{zone}; set spark.sql.session.timeZone to UTC, or let fit(df) take the table"
+        )
 
 
 def _footers(spark: SparkSession, listing: Listing, columns: Sequence[Column]) -> list[Footer]:

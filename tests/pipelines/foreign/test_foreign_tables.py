@@ -26,6 +26,7 @@ from ringspark.pipelines import (
     write_shards,
 )
 from ringspark.pipelines.foreign import footers, table_manifest
+from ringspark.pipelines.foreign.delta import list_delta
 from ringspark.pipelines.foreign.listing import list_parquet
 from ringspark.pipelines.foreign.table_manifest import table_manifest as manifest_of
 
@@ -261,7 +262,6 @@ def test_a_column_of_the_folders_holds_out_whole_files(spark: Any, tmp_path: Pat
     assert manifest.select("train").num_rows == manifest.stats["train"]["id"].rows == 60
 
 
-def test_many_footers_are_read_by_a_job(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_vocabulary_counts_files_of_training_rows_alone(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(30).selectExpr(
         "id", "if(id < 20, 'new', 'old') as city", "int(id < 20) as held", "if(id < 20, 'x', 'y') as region"
@@ -291,6 +291,7 @@ def test_timestamps_in_a_delta_log_are_refused_outside_utc(spark: Any, tmp_path:
         spark.conf.set("spark.sql.session.timeZone", zone)
 
 
+def test_many_footers_are_read_by_a_job(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         pq.write_table(_rows(10 * number, 10 - number), tmp_path / f"{number}.parquet")
     listing = list_parquet(spark, str(tmp_path))
