@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,8 +50,8 @@ _NO_BOUND = 1 << 31
 class Tokens(Kind):
     """Texts as token ids; a batch holds `name.ids` and `name.mask`, int64 and bool, both (rows, length).
 
-    The mask is true where a token is and false where a row was filled up. `Tokens.of` makes the kind of any
-    form of tokenizer.
+    The mask is true where a token is and false where a row was filled up, at its end. `Tokens.of` makes the
+    kind of any form of tokenizer.
 
     Attributes:
         tokenizer: JSON text of a `tokenizers.Tokenizer`.
@@ -122,6 +123,12 @@ class Tokens(Kind):
             names = (settings.get("pad_token"), (made.padding or {}).get("pad_token"), "[PAD]", "<pad>")
             known = [made.token_to_id(name) for name in names if name is not None]
             pad_id = next((number for number in known if number is not None), 0)
+        if (settings.get("padding_side") or (made.padding or {}).get("direction")) == "left":
+            warnings.warn(
+                "this tokenizer fills up texts at their start, and Tokens at their end, so that a token's "
+                "position depends on no other text; find the last token of a text by the mask",
+                stacklevel=2,
+            )
         kind = cls(text, length, pad_id, padding, too_long)
         side = settings.get("truncation_side") or (made.truncation or {}).get("direction", "right")
         made.enable_truncation(length, direction=side)
@@ -238,7 +245,7 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
     """Returns a tokenizer's JSON text, and what transformers has set beside it."""
     backend = getattr(given, "backend_tokenizer", None)
     if backend is not None:
-        names = ("pad_token", "model_max_length", "truncation_side")
+        names = ("pad_token", "model_max_length", "truncation_side", "padding_side")
         return backend.to_str(), {name: getattr(given, name, None) for name in names}
     if hasattr(given, "to_str"):
         return str(given.to_str()), {}

@@ -75,11 +75,19 @@ def test_every_form_of_a_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
 
 
 def test_a_tokenizers_own_bound_side_and_padding_are_kept() -> None:
+    from transformers import PreTrainedTokenizerFast
+
     own = words()
     own.enable_truncation(4, direction="left")
     own.enable_padding(length=9, pad_id=5, pad_token="c")
     kind = Tokens.of(own)
     assert batch(kind, "a b c", "a")["x.ids"].tolist() == [[1, 4, 5, 2], [1, 3, 2, 5]]
+    own.enable_padding(direction="left", pad_id=5, pad_token="c")
+    fast = PreTrainedTokenizerFast(tokenizer_object=words(), pad_token="c", padding_side="left")
+    for left in (own, fast):
+        with pytest.warns(UserWarning, match="at their start, and Tokens at their end, .* by the mask"):
+            kind = Tokens.of(left, 4)
+        assert batch(kind, "b c", "a")["x.ids"].tolist() == [[1, 4, 5, 2], [1, 3, 2, 5]]
     with pytest.raises(ValueError, match=r"sets no bound to a text; give one, e\.g\."):
         Tokens.of(words())
 
