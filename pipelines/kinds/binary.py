@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
-from ringspark.pipelines.kinds.image_decoding import EIGHT_BITS, MODES, pillow
+from ringspark.pipelines.kinds.image_decoding import EIGHT_BITS, convert, is_turned, pillow, read_file
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`; reads its header only."""
+        """Returns shape and dtype of the array in `data`; reads its header only, if that says them."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
@@ -63,20 +63,21 @@ class NpyDecoder(Decoder):
 
 
 class ImageDecoder(Decoder):
-    """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey."""
+    """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey.
+
+    EXIF's orientation and transparency are treated as by kind Image.
+    """
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         with _pillow().open(io.BytesIO(data)) as image:
             if image.mode not in EIGHT_BITS:
                 raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
-            return (image.height, image.width, *shape[2:]), "uint8"
+            size = (image.width, image.height) if is_turned(image) else (image.height, image.width)
+            return (*size, *shape[2:]), "uint8"
 
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
-        with _pillow().open(io.BytesIO(data)) as image:
-            mode = MODES[shape[2] if len(shape) == 3 else 1]
-            return np.asarray(image if image.mode == mode else image.convert(mode)).reshape(
-                image.height, image.width, *shape[2:]
-            )
+        image = convert(read_file(data), shape[2] if len(shape) == 3 else 1)
+        return np.asarray(image).reshape(image.height, image.width, *shape[2:])
 
 
 DECODERS: dict[str, type[Decoder]] = {"raw": RawDecoder, "npy": NpyDecoder, "image": ImageDecoder}

@@ -69,8 +69,8 @@ def decode(data: bytes, height: int, width: int, channels: int, resize: str) -> 
     Raises:
         Exception: Whatever Pillow raises for bytes that are not a whole image.
     """
-    image = _from_spark(data) if data.startswith(b"{") else _from_file(data, _SPARE * max(height, width))
-    image = _converted(image, channels)
+    image = _from_spark(data) if data.startswith(b"{") else read_file(data, _SPARE * max(height, width))
+    image = convert(image, channels)
     if image.size != (width, height):
         image = _resized(image, width, height, resize)
     return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
@@ -95,13 +95,24 @@ def reason(data: bytes, error: Exception) -> str:
     return f"holds {len(data)} bytes that cannot be read as an image ({why})"
 
 
-def _from_file(data: bytes, enough: int) -> Any:
+def is_turned(image: Any) -> bool:
+    """Returns whether EXIF's orientation exchanges height and width."""
+    return bool(image.getexif().get(_ORIENTATION, 1) >= 5)
+
+
+def read_file(data: bytes, enough: int | None = None) -> Any:
+    """Returns the image of a file, upright.
+
+    Args:
+        enough: Pixels of the larger side that are wanted, so that a larger JPEG is decoded smaller.
+    """
     from PIL import Image, ImageOps
 
     image: Any = Image.open(io.BytesIO(data))
     if image.mode not in EIGHT_BITS:
         raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; convert it to 8 first")
-    image.draft(None, (enough, enough))  # does nothing to other formats than JPEG
+    if enough is not None:
+        image.draft(None, (enough, enough))  # does nothing to other formats than JPEG
     image.load()
     if image.getexif().get(_ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
@@ -131,7 +142,7 @@ def _from_spark(data: bytes) -> Any:
     return Image.fromarray(np.ascontiguousarray(values[:, :, order]))
 
 
-def _converted(image: Any, channels: int) -> Any:
+def convert(image: Any, channels: int) -> Any:
     """Returns the image in the mode of so many channels; what is transparent is laid on white before."""
     from PIL import Image
 

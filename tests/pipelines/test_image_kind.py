@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 from pyspark.sql import functions as F
 
-from ringspark.pipelines import Image, open_reader, write_shards
+from ringspark.pipelines import Binary, Image, open_reader, write_shards
+from ringspark.pipelines.rows import RaggedRows
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 Pixels = np.ndarray[Any, Any]
@@ -32,6 +33,13 @@ def encoded(pixels: Any, form: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return buffer.getvalue()
+
+
+def bytes_decoded(kind: Binary, data: bytes) -> Pixels:
+    """What a batch holds of the bytes of one image, (height, width, channels)."""
+    rows = kind.decode(kind.encode(pa.array([data])).arrays)
+    assert isinstance(rows, RaggedRows)
+    return kind.finish("x", rows)["x"][0]
 
 
 def pixels_of(kind: Image, data: bytes) -> Pixels:
@@ -79,6 +87,7 @@ def test_what_is_transparent_is_white_unless_transparency_is_a_channel() -> None
     half[0] = (255, 0, 0, 255)  # the rest is black, and cannot be seen
     assert pixels_of(Image(2, 2), encoded(half))[:, :, 0].T.tolist() == [[1, 0, 0], [1, 1, 1]]
     assert pixels_of(Image(2, 2, channels=4), encoded(half))[3].tolist() == [[1, 1], [0, 0]]
+    assert bytes_decoded(Binary("image", (2, 2, 3)), encoded(half))[:, 0].tolist() == [[255, 0, 0], [255] * 3]
     palette = Pillow.new("P", (2, 1))
     palette.putpalette([0, 0, 0, 0, 0, 255])
     palette.putpixel((1, 0), 1)
@@ -111,6 +120,7 @@ def test_the_orientation_that_a_camera_notes_is_followed(orientation: int) -> No
     data = encoded(stored, "PNG", exif=exif)
     expected = np.asarray(upright).transpose(2, 0, 1) / np.float32(255)
     assert np.array_equal(pixels_of(Image(4, 6), data), expected)
+    assert np.array_equal(bytes_decoded(Binary("image", (4, 6, 3)), data), np.asarray(upright))
 
 
 def test_sizes_by_crop_and_by_stretch() -> None:
