@@ -27,16 +27,19 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from ringspark.estimators.columns.row_windows import WHOLE, RowWindows, number_type, numbers_of, value_of
+from ringspark.estimators.columns.row_windows import (
+    MICROSECONDS_PER_DAY,
+    WHOLE,
+    RowWindows,
+    number_type,
+    numbers_of,
+    value_of,
+)
 from ringspark.estimators.columns.schema import field_named
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.model_params import check_free
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
-from ringspark.estimators.stages.window_params import (
-    MICROSECONDS_PER_DAY,
-    _WindowParams,
-    days_and_microseconds,
-)
+from ringspark.estimators.stages.window_params import _WindowParams, days_and_microseconds
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 
 _NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}

@@ -24,7 +24,6 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, StructField
 
 from ringspark.estimators.columns.expressions import holds_null, input_expression, leaf_type
-from ringspark.estimators.stages.window_params import MICROSECONDS_PER_DAY
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.spark_errors import MARK
 
@@ -34,6 +33,7 @@ _NOW, _NUMBER, _BEFORE, _NULL, _START, _LAST_NULL, _TARGETS, _END, _REASON = (
     for name in ("now", "number", "before", "null", "start", "last_null", "targets", "end", "reason")
 )
 
+MICROSECONDS_PER_DAY = 86_400_000_000
 WHOLE = ("byte", "short", "integer", "long")
 _SINGLE = ("byte", "short", "float", "boolean")
 

@@ -11,7 +11,6 @@ from pyspark.ml.param.shared import HasLabelCol, HasOutputCol, HasOutputCols
 from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
 from ringspark.estimators.training.settings.declaration import Setting, at_least, one_of
 
-MICROSECONDS_PER_DAY = 86_400_000_000
 _MICROSECONDS = {
     "microsecond": 1,
     "millisecond": 1_000,
