@@ -22,7 +22,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import reduce
-from tempfile import mkdtemp
 
 import torch
 
@@ -271,42 +270,45 @@ def _meet(
 ) -> tuple[socket.socket | None, bytes]:
     """Returns rank 0's door, or a link to it from another rank; and a token that only the ranks know.
 
-    Returns None for the socket if there is none: containers may share an address but no files.
+    Returns None for the socket if there is none: containers may share an address but no namespace.
     """
     if member.rank == 0:
         door, token = _open_door(stack), secrets.token_bytes(_TOKEN_BYTES)
-        client.set("sharing/door", token + door.getsockname().encode() if door else b"")
+        client.set("sharing/door", token + door.getsockname() if door else b"")
         return door, token
     told = client.get("sharing/door", timeout) or b""
-    token, path = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:].decode()
-    if path:
+    token, name = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:]
+    if name:
         with suppress(OSError):
             link = stack.enter_context(socket.socket(socket.AF_UNIX))
             link.settimeout(timeout)
-            link.connect(path)
-            link.send(token + bytes([member.rank]))
-            return link, token
+            link.connect(name)
+            if _leads_to_own_user(link):
+                link.send(token + bytes([member.rank]))
+                return link, token
     return None, token
 
 
 def _open_door(stack: ExitStack) -> socket.socket | None:
-    """Returns a listening socket in a folder of this user alone; None if there is no place for it."""
-    # The name of the folder for temporary files may be too long for a socket's.
-    for parent in (None, "/tmp"):
-        with suppress(OSError), ExitStack() as made:
-            # TemporaryDirectory needs descriptors to remove itself.
-            folder = mkdtemp(prefix="ringspark-", dir=parent)
-            made.callback(os.rmdir, folder)
-            door = made.enter_context(socket.socket(socket.AF_UNIX))
-            path = os.path.join(folder, "door")
-            door.bind(path)
-            made.callback(os.unlink, path)
-            door.listen(socket.SOMAXCONN)
-            # All ranks have connected when it is opened.
-            door.setblocking(False)
-            stack.enter_context(made.pop_all())
-            return door
+    """Returns a listening socket; None if there can be none.
+
+    Its name is not in a file system, so a rank that is killed leaves nothing.
+    """
+    with suppress(OSError):
+        door = stack.enter_context(socket.socket(socket.AF_UNIX))
+        # To this address Linux gives an abstract name that no other socket has.
+        door.bind("")
+        door.listen(socket.SOMAXCONN)
+        # All ranks have connected when it is opened.
+        door.setblocking(False)
+        return door
     return None
+
+
+def _leads_to_own_user(link: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this process's user."""
+    _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.geteuid())
 
 
 def _deal(door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack) -> Dealt:
@@ -331,6 +333,8 @@ def _deal(door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept
             link, _address = door.accept()
             # A rank whose link fails stays absent; a stranger of this user, who knows no token, is let go.
             with link, suppress(OSError):
+                if not _leads_to_own_user(link):
+                    continue
                 link.setblocking(False)
                 told = link.recv(len(token) + 1)
                 if hmac.compare_digest(told[:-1], token):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -23,6 +25,7 @@ from ringspark.estimators.collectives.shared_memory import (
     MOST_RANKS,
     SharedMemory,
     _deal,
+    _open_door,
     _receive,
     open_shared_memory,
 )
@@ -179,18 +182,25 @@ def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers()
         assert kinds.startswith("some ranks sum while others gather; build the same model")
 
 
+def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not (child := os.fork()):
+        with suppress(BaseException), ExitStack() as stack:
+            if _open_door(stack) is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
 def _is_sharing(collective: Collective, device: str, status: Status) -> str:
     return str(collective._memory is not None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.distributed
-def test_a_folder_for_temporary_files_with_a_long_name_keeps_nobody_from_sharing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_of_one_host_share_memory_unless_the_environment_forbids_it(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As those of YARN's containers, whose names are longer than a Unix socket's may be."""
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
     assert run_spawned(2, "torch", _is_sharing) == ["True"] * 2
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     assert run_spawned(2, "torch", _is_sharing) == ["False"] * 2
@@ -220,3 +230,20 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
         with ThreadPoolExecutor(2) as ranks:
             sums = [ranks.submit(collect.all_gather, torch.ones(3)) for collect in (one, other)]
             assert [len(each.result()) for each in sums] == [2, 2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_gets_no_memory_though_it_knows_the_token() -> None:
+    with ExitStack() as stack:
+        door = _open_door(stack)
+        assert door is not None
+        link = stack.enter_context(socket.socket(socket.AF_UNIX))
+        os.seteuid(65534)
+        try:
+            link.connect(door.getsockname())
+        finally:
+            os.seteuid(0)
+        link.send(b"token\x01")
+        # Nobody else has come.
+        with pytest.raises(BlockingIOError):
+            _deal(door, b"token", 2, stack, stack)
