@@ -88,12 +88,14 @@ def check(mutants: Sequence[Mutant], root: Path = ROOT) -> None:
     """Refuses mutants that do not fit the tree.
 
     Raises:
-        ValueError: An old text does not occur exactly once, or a test file does not exist.
+        ValueError: An old text does not occur exactly once, or a test does not exist.
     """
     for mutant in mutants:
         mutant.apply((root / mutant.file).read_text())
         for test in mutant.tests:
-            if not (root / test.partition("::")[0]).is_file():
+            file, _, node = test.partition("::")
+            function = f"def {node.partition('[')[0]}(" if node else ""
+            if not (root / file).is_file() or function not in (root / file).read_text():
                 raise ValueError(f"{test}, for a mutant of {mutant.file}, does not exist; mend tests/mutants")
 
 

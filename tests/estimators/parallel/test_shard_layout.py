@@ -77,3 +77,9 @@ def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
     for name, p in conv.named_parameters():
         assert p.equal(before[name] - gradients[name])
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_whole_parameters_are_dealt_largest_first() -> None:
+    """In their own order, the last and largest one would go to a rank that has enough already."""
+    (bucket,) = whole_layout([[0, 1, 2, 3]], [1, 1, 1, 3], 2)
+    assert bucket.counts == [3, 3]

@@ -76,3 +76,13 @@ def test_rows_of_a_table_too_long_for_indices_of_32_bits_keep_their_places() -> 
     )
     rows.sum()
     assert table.grad.coalesce().indices().tolist() == [[4, last]]
+
+
+def test_a_table_without_a_gradient_is_not_one_with_an_empty_gradient() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    rows = SparseRows({"weight": table.weight}, torch.optim.SparseAdam([table.weight]), LocalCollective())
+    rows.sum()
+    assert table.weight.grad is None
+    table(torch.zeros(0, dtype=torch.int64)).sum().backward()
+    rows.sum()
+    assert table.weight.grad is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.checkpoint.timing import Due
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -66,3 +67,22 @@ def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
             written.append(clock.now)
             due.written(steps)
     assert collective.broadcasts <= min(steps, 120)
+
+
+class FollowsRank0(LocalCollective):
+    """The second of two ranks; rank 0 says "not yet" twice and then "now"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = Member(rank=1, size=2)
+        self.answers = [1, 1, 0]
+
+    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
+        tensors[0].fill_(self.answers.pop(0))
+
+
+def test_the_clock_of_rank_0_decides_for_all() -> None:
+    clock = Clock()
+    due = _due(FollowsRank0(), clock, checkpoint_every_seconds=60.0)
+    clock.now = 1e6
+    assert [due.after_step(step) for step in (1, 2, 3)] == [False, False, True]

@@ -451,6 +451,27 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
     assert found == TORCHFT[delay, alpha]
 
 
+class _Doubles(LocalCollective):
+    """One of two ranks that have the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = Member(size=2)
+
+    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        tensor.mul_(2)
+        return lambda: None
+
+
+def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
+    """Such as a mask for attention: a sum of two would be infinite."""
+    network = nn.Module()
+    network.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+    statistics = Statistics(network, _Doubles())
+    statistics.average()
+    assert network.mask.isfinite().all()
+
+
 class _Branches(nn.Module):
     """A row's first number chooses which of two layers it goes through."""
 
