@@ -152,6 +152,9 @@ def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
     for unit in units:
         sharded: Any = fully_shard(unit, mesh=device_mesh)
         sharded.set_reduce_scatter_unused_params(True)
+        # A sum, not a mean: a loss multiplied by the number of ranks would overflow earlier in fp16.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
     return units
 
 
@@ -209,8 +212,6 @@ class FullySync(PlainSync):
         super().__init__(network, optimizer)
         collective = sharers.all
         collective.operations.sees_all = False
-        # FSDP2 divides the sum by the number of ranks.
-        self.loss_factor = float(collective.size)
         self.ranks_differ = True
         self._collective, self._parts = collective, sharers.parts
         self._rounds = rounds

@@ -199,8 +199,8 @@ def _bytes(collective: Collective, strategy: str) -> dict[str, Any]:
             counted.append(held_bytes(sync))
         sent.append(collective.bytes_sent)
 
-    _train(collective, strategy, _by_name("adamw"), steps=8, inspect=count)
-    return {"state": counted[0], "sent": sent[7] - sent[6]}
+    sync = _train(collective, strategy, _by_name("adamw"), steps=8, inspect=count)
+    return {"state": counted[0], "sent": sent[7] - sent[6], "loss factor": sync.loss_factor}
 
 
 def _refusals(collective: Collective) -> list[str]:
@@ -268,6 +268,14 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy: str, collective
     assert first == second
     assert (first["skipped"], first["scale"]) == (1, 4.0)
     assert first["weights"] == pytest.approx(_alone()["overflow"]["weights"], abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "collective"), CASES)
+def test_no_rank_multiplies_its_loss_and_overflows_where_one_worker_does_not(
+    strategy: str, collective: str
+) -> None:
+    assert [result["bytes"]["loss factor"] for result in _results(strategy, collective)] == [1.0, 1.0]
 
 
 @pytest.mark.distributed
