@@ -73,6 +73,18 @@ class CheckedFit:
         return cls(config=config, objects=objects, packed=packed, data=data)
 
 
+def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
+    """Refuses rows that lack an input or a label of an estimator's model. Starts no job.
+
+    Raises:
+        ValueError: See above.
+    """
+    config, _ = config_of(estimator, estimator._task, estimator._label_columns())
+    # Each row of an evaluation weighs 1.
+    config = replace(config, weight_column=None)
+    _found(estimator, config, dataset.schema, is_case_sensitive(dataset.sparkSession))
+
+
 def _found(
     estimator: Any, config: TrainConfig, schema: StructType, exact: bool
 ) -> tuple[TrainConfig, tuple[Column, ...], dict[str, Kind]]:

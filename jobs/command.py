@@ -29,7 +29,7 @@ COMMANDS = {
     "shards": "shards",
 }
 SHELLS = ("bash", "zsh", "tcsh")
-# What the user did or gave cannot be used, as argparse has it for options; 1 is a training that failed.
+# The input or the options cannot be used, as in argparse; 1 is a failed training, save or evaluation.
 REFUSED = 2
 _EPILOG = "ringspark COMMAND --help has the options of a command; docs/jobs.md has examples."
 
@@ -59,7 +59,7 @@ def build_parser() -> cli.JobParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 where a training failed, or `REFUSED` where it refused its input."""
+    """Runs one command; returns 0, or `REFUSED` if it refused its input. A failed training exits with 1."""
     return cli.main(build_parser(), _nothing, argv, refused=REFUSED)
 
 

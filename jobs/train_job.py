@@ -299,6 +299,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     if estimator.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume are about the run in params.runUri, which is not set")
     features = _features(job)
+    _check_evaluation(spark, file, job, estimator, features)
     if estimator.getRunUri() is not None:
         _check_rows(spark, job, estimator, features)  # before a run that is in the way is removed
         resume = resume if resume is not None or not estimator.getResume() else True
@@ -309,12 +310,36 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     except WorkerError as error:
         # The message holds the worker's trace; the driver's is left out.
         raise SystemExit(f"ringspark train: error: {error}") from None
-    writer = PipelineModel([*features, model]).write()
-    (writer.overwrite() if job.save.overwrite else writer).save(output)
-    print(f"train: model saved to {output}")
-    cli.print_rate("train", model.summary.rows, model.summary.seconds)
-    if job.evaluation is not None:
-        _evaluate(spark, job.evaluation, features, model)
+    # From here on a failure is no refusal of the job.
+    told = "the training has finished, but its model could not be saved"
+    try:
+        writer = PipelineModel([*features, model]).write()
+        (writer.overwrite() if job.save.overwrite else writer).save(output)
+        print(f"train: model saved to {output}")
+        cli.print_rate("train", model.summary.rows, model.summary.seconds)
+        told = f"the model is saved to {output}, but its evaluation failed"
+        if job.evaluation is not None:
+            _evaluate(spark, job.evaluation, features, model)
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"ringspark train: error: {told}: {error}") from None
+
+
+def _check_evaluation(
+    spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, features: list[Transformer]
+) -> None:
+    """Refuses rows that the model could not be evaluated on, as far as that is known without reading one.
+
+    Raises:
+        ValueError: Spark cannot read them, or they lack a column; the message has line and key.
+    """
+    from ringspark.estimators.checked_fit import check_evaluated
+
+    if job.evaluation is None:
+        return
+    try:
+        check_evaluated(estimator, _with_features(spark, job.evaluation.data, features))
+    except ValueError as error:
+        raise file.error(("evaluation", "data"), f"evaluation.data: {error}") from None
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ringspark.estimators.training.history import EpochRecord
+from ringspark.jobs import command
 from ringspark.jobs.row_source import RowSource
 from ringspark.jobs.score_rows import _chosen
 
@@ -190,6 +191,42 @@ def test_rows_named_by_a_pattern_are_not_written_over(spark: Any, tmp_path: Path
         source.check_apart(spark, str(folder / "day"))
     with pytest.raises(ValueError, match=r"would be written over the rows in .*day-1"):
         pattern.check_apart(spark, str(folder / "day-1"))
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("absent", "Spark cannot read parquet"),
+        ("featureless", "features cannot be computed"),
+        ("unlabelled", "labelCol 'y' is not a column"),
+    ],
+)
+def test_rows_that_cannot_be_evaluated_are_refused_before_the_training(
+    spark: Any, tmp_path: Path, rows: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spark.range(64).selectExpr("id", "double(id) AS y").write.parquet(str(tmp_path / "rows"))
+    spark.range(64).toDF("y").write.parquet(str(tmp_path / "featureless"))
+    spark.range(64).write.parquet(str(tmp_path / "unlabelled"))
+    evaluated = f"evaluation:\n  data:\n    parquet: {tmp_path}"
+    job = _job(tmp_path, f"{evaluated}/rows", f"{evaluated}/{rows}")
+    job.write_text(job.read_text().replace("  y: double(id) / 32\n", ""))
+    assert command.main(["train", str(job)]) == 2
+    assert re.search(rf"job.yaml, line \d+: evaluation.data: .*{message}", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_an_evaluation_that_fails_after_the_training_is_no_refusal(spark: Any, tmp_path: Path) -> None:
+    spark.range(64).write.parquet(str(tmp_path / "rows"))
+    job = _job(tmp_path)
+    with job.open("a") as file:
+        file.write(f"  output: {tmp_path}/rows/_SUCCESS/metrics.json\n")
+    told = f"the model is saved to {tmp_path}/model, but its evaluation failed: "
+    with pytest.raises(SystemExit, match=told):
+        command.main(["train", str(job)])  # a text is exit code 1
+    assert (tmp_path / "model").exists()
 
 
 @pytest.mark.slow
