@@ -39,7 +39,7 @@ def main() -> int:
                 *install,
                 re.findall(r"pip install (torch==\S+)", (ROOT / "docs/install.md").read_text())[0],
             ],
-            "ringspark": [*install, f"{ROOT}[metrics]"],
+            "ringspark": [*install, str(ROOT)],
             "the first program": [python, "first.py"],
             "the same again": [python, "first.py"],
         }

@@ -288,12 +288,18 @@ def test_a_setting_is_spelled_in_few_places() -> None:
     assert sorted(declared) == sorted(places)
 
 
+def test_metrics_by_name_need_no_extra() -> None:
+    project = pyproject()["project"]
+    assert isinstance(project, dict)
+    assert any(requirement.startswith("torchmetrics>") for requirement in project["dependencies"])
+
+
 def test_no_module_is_named_after_a_dependency() -> None:
     project = pyproject()["project"]
     assert isinstance(project, dict)
     listed = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower() for requirement in listed}
-    taken = names | {"sklearn", "mlflow", "optuna", "torchmetrics"}
+    taken = names | {"sklearn", "mlflow", "optuna"}
     clashes = [
         str(path.relative_to(ROOT))
         for room in ROOMS

@@ -142,6 +142,6 @@ def check_metrics(names: Sequence[str], task: str) -> None:
             raise ValueError(f"metrics must differ from each other, got {name!r} more than once; drop one")
     if names and find_spec("torchmetrics") is None:
         raise ValueError(
-            "metrics need torchmetrics, which is not installed; pip install 'ringspark[metrics]' "
-            "or leave metrics empty"
+            "metrics need torchmetrics, which is not installed; pip install torchmetrics, or leave "
+            "metrics empty"
         )
