@@ -13,8 +13,11 @@ import importlib
 import inspect
 import json
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from typing import TypeAlias
 
 from torch import nn
@@ -101,6 +104,41 @@ class ModelSpec:
             raise ValueError(f"a ModelSpec holds 'target' and 'kwargs', got {text[:80]}")
         return cls(fields["target"], fields.get("kwargs"))
 
+    def check_apart(self, folder: str) -> None:
+        """Refuses a class that a file of `folder` may define; imports nothing.
+
+        Python takes any folder for a namespace package, so a path such as `model.weights.net` may lead into a
+        folder of data.
+
+        Args:
+            folder: Local folder of the stage that held this spec.
+
+        Raises:
+            ValueError: A module of the import path lies in the folder, its top-level package holds the
+                folder, or the path leads through a namespace package.
+        """
+        if self.target in MODELS:
+            return
+        folder, name, places = os.path.realpath(folder), "", None
+        for part in self.target.partition(":")[0].split("."):
+            name = f"{name}.{part}" if name else part
+            found = _find_module(name, places)
+            if found is None:
+                return  # `build` says so
+            package = found.submodule_search_locations
+            # ringspark has no `__init__.py` either; its own packages do.
+            if package is not None and not found.has_location and name != "ringspark":
+                self._refuse(f"{name} is a namespace package, a folder that any process may have made")
+            files = [os.path.realpath(file) for file in (found.origin or "", *(package or ())) if file]
+            if any(_is_inside(file, folder) for file in files):
+                self._refuse(f"{name} lies in {folder!r}, beside the weights")
+            if places is None and package and any(_is_inside(folder, os.path.realpath(p)) for p in package):
+                self._refuse(f"the package {name} holds the folder {folder!r}")
+            places = list(package or ())
+
+    def _refuse(self, why: str) -> None:
+        raise ValueError(f"model {self.target!r} is not imported: {why}")
+
     def __hash__(self) -> int:
         return hash(self.to_json())
 
@@ -128,6 +166,26 @@ def _check_target(target: str) -> None:
             f"model {target!r} is defined in the main script, which workers cannot import; "
             "move the class into a module, or pass the nn.Module itself"
         )
+
+
+def _find_module(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """Returns how a module would be imported, without an import of its packages; None if it is unknown.
+
+    Args:
+        places: Folders of its package; None for a top-level module.
+    """
+    if name in sys.modules:
+        return sys.modules[name].__spec__
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        found: ModuleSpec | None = find(name, places) if find is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder if os.path.isabs(path) else False
 
 
 def _import_class(target: str) -> type[nn.Module]:

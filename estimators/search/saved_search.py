@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
+from pyspark.ml.evaluation import Evaluator
 from pyspark.ml.param import Params
-from pyspark.ml.util import DefaultParamsReader, MLWritable
+from pyspark.ml.util import MLWritable
 
-from ringspark.estimators.stages.persistence import StageWriter
+from ringspark.estimators.stages.persistence import ALLOW_PICKLE, StageWriter, allows_pickle
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata
 from ringspark.estimators.stages.storage_root import active_session
 from ringspark.pipelines import storage
@@ -51,13 +52,27 @@ def load_part(uri: str, name: str) -> Any:
     """Loads a part of a saved stage; None if there is none.
 
     Raises:
-        ValueError: The part cannot be loaded; the message says why.
+        ValueError: The part cannot be loaded, or its class is neither of ringspark nor an evaluator of Spark
+            ML, and the user has not allowed other code.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):
         return None
     path = alike(active_session(), folder)
-    module, _, kind = str(read_metadata(folder)["class"]).rpartition(".")
-    if module.startswith("org.apache.spark"):
-        return DefaultParamsReader.loadParamsInstance(path, active_session())
-    return getattr(import_module(module), kind).load(path)
+    found = str(read_metadata(folder)["class"])
+    # The JVM's name of a class that Spark writes.
+    module, _, kind = found.replace("org.apache.spark.", "pyspark.", 1).rpartition(".")
+    if allows_pickle():
+        return getattr(import_module(module), kind).load(path)
+    known: Any = None
+    is_ours = module.startswith("ringspark.estimators.")
+    if is_ours or module.startswith("pyspark.ml."):
+        known = getattr(import_module(module), kind, None)
+    # Not all of Spark ML: a Pipeline imports the classes that its folder names.
+    base = Params if is_ours else Evaluator
+    if not (isinstance(known, type) and known.__module__ == module and issubclass(known, base)):
+        raise ValueError(
+            f"{path} names the class {found!r}, which is neither of ringspark nor an evaluator of Spark ML, "
+            f"and loading it would run its code; if you trust whoever wrote it set {ALLOW_PICKLE}=1"
+        )
+    return cast(Any, known).load(path)

@@ -144,7 +144,7 @@ class StageWriter(MLWriter):
                 plain[param.name] = value
             elif isinstance(value, nn.Module) and (known := self._network(uri, param.name, value)):
                 modules[param.name] = known
-                if PROGRAM in known and _allows_pickle() and not isinstance(value, Program):
+                if PROGRAM in known and allows_pickle() and not isinstance(value, Program):
                     classes[param.name] = skeleton(value)
             elif isinstance(value, nn.Module) and self._holds_weights_of(param.name):
                 objects[param.name] = skeleton(value)
@@ -215,10 +215,10 @@ class StageReader(MLReader[Stage], Generic[Stage]):
             except ValueError as error:  # a value that no stage would have taken
                 raise _damaged(path, error) from error
             if description.model is not None:
-                stage._set(model=ModelSpec.from_json(description.model))
+                stage._set(model=_spec(path, uri, description.model))
             for name, known in (description.modules or {}).items():
                 stage._set(**{name: self._network(path, uri, name, known)})
-            if description.objects or (_allows_pickle() and storage.exists(storage.join(uri, OBJECTS))):
+            if description.objects or (allows_pickle() and storage.exists(storage.join(uri, OBJECTS))):
                 stage._set(**_load_objects(path, uri, description.objects))
             if hasattr(stage, "_restore"):
                 stage._restore(uri, description)
@@ -326,6 +326,18 @@ def _damaged(path: str, error: Exception) -> ValueError:
     return ValueError(f"{path} is damaged ({type(error).__name__}: {error}); save the stage again")
 
 
+def _spec(path: str, uri: str, text: str) -> ModelSpec:
+    spec = ModelSpec.from_json(text)
+    if storage.is_local(uri) and not allows_pickle():
+        try:
+            spec.check_apart(storage.filesystem(uri)[1])
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: {error}; if you trust whoever wrote the stage set {ALLOW_PICKLE}=1"
+            ) from None
+    return spec
+
+
 def _is_json(value: Any) -> bool:
     try:
         return bool(json.loads(json.dumps(value)) == value)
@@ -333,12 +345,13 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _allows_pickle() -> bool:
+def allows_pickle() -> bool:
+    """Returns whether the user trusts the code that saved stages hold."""
     return os.environ.get(ALLOW_PICKLE) == "1"
 
 
 def _load_objects(path: str, uri: str, names: Sequence[str]) -> dict[str, Any]:
-    if not _allows_pickle():
+    if not allows_pickle():
         network = (
             "; a network can be trained only by its class, which that code is" if "model" in names else ""
         )

@@ -348,6 +348,41 @@ def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path
     assert (loaded.getReader(), loaded.isSet("collective"), loaded.isSet("reader")) == ("arrow", False, True)
 
 
+@pytest.mark.parametrize(
+    ("stage", "module", "packages", "told"),
+    [
+        ("stage", "stage.weights.net", [], "stage is a namespace package"),
+        ("stage", "stage.net", ["stage"], "lies in '.*stage', beside the weights"),
+        ("pipe/stages/0", "pipe.net", ["pipe"], "the package pipe holds the folder"),
+        ("stage", "net", [], None),
+    ],
+)
+def test_a_network_whose_class_lies_with_the_stage_is_not_imported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    module: str,
+    packages: list[str],
+    told: str | None,
+) -> None:
+    make(tmp_path / "c").save(str(tmp_path / stage))
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    file.write_text(f"import pathlib\nimport torch\npathlib.Path({str(tmp_path)!r}, 'ran').touch()\n"
+                    "class Net(torch.nn.Linear): pass\n")  # fmt: skip
+    for package in packages:
+        (tmp_path / package / "__init__.py").touch()
+    _describe(tmp_path / stage, model=json.dumps({"target": f"{module}:Net", "kwargs": {}}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if told is None:
+        assert TorchRegressionModel.load(str(tmp_path / stage)).getModel().target == "net:Net"
+    else:
+        with pytest.raises(ValueError, match=f"is not imported: .*{told}.* set RINGSPARK_ALLOW_PICKLE=1"):
+            TorchRegressionModel.load(str(tmp_path / stage)).module()
+        monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+        assert TorchRegressionModel.load(str(tmp_path / stage)).getModel().target == f"{module}:Net"
+    assert not (tmp_path / "ran").exists()
+
+
 def test_another_class_is_named(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"holds a .*TorchRegressionModel, not a TorchClassificationModel"):
         TorchClassificationModel.load(str(saved))
