@@ -172,6 +172,14 @@ def check_training(
     return config, [shape[1:] for shape in shapes]
 
 
+def check_chosen_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> None:
+    """Refuses a mesh that was chosen after `check_training`, as `check_mesh` does."""
+    if config.cuts_network:
+        module = build_module(config, objects)
+        probe(module, config, manifest, objects)  # initializes lazy layers
+        check_mesh(config, objects, manifest, module)
+
+
 def _check_exchange(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that the way in which the ranks exchange does not go with."""
     if config.num_workers == 1:

@@ -142,6 +142,8 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
                 "parallelism %s is not checked, because %s fails on random rows: %s", mesh, name, failure
             )
             return
+        if config.axes["expert"] > 1:
+            check.run_without_rows(module)
         try:
             differences = check.compare(module, expected)
         except RankError as error:
@@ -219,6 +221,23 @@ class _MeshCheck:
             if parameter.requires_grad:
                 found[_gradient_of(name)] = _dense(parameter)
         return found
+
+    def run_without_rows(self, module: nn.Module) -> None:
+        """Runs the whole network on no rows, as a rank does that serves other ranks' tokens.
+
+        Raises:
+            ValueError: The network fails.
+        """
+        network = _with_shared_weights(module).eval()
+        try:
+            with torch.no_grad():
+                network(*(values[:0] for values in self._rows.prediction))
+        except Exception as error:
+            raise ValueError(
+                f"model {type(module).__name__} cannot take a batch without rows ({error}), which a worker "
+                "along 'expert' runs where the last batch is short; write x.flatten(1) in place of "
+                "x.view(x.shape[0], -1), or leave 'expert' out of parallelism"
+            ) from error
 
     def compare(self, module: nn.Module, expected: _Results) -> list[_Difference]:
         """Returns all differences of a mesh from `expected`.

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, of_machine
 from ringspark.estimators.memory.budget import network_name, reason
@@ -29,6 +31,7 @@ from ringspark.estimators.scaling.meshes.machine import Machine, Rates
 from ringspark.estimators.scaling.meshes.predict import StepWork, Training, plan_meshes
 from ringspark.estimators.scaling.meshes.rehearsal import MOST_RANKS
 from ringspark.estimators.scaling.meshes.report import ParallelismPlan
+from ringspark.estimators.training.driver_check import check_chosen_mesh
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import shared_generators_kept
@@ -149,6 +152,9 @@ def _chosen(
     if begun is not None:
         # A part of the run's identity, on which batches of batch normalisation depend.
         micro = begun.gradient_accumulation
+    elif any(isinstance(layer, _BatchNorm) for layer in training.network.modules()):
+        # Smaller micro-batches would train another network, which the user has to ask for.
+        micro = config.gradient_accumulation
 
     def planned(machine: Machine, facts: str) -> ParallelismPlan:
         meshes = plan_meshes(training, workers, machine, memory, micro)
@@ -163,6 +169,11 @@ def _chosen(
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
     chosen = replace(config, parallelism=plan.best, gradient_accumulation=plan.chosen.num_micro)
+    try:
+        check_chosen_mesh(chosen, objects, manifest)
+    except ValueError as error:
+        warnings.warn(f"parallelism='auto' takes whole copies: {error}", UserWarning, stacklevel=6)
+        return Choice(config=config, told=f"whole copies are chosen: {error}")
     return Choice(config=chosen, told=plan.table())
 
 

@@ -84,6 +84,39 @@ def test_micro_batches_that_the_user_set_stay(manifest: ShardManifest, tmp_path:
     assert found.gradient_accumulation == 2
 
 
+def test_batch_normalization_keeps_the_micro_batches_of_the_user(
+    manifest: ShardManifest, tmp_path: Path
+) -> None:
+    blocks = [nn.Sequential(nn.Conv1d(256, 256, 1), nn.BatchNorm1d(256)) for _ in range(4)]
+    ends = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 256, 1)), nn.Linear(256 * 8, 1)
+    network = nn.Sequential(ends[0], *blocks, nn.Flatten(), ends[1])
+    config = _config(manifest, tmp_path, model=None)
+    found = choose_parallelism(config, UserObjects(module=network), manifest, budget=4_500_000).config
+    assert found.axes["pipeline"] == 2
+    assert found.gradient_accumulation == 1
+
+
+class Mixing(nn.Module):
+    """Mixes features where its plan leaves each rank some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 1024), nn.Linear(1024, 1)
+
+    def tensor_plan(self, ranks: int) -> dict[str, str]:
+        return {"up": "column", "down": "row"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.softmax(self.up(x), -1))  # type: ignore[no-any-return]
+
+
+def test_a_mesh_that_computes_something_else_is_not_chosen(manifest: ShardManifest, tmp_path: Path) -> None:
+    config = _config(manifest, tmp_path, model=None)
+    with pytest.warns(UserWarning, match="takes whole copies: model Mixing under .* output 0 is off by"):
+        choice = choose_parallelism(config, UserObjects(module=Mixing()), manifest, budget=150_000)
+    assert choice.config == config
+
+
 def test_a_run_keeps_its_mesh_unless_it_has_other_workers(manifest: ShardManifest, tmp_path: Path) -> None:
     config = _config(manifest, tmp_path)
     begun = replace(config, parallelism={"pipeline": 2}, gradient_accumulation=8)

@@ -19,6 +19,7 @@ from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.settings.parallelism import AXES
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link
+from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
@@ -81,6 +82,19 @@ class Skipping(Pair):
         return super().forward(x) * 1.1
 
 
+class Flat(nn.Module):
+    """A mixture of experts over the values of a row, by a view that no rows cannot have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = MixtureOfExperts(4, 8, num_experts=2)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.mixture(x.view(-1, 2, 4)).view(x.shape[0], -1))
+        return out
+
+
 class Noisy(Pair):
     """Draws random numbers in training, of whatever shape a rank has."""
 
@@ -128,8 +142,10 @@ def _check(
         (Fast, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
         (Scaled, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
         (Skipping, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
+        # The rows of a short last batch may be fewer than the workers.
+        (Flat, {"expert": 2}, "Flat cannot take a batch without rows .*cannot reshape.*x.flatten"),
     ],
-    ids=["mixing", "fast", "scaled", "skipping"],
+    ids=["mixing", "fast", "scaled", "skipping", "flat"],
 )
 def test_a_network_that_a_mesh_computes_otherwise_is_refused(
     make_shards: MakeShards, tmp_path: Path, network: type[nn.Module], mesh: dict[str, Any], message: str
