@@ -178,9 +178,10 @@ class CompressedSum(PlainSync):
             return
         self._step = int(own["step"])
         for number, group in enumerate(self._groups):
-            # Equal on all ranks that have it; between hosts, those are their first ranks, so always rank 0.
-            kept = [{k: t for k, t in _below(s, number).items() if k != "residual"} for s in (own, states[0])]
-            group.load(kept[0] or kept[1])
+            # Rank 0 always compresses. Between hosts only their first ranks do, and another rank's state is
+            # older; it may now be the first of a host.
+            first = _below(states[0], number)
+            group.load({key: tensor for key, tensor in first.items() if key != "residual"})
             if is_same:
                 group.residual.copy_(_below(own, number)["residual"])
             elif rank == 0:

@@ -159,9 +159,9 @@ class Net(nn.Module):
         return self.layer(x).square().mean(1)  # type: ignore[no-any-return]
 
 
-def _sync(collective: Collective) -> Any:
-    compression = resolved_compression({"name": "powersgd", "rank": 1, "least": 1, "between": "hosts"})
-    exchange = Exchange(compression=compression, seed=3)
+def _sync(collective: Collective, compression: dict[str, Any]) -> Any:
+    whole = resolved_compression({"least": 1, "between": "hosts", **compression})
+    exchange = Exchange(compression=whole, seed=3)
     return STRATEGIES[exchange.strategy]().prepare(
         Net(), lambda m: torch.optim.SGD(m.parameters(), 0.1), collective, exchange
     )
@@ -175,12 +175,14 @@ def _take(sync: Any, rank: int, steps: range) -> None:
         sync.reduce()
 
 
-def _other_hosts(state: str, collective: Collective, device: str, status: Status) -> str:
+def _other_hosts(
+    state: str, compression: dict[str, Any], collective: Collective, device: str, status: Status
+) -> str:
     """Goes on with what ranks of two hosts kept, on hosts of one rank each or on one."""
     states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in json.loads(state)]
     found = []
     for is_same in (True, False):
-        sync = _sync(collective)
+        sync = _sync(collective, compression)
         sync.load_rank_states(states, is_same=is_same)
         kept = collective.all_reduce(sync.rank_state()["0/residual"])
         _take(sync, collective.rank, range(3, 5))
@@ -190,22 +192,31 @@ def _other_hosts(state: str, collective: Collective, device: str, status: Status
     return json.dumps(found)
 
 
-def _first_hosts(collective: Collective, device: str, status: Status) -> str:
-    sync = _sync(collective)
+def _first_hosts(compression: dict[str, Any], collective: Collective, device: str, status: Status) -> str:
+    sync = _sync(collective, compression)
     _take(sync, collective.rank, range(3))
     return json.dumps({key: value.tolist() for key, value in sync.rank_state().items()})
 
 
 @distributed
-def test_a_training_goes_on_where_its_workers_have_other_hosts() -> None:
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"name": "powersgd", "rank": 1},
+        {"name": "gradiveq", "slice": 32, "components": 2, "samples": 2, "refresh": 9},
+    ],
+    ids=["powersgd", "gradiveq"],
+)
+def test_a_training_goes_on_where_its_workers_have_other_hosts(compression: dict[str, Any]) -> None:
     """Bases are only on the hosts' first ranks: of the new ones, each must have them."""
-    states = run_spawned(3, "torch", _first_hosts, hosts=(HERE, THERE, THERE))
+    first = partial(_first_hosts, compression)
+    states = run_spawned(3, "torch", first, hosts=(HERE, THERE, THERE))
     told = [json.loads(state) for state in states]
     assert [("0/basis.0" in state) for state in told] == [True, True, False]
     residuals = [torch.tensor(state["0/residual"]) for state in told]
     assert residuals[0].any()
     whole = sum(residuals)
-    work = partial(_other_hosts, json.dumps(told))
+    work = partial(_other_hosts, json.dumps(told), compression)
     for text in run_spawned(3, "torch", work, hosts=(HERE, THERE, "127.0.0.3")):
         for found in json.loads(text):
             torch.testing.assert_close(torch.tensor(found["kept"]), whole)
