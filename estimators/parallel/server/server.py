@@ -191,6 +191,12 @@ class ShardServer:
             except WorkerLeftError as error:
                 wire.send(connection, wire.FAILED, {"error": str(error)})
                 return
+            except Exception as error:
+                if error is not self._table.failure:
+                    raise  # a peer asked for something that is not there
+                text = f"the optimizer failed: {type(error).__name__}: {error}"
+                wire.send(connection, wire.FAILED, {"error": text})
+                return
             with self._lock:
                 # Before they are sent, so that whoever has heard of their arrival counts them.
                 self._sent += wire.payload_bytes([(value.numel(), value.dtype) for value in values])

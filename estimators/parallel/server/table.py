@@ -44,6 +44,7 @@ class Table:
     Attributes:
         clocks: The workers' clocks.
         staleness: How often a push came after so many pushes of other workers since its worker had read.
+        failure: Error that the optimizer raised in a step.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Table:
         self.held = dict(held)
         self.clocks = Clocks(size)
         self.staleness: Counter[int] = Counter()
+        self.failure: Exception | None = None
         self._optimizer = optimizer
         self._size = size
         self._consistency = consistency
@@ -116,6 +118,7 @@ class Table:
         Raises:
             WorkerLeftError: A worker has left, or one that is waited for takes no step for
                 `timeout_seconds`.
+            Exception: The optimizer's own, if a step failed.
         """
         while True:
             with self._changed:
@@ -161,6 +164,8 @@ class Table:
         self._moves = {}
 
     def _may_read(self, clock: int, bound: int | None) -> bool:
+        if self.failure is not None:
+            raise self.failure
         if self._left:
             rank, at = min(self._left.items())
             raise WorkerLeftError(f"rank {rank} left the training after its step {at}")
@@ -178,7 +183,7 @@ class Table:
             )
 
     def _has_news(self, needed: int, before: int) -> bool:
-        return bool(self._left) or self.clocks.towards(needed) > before
+        return self.failure is not None or bool(self._left) or self.clocks.towards(needed) > before
 
     def _rate_share(self, late: int) -> float:
         steps = late / (self._size - 1) if self._consistency.corrects and self._size > 1 else 0.0
@@ -212,7 +217,12 @@ class Table:
         for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(settings)
             group["lr"] = settings["lr"] * rate_share
-        with without_empty_groups(self._optimizer):
-            self._optimizer.step()
+        try:
+            with without_empty_groups(self._optimizer):
+                self._optimizer.step()
+        except Exception as error:
+            # A push has no answer, so each worker gets the error when it reads next.
+            self.failure = error
+            self._changed.notify_all()
         for tensor in self.held.values():
             tensor.grad = None

@@ -32,7 +32,7 @@ from ringspark.estimators.parallel import STRATEGIES, Exchange
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.server import wire
 from ringspark.estimators.parallel.server.consistency import Consistency
-from ringspark.estimators.parallel.server.links import RemoteLink
+from ringspark.estimators.parallel.server.links import OwnLink, RemoteLink
 from ringspark.estimators.parallel.server.parameter_server import ServedSync
 from ringspark.estimators.parallel.server.server import ShardServer
 from ringspark.estimators.parallel.server.table import Table, WorkerLeftError
@@ -442,6 +442,31 @@ def test_a_stranger_is_disconnected_and_a_member_is_served() -> None:
     finally:
         server.close()
     assert set(threading.enumerate()) <= before
+
+
+class _Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ValueError("this rate is no number")
+
+
+def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
+    """Its own type where the server is, and its words elsewhere; no worker is blamed for leaving."""
+    held = nn.Parameter(torch.zeros(4))
+    table = Table({0: held}, _Fails([held], lr=1.0), 2, Consistency(bound=None), 5.0)
+    server = ShardServer(table, "127.0.0.1", b"t" * 32, rank=0, size=2)
+    own = OwnLink(table, 0)
+    link = RemoteLink(0, ("127.0.0.1", server.port), b"t" * 32, 1, {0: (4, torch.float32)}, 5.0)
+    try:
+        link.push({0: torch.ones(4)}, [{"lr": 1.0}], ends_step=True)
+        link.ask(None, 1, None)
+        with pytest.raises(CollectiveError, match="the optimizer failed: ValueError: this rate is no number"):
+            link.answer(lambda: None)
+        own.ask(None, 0, None)
+        with pytest.raises(ValueError, match=r"^this rate is no number$"):
+            own.answer(lambda: None)
+    finally:
+        link.close()
+        server.close()
 
 
 def test_a_message_that_no_member_sends_ends_only_its_connection() -> None:
