@@ -129,7 +129,8 @@ class Rates:
         """Sets the rates of optimizer step `step`, counted from 0.
 
         Raises:
-            ValueError: Other code changed a rate whose base is 0, so there is no ratio.
+            ValueError: Other code changed a rate whose base is 0, so there is no ratio, or the number of
+                parameter groups.
         """
         factor = self._schedule(step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
@@ -146,6 +147,12 @@ class Rates:
             ValueError: Like `set`.
         """
         groups = self._optimizer.param_groups
+        if len(groups) != len(self.scales):
+            raise ValueError(
+                f"the optimizer began with {len(self.scales)} parameter groups and now has {len(groups)}; "
+                "let optimizer or parameterGroups make all groups before the training, and give those that "
+                "start later a rate near 0"
+            )
         if self._last is None:
             return
         for index, (group, last) in enumerate(zip(groups, self._last, strict=True)):

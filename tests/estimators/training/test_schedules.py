@@ -166,6 +166,15 @@ def test_a_plateau_scheduler_in_a_callback_lowers_the_rate_for_good() -> None:
     assert seen == pytest.approx([0.4] * 3 + [0.04] * 2 + [0.004] * 2 + [0.0004])
 
 
+def test_a_group_that_a_callback_adds_is_refused() -> None:
+    optimizer = _optimizer()
+    rates = make_rates("constant", optimizer, NUM_STEPS)
+    rates.set(0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ValueError, match=r"began with \d parameter groups and now has \d; let optimizer or"):
+        rates.set(1)
+
+
 def test_a_rate_set_where_the_schedule_is_at_zero_is_the_new_base() -> None:
     optimizer = _optimizer()
     rates = make_rates(lambda step, num_steps: float(step != 1), optimizer, NUM_STEPS)
