@@ -8,6 +8,7 @@ before they are needed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,8 @@ import torch
 Values = tuple[torch.Tensor | None, ...]
 Wait = Callable[[], None]
 
+# Kinds of values that a rank remembers per neighbour and direction; padded texts have many lengths.
+MOST_KEYS = 4096
 # Numbers of a description, which has one length so that it can be received unseen.
 _LENGTH = 256
 _DTYPES = (
@@ -75,6 +78,16 @@ class Wire:
         self._collective = collective
         self._device = device
         self._known: dict[Hashable, Forms] = {}
+        # Keys by direction and peer, in the order in which both sides learned them.
+        self._keys: dict[tuple[str, int], deque[Hashable]] = {}
+
+    def _learn(self, key: Hashable, forms: Forms, direction: str, peer: int) -> None:
+        """Keeps the forms of a key. The peer forgets the same old key at the same message."""
+        keys = self._keys.setdefault((direction, peer), deque())
+        if len(keys) == MOST_KEYS:
+            del self._known[keys.popleft()]
+        keys.append(key)
+        self._known[key] = forms
 
     def send(self, values: Values, key: Hashable, to: int) -> Wait:
         """Begins to send values, which must not change before the wait.
@@ -89,7 +102,7 @@ class Wire:
         forms = forms_of(values)
         waits = []
         if key not in self._known:
-            self._known[key] = forms
+            self._learn(key, forms, "to", to)
             waits.append(self._collective.start_send(_described(forms), to))
         elif self._known[key] != forms:
             raise ValueError(
@@ -113,7 +126,7 @@ class Wire:
         if key not in self._known:
             numbers = torch.empty(_LENGTH, dtype=torch.int64)
             self._collective.start_receive(numbers, source)()
-            self._known[key] = _read(numbers.tolist())
+            self._learn(key, _read(numbers.tolist()), "from", source)
         forms = self._known[key]
         values = tuple(
             None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._device)

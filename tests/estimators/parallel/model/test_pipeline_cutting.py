@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ringspark.estimators.parallel.mesh import AXES
+from ringspark.estimators.parallel.model.pipeline import wire
 from ringspark.estimators.parallel.model.pipeline.cutting import (
     cut_by_names,
     cut_stages,
@@ -155,3 +157,33 @@ def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
         ValueError, match="Sequential has a forward hook, which a pipeline would run once for"
     ):
         check_spread(network, sizes, {})
+
+
+class Cable:
+    """One direction between two ranks."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def start_send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
+        self.sent.append(tensor)
+        return lambda: None
+
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
+        tensor.copy_(self.sent.pop(0))
+        return lambda: None
+
+
+def test_neighbours_forget_the_same_shapes_and_describe_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of every length would fill the memory, and a side that forgot alone would misread the other."""
+    monkeypatch.setattr(wire, "MOST_KEYS", 2)
+    cable = Cable()
+    sender, receiver = (wire.Wire(cable, torch.device("cpu")) for _ in range(2))
+    for length in (1, 2, 1, 3, 1, 2, 3):
+        sender.send((torch.full((length,), float(length)),), length, 1)
+        (values,) = receiver.start_receive(length, 0)()
+        assert values is not None
+        assert values.tolist() == [length] * length
+        assert not cable.sent
+        assert sender._known == receiver._known
+        assert len(sender._known) <= 2
