@@ -27,6 +27,9 @@ from ringspark.models.whole_rows import WholeRows, read
 # Small, so that at first all experts are about as probable (Fedus et al. 2021).
 ROUTER_STD = 0.02
 
+# Capacities are computed in whole millionths of the factor.
+LEAST_FACTOR = 1e-6
+
 Exchange = Callable[["Experts", torch.Tensor, list[int]], torch.Tensor]
 
 
@@ -295,8 +298,11 @@ def _check(
         raise ValueError(
             "router 'expert_choice' needs a capacity_factor, the mean number of experts of a token; got None"
         )
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-        raise ValueError(f"capacity_factor must be above 0, or None to drop no token, got {capacity_factor}")
+    if capacity_factor is not None and not LEAST_FACTOR <= capacity_factor < math.inf:
+        raise ValueError(
+            f"capacity_factor must be at least {LEAST_FACTOR:f}, or None to drop no token, got "
+            f"{capacity_factor}"
+        )
     if min_capacity < 1:
         raise ValueError(f"min_capacity must be at least 1, got {min_capacity}")
 

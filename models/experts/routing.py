@@ -58,8 +58,9 @@ class Rule:
 
     def _ratio(self, num_experts: int, choices: int) -> tuple[int, int]:
         assert self.capacity_factor is not None
-        # In floating point, 10 times 1.1 is more than 11.
-        factor = Fraction(self.capacity_factor).limit_denominator(1000)
+        # In floating point, 10 times 1.1 is more than 11. A larger factor than `num_experts` drops nothing
+        # either, and would leave 64 bits.
+        factor = Fraction(min(self.capacity_factor, num_experts)).limit_denominator(10**6)
         return choices * factor.numerator, num_experts * factor.denominator
 
 

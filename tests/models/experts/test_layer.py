@@ -9,7 +9,7 @@ import torch
 
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.experts.routing import ROUTERS
+from ringspark.models.experts.routing import ROUTERS, Rule
 from ringspark.models.reports import add_loss, collected
 
 DIM, EXPERTS = 6, 4
@@ -212,7 +212,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "'expert_choice' has later tokens .*; take 'switch' or 'gshard'",
     ),
     ({"router": "expert_choice", "capacity_factor": None}, "'expert_choice' needs a capacity_factor"),
-    ({"capacity_factor": 0.0}, "capacity_factor must be above 0, or None to drop no token, got 0.0"),
+    (
+        {"capacity_factor": 0.0},
+        "capacity_factor must be at least 0.000001, or None to drop no token, got 0.0",
+    ),
     ({"min_capacity": 0}, "min_capacity must be at least 1, got 0"),
     ({"balance_weight": -1.0}, "balance_weight must be at least 0, got -1.0"),
     ({"jitter": 1.0}, "jitter must be at least 0 and below 1, got 1.0"),
@@ -267,3 +270,12 @@ def test_a_compiled_network_runs_its_mixtures_uncompiled() -> None:
         assert "mixture" not in text
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("factor", "wanted"), [(0.0004, 20), (1 / 3, 16_667), (1.1, 55_000), (1e15, 300_000)]
+)
+def test_the_capacity_follows_every_factor(factor: float, wanted: int) -> None:
+    rule = Rule(capacity_factor=factor, min_capacity=1)
+    assert rule.most(100_000, 6, 3) == wanted
+    assert rule.capacity(torch.tensor([100_000]), 6, 3).tolist() == [wanted]
