@@ -129,7 +129,7 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective) -> 
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for parameter, start in zip(parameters, starts, strict=True):
         elements = whole[start : start + parameter.nbytes].view(parameter.dtype)
-        shared = place(elements, 0, parameter)
+        shared = place(elements, 0, parameter.shape, parameter.stride())
         if collective.rank == 0:
             shared.copy_(parameter.data)
         parameter.data = shared

@@ -91,7 +91,7 @@ def _gather_tensor(
     joined = torch.cat(parts).view(dtype)
     if entry["shape"] is not None:
         return joined.reshape(entry["shape"])
-    return place(joined, 0, shard.parameters[index]).contiguous()
+    return place(joined, 0, shard.parameters[index].shape, shard.strides[index]).contiguous()
 
 
 def load_state(shard: Shard, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:

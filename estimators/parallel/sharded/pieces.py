@@ -52,6 +52,7 @@ class Shard:
     Attributes:
         names: Names of the parameters; `parameters` and all indices follow this order.
         collective: The ranks.
+        strides: Of each parameter when the pieces were dealt; state and gradients lie in this order.
         held: Tensor that the optimizer holds, for each piece of this rank.
     """
 
@@ -92,6 +93,8 @@ class Shard:
         self.held: dict[Piece, torch.Tensor] = {
             piece: self._hold(piece) for pieces in self.mine for piece in pieces
         }
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.strides = [parameter.stride() for parameter in self.parameters]
         _narrow(optimizer, self.parameters, self.held)
 
     def _hold(self, piece: Piece) -> torch.Tensor:
@@ -99,6 +102,25 @@ class Shard:
         if not self.is_even:
             return parameter
         return nn.Parameter(flat(parameter.data)[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Ties pieces again whose parameter has moved, as by `flatten_parameters()` of a recurrent layer.
+
+        A step on a piece of the old memory would be lost.
+        """
+        if not self.is_even:
+            return
+        for index, (parameter, strides) in enumerate(zip(self.parameters, self.strides, strict=True)):
+            if parameter.stride() != strides:
+                # The optimizer's state lies in this order.
+                parameter.data = torch.empty_strided(
+                    parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
+                ).copy_(parameter)
+            if parameter.data_ptr() != self._addresses[index]:
+                self._addresses[index] = parameter.data_ptr()
+                for piece in (piece for piece in self.held if piece.index == index):
+                    self.held[piece].data = self._elements(piece)
 
     def pieces_of(self, rank: int) -> dict[int, Piece]:
         """Returns a rank's piece of each parameter of which it has one, in the order of the buckets."""
@@ -123,7 +145,7 @@ class Shard:
             if gradient is None:
                 continue
             present.append(slot.index)
-            place(buffer, slot.start, parameter).copy_(gradient)
+            place(buffer, slot.start, parameter.shape, self.strides[slot.index]).copy_(gradient)
         return buffer, present
 
     def set_gradients(self, bucket: int, part: torch.Tensor, had: Sequence[float]) -> None:
@@ -140,7 +162,7 @@ class Shard:
             elif self.is_even:
                 tensor.grad = part[piece.offset : piece.offset + tensor.numel()]
             else:
-                tensor.grad = place(part, piece.offset, tensor)
+                tensor.grad = place(part, piece.offset, tensor.shape, self.strides[piece.index])
 
     @torch.no_grad()
     def share(self, bucket: int) -> None:
@@ -165,9 +187,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def place(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a flat buffer from `start` on, as a view with shape and strides of `like`."""
-    return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
+def place(buffer: torch.Tensor, start: int, shape: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
+    """Returns the elements of a flat buffer from `start` on, as a view."""
+    return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -277,6 +277,8 @@ class ShardedSync(PlainSync):
         return square
 
     def step(self, scaler: Scaler) -> None:
+        for own in self._dealt:
+            own.shard.follow()
         with without_empty_groups(self.optimizer):
             scaler.step(self.optimizer)
         for own, bucket in self._order:
