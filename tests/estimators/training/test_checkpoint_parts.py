@@ -26,7 +26,13 @@ from ringspark.estimators.parallel.base import PlainSync
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.parallel.model.cut import Cut, Spread
 from ringspark.estimators.parallel.model.spread import spread
-from ringspark.estimators.training.checkpoint.folders import copy_checkpoint, newest_good, step_uri, steps_in
+from ringspark.estimators.training.checkpoint.folders import (
+    copy_checkpoint,
+    is_committed,
+    newest_good,
+    step_uri,
+    steps_in,
+)
 from ringspark.estimators.training.checkpoint.parts import JoinedFiles, Part, places_of
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Position, Record
@@ -96,6 +102,15 @@ def test_parts_are_one_checkpoint_that_is_counted_copied_and_pruned_whole(tmp_pa
     joined = JoinedFiles(files, {"w": SPREAD})
     assert sorted(joined) == ["a", "b", "w"]
     assert joined["w"].equal(WHOLE + 3)
+
+
+def test_an_interrupted_copy_is_no_checkpoint(tmp_path: Path) -> None:
+    assert _write(tmp_path / "a", _snapshots(3)) == [[], []]
+    copied = Path(step_uri(str(tmp_path / "b"), 3))
+    (copied / FILES[-1]).mkdir(parents=True)  # a file cannot take its place
+    with pytest.raises(IsADirectoryError):
+        copy_checkpoint(str(tmp_path / "a"), str(tmp_path / "b"), 3)
+    assert not is_committed(str(tmp_path / "b"), 3)
 
 
 def _flip(folder: Path) -> None:

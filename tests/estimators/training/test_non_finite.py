@@ -23,7 +23,7 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.driver_check import check_training
 from ringspark.estimators.training.history import read_history
-from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep
+from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -110,14 +110,20 @@ def test_stop_names_epoch_step_and_rank(make_shards: MakeShards, tmp_path: Path)
         train_here(config, objects())
 
 
-def test_a_loss_is_noted_without_waiting() -> None:
+@pytest.mark.parametrize("at_once", [True, False], ids=["CPU", "as on a GPU"])
+def test_the_first_bad_loss_is_noted(at_once: bool) -> None:
     first = FirstBadLoss(torch.device("cpu"))
-    first.at_once = False  # as on a GPU
+    first.at_once = at_once
     for step, loss in enumerate((1.0, math.inf, math.nan, 2.0), 1):
         first.note(torch.tensor([0.0, loss]), step)
     assert first.step == 2
     first.reset()
     assert first.step is None
+
+
+def test_the_first_bad_step_of_all_ranks_is_named() -> None:
+    with pytest.raises(FloatingPointError, match="epoch 2, step 3 on rank 2"):
+        raise_first_bad(2, [0, 5, 3, 3], "")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -178,6 +178,8 @@ def test_a_group_that_a_callback_adds_is_refused() -> None:
 def test_a_rate_set_where_the_schedule_is_at_zero_is_the_new_base() -> None:
     optimizer = _optimizer()
     rates = make_rates(lambda step, num_steps: float(step != 1), optimizer, NUM_STEPS)
+    rates.set(0)
+    optimizer.param_groups[0]["lr"] /= 4  # which the next change makes void
     rates.set(1)
     optimizer.param_groups[0]["lr"] = 0.1
     rates.set(2)

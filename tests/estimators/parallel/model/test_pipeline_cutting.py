@@ -120,6 +120,11 @@ def test_a_parameter_of_several_ranks_is_owned_by_the_first_stage_that_uses_it()
     assert (tie.stages, tie.ranks, tie.names) == ((0, 3), (3, 0), ("tokens.weight", "tokens.weight"))
     # One rank that has both stages has one parameter, not two copies.
     assert find_ties(network, stages, [0, 1, 1, 0]) == []
+    shared = nn.Linear(3, 3)
+    thrice = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
+    links = links_of(thrice)
+    (first, second) = find_ties(thrice, [links[:2], links[2:4], links[4:]], [0, 1, 0])
+    assert first.stages == second.stages == (0, 1)
     # Two names of one parameter: each rank knows it by the name that its stage uses.
     tied = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     tied[2].weight = tied[0].weight

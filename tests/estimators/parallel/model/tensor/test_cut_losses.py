@@ -8,6 +8,7 @@ from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.model.tensor import region_of, scores_of, spread_tensor
+from ringspark.estimators.parallel.model.tensor.loss import _CrossEntropy
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.models import ModelSpec
@@ -51,3 +52,16 @@ def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
     scores = scores_of(module)
     assert scores is not None
     assert scores.joins is joins
+
+
+def test_labels_that_are_ignored_and_large_logits_are_those_of_torch() -> None:
+    logits = (torch.randn(5, 4) * 1e3).requires_grad_()
+    label = torch.tensor([0, -100, 3, 2, -100])
+    kept = label != -100
+    weights = torch.arange(1.0, 6.0)
+    expected = nn.functional.cross_entropy(logits, label, reduction="none")
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    found = _CrossEntropy.apply(logits, label, kept, LocalCollective(), 4)
+    (own,) = torch.autograd.grad((found * weights).sum(), logits)
+    assert torch.allclose(found, expected)
+    assert torch.allclose(own, gradient)
