@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
 from ringspark.pipelines.reuse import cache_entries
 from ringspark.pipelines.reuse.cache_entries import Entry
@@ -206,7 +207,12 @@ def _session_settings(spark: SparkSession) -> dict[str, str]:
 
 
 def _canonical(value: Any) -> str:
-    """Returns the repr of a value, with dictionary keys and set members in sorted order."""
+    """Returns the repr of a value, with dictionary keys and set members in sorted order.
+
+    A column's kind is followed by a digest of all its fields, because its repr leaves long ones out.
+    """
+    if isinstance(value, Kind):
+        return f"{value!r} {_digest(value.to_json())[:20]}"
     if isinstance(value, Mapping):
         items = sorted((repr(key), _canonical(item)) for key, item in value.items())
         return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}"

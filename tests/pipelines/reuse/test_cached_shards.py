@@ -21,6 +21,7 @@ import pytest
 
 from ringspark.pipelines import (
     ShardManifest,
+    Tokens,
     cached_shards,
     list_cached,
     open_reader,
@@ -103,6 +104,22 @@ def test_other_rows_columns_or_settings_are_another_entry(spark: Any, source: Pa
     uris = [cached_shards(df, root, **settings).uri for df, settings in variants]
     assert len(set(uris)) == len(variants)
     assert [cached_shards(df, root, **settings).uri for df, settings in variants[:3]] == uris[:3]
+
+
+@spark_test
+def test_tokenizers_of_equal_length_are_another_entry(spark: Any, source: Path, root: str) -> None:
+    from tokenizers import Tokenizer, models
+
+    rows = spark.read.parquet(str(source)).select("s")
+
+    def ids(vocabulary: dict[str, int]) -> set[int]:
+        tokens = Tokens.of(Tokenizer(models.WordLevel(vocabulary, unk_token="?")), max_length=1)
+        reader = open_reader(cached_shards(rows, root, columns={"s": tokens}), engine="arrow", shuffle=False)
+        return {int(number) for batch in reader.batches(0) for number in batch["s.ids"].ravel()}
+
+    assert ids({"?": 0, "t0": 1, "t1": 2, "t2": 3}) == {1, 2, 3}
+    # The repr of Tokens shows the length of the tokenizer's text alone, and this one is as long.
+    assert ids({"?": 0, "u0": 1, "u1": 2, "u2": 3}) == {0}
 
 
 def spark_lit(name: str) -> Any:
