@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -134,9 +135,18 @@ def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
     from ringspark.pipelines import storage
     from ringspark.pipelines.spark_paths import resolve
 
-    written, read = (storage.normalize(resolve(spark, given)).rstrip("/") + "/" for given in (output, uri))
+    written, read = (
+        _without_links(storage.normalize(resolve(spark, given))).rstrip("/") + "/" for given in (output, uri)
+    )
     if written.startswith(read) or read.startswith(written):
         raise ValueError(f"{output} would be written over {what} in {uri}; give another folder")
+
+
+def _without_links(uri: str) -> str:
+    """Returns the folder that a local path leads to; other stores have no links."""
+    from ringspark.pipelines import storage
+
+    return os.path.realpath(uri) if storage.is_local(uri) else uri
 
 
 def first_line(error: BaseException) -> str:

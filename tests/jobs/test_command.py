@@ -194,6 +194,16 @@ def test_rows_named_by_a_pattern_are_not_written_over(spark: Any, tmp_path: Path
 
 
 @pytest.mark.spark
+def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> None:
+    spark.range(3).write.parquet(str(tmp_path / "disk" / "rows"))
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for rows, output in (("disk/rows", "link/rows"), ("link/rows", "disk/rows"), ("link/rows", "disk")):
+        with pytest.raises(ValueError, match=r"would be written over the rows in .*rows"):
+            RowSource(parquet=str(tmp_path / rows)).check_apart(spark, str(tmp_path / output))
+    RowSource(parquet=str(tmp_path / "link/rows")).check_apart(spark, str(tmp_path / "disk/predictions"))
+
+
+@pytest.mark.spark
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
