@@ -148,7 +148,8 @@ def _train(
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
         if waits(module) and config.sharding != "parameters":
             give_first_weights(module, mesh, device)
-            _refuse_sparse_gradients(config, module)
+    # After the spreading, which refuses gradient hooks because it cannot keep the user's.
+    _refuse_sparse_gradients(config, module)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)
     policy = segment_policy(config.gradient_checkpointing)
@@ -300,7 +301,6 @@ def _build(
     if not waits(module):
         module = module.to(device)
     accept_single_rows(module)
-    _refuse_sparse_gradients(config, module)
     if config.precision != "fp32":
         keep_norms_fp32(module)
     return module
