@@ -116,7 +116,8 @@ class SharingMember(ConnectedMember, ABC):
                         )
                     flat.copy_(sent)
             else:
-                self._broadcast(dense, root)
+                # As bytes, because not every library knows every dtype.
+                self._broadcast([tensor.view(-1).view(torch.uint8) for tensor in dense], root)
         self.traffic.broadcast(num_bytes(tensors), root)
 
     @noted

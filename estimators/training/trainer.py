@@ -32,9 +32,6 @@ from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines.readers import ShardReader
 
-# The types of buffers that every collective can send.
-_SHARED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
-
 
 class Trainer:
     """Trains one network on one rank's shards of every global batch."""
@@ -336,7 +333,7 @@ class Trainer:
             return
         network = self._sync.network
         saved = network.state_dict().keys()
-        shared = {n: b for n, b in network.named_buffers() if n in saved and b.dtype in _SHARED}
+        shared = {n: b for n, b in network.named_buffers() if n in saved}
         shapes = repr([(name, b.dtype, b.shape) for name, b in shared.items()]).encode()
         if shared and len(set(gather_bytes(self._mesh.data, shapes))) == 1:
             with torch.no_grad():
