@@ -63,8 +63,19 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
     seed 0, rank 0 therefore draws its dropout from the stream that the first weights came from.
     """
     torch.manual_seed((seed * _RANK_FACTOR + step * _STEP_FACTOR + rank) % 2**63)
+    _seed_by_name(f"{seed} {step} {rank}")
+
+
+def seed_constructor(seed: int) -> None:
+    """Seeds all generators alike on every rank, because a network's constructor may draw from any of them."""
+    # Any whole number may be a seed, but torch takes 64 bits.
+    torch.manual_seed(seed % 2**63)
+    _seed_by_name(f"{seed} constructor")
+
+
+def _seed_by_name(name: str) -> None:
+    """Seeds NumPy and Python."""
     # Hashed, because NumPy and torch make the same numbers of the same seed.
-    name = f"{seed} {step} {rank}"
     np.random.seed(np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint32))
     random.seed(name)
 

@@ -52,7 +52,7 @@ from ringspark.estimators.training.tuning.pretrained import load_pretrained
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.deferred import deferred
-from ringspark.models.generators import seed_rank, shared_generators_kept
+from ringspark.models.generators import seed_constructor, seed_rank, shared_generators_kept
 from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.models.skeleton import changed_state, skeleton
 from ringspark.pipelines import ShardManifest, open_reader, storage
@@ -280,8 +280,7 @@ def _build(
     mesh: Mesh,
     status: Status,
 ) -> nn.Module:
-    # Any whole number may be a seed, but torch takes 64 bits.
-    torch.manual_seed(config.seed % 2**63)
+    seed_constructor(config.seed)
     found = deferred(partial(build_module, config, objects)) if config.builds_in_parts else None
     if found is None:
         module = build_module(config, objects)

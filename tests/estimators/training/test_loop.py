@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -386,6 +387,52 @@ def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation
     x, kind = (torch.from_numpy(columns[name][held_out]) for name in ("x", "kind"))
     loss = functional.cross_entropy(trained(x), kind).item()
     assert results[0].history[-1].validation_loss == pytest.approx(loss, rel=1e-5)
+
+
+class Memories(nn.Module):
+    """Keeps the last batch in a buffer per dtype; NumPy and Python draw the scale of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.scale = np.random.rand() + random.random()
+        for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64):
+            self.register_buffer(f"last_{dtype}".replace(".", "_"), torch.zeros(4, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x):
+            with torch.no_grad():
+                for buffer in self.buffers():
+                    buffer.copy_(x[0] > 0 if buffer.dtype == torch.bool else x[0].abs() * 50)
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
+class Digest(Callback):
+    """Writes a hash of the network's buffers and its constant per rank."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        values = [(name, buffer.tolist()) for name, buffer in state.module.named_buffers()]
+        Path(f"{self._path}-{state.rank}").write_text(repr((state.module.scale, values)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
+    make_shards: MakeShards,
+    tmp_path: Path,
+    columns: dict[str, np.ndarray],
+    collective: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
+    manifest = make_shards(columns, validation=np.arange(301) % 3 == 0)
+    spec = ModelSpec(f"{Memories.__module__}:Memories").to_json()
+    config = _config(manifest, tmp_path / "run", model=spec, epochs=1, collective=collective)
+    _gang(config, UserObjects(callbacks=(Digest(str(tmp_path / "digest")),)))
+    assert (tmp_path / "digest-0").read_text() == (tmp_path / "digest-1").read_text()
 
 
 @pytest.mark.distributed
