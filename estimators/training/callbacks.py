@@ -28,7 +28,8 @@ class TrainingState:
         size: Number of ranks that train.
         module: The network, without wrappers. Changing its weights on one rank alone breaks training.
             Under sharding 'parameters' its parameters are DTensors; `parameter.full_tensor()`, called on
-            every rank, returns a whole one. A gradient is the same memory in every step: clone what you keep.
+            every rank, returns a whole one. Under parallelism 'pipeline' it holds this rank's stages and
+            cannot be called. A gradient is the same memory in every step: clone what you keep.
         optimizer: This rank's optimizer; its parameter groups hold the present learning rates. Under
             sharding it holds this rank's part.
         epoch: Present epoch, from 1.

@@ -38,12 +38,19 @@ class StageForward:
         """Runs one stage, or some of its links.
 
         Args:
-            stage: Number of the stage; only left out where the rank has one alone.
+            stage: Number of the stage.
             part: (first link, end, states of the links): what runs, and from which states where the values
                 are a chunk of time. The result is then (result, states after it).
+
+        Raises:
+            RuntimeError: No stage is named; the outputs of a stage are not those of the network.
         """
         if stage is None:
-            (stage,) = self.stages
+            raise RuntimeError(
+                f"a rank under parallelism 'pipeline' holds only stages {sorted(self.stages)} of "
+                f"{type(self.network).__name__}, so a callback cannot call state.module; compute over the "
+                "validation rows by `metrics`, or leave 'pipeline' out of parallelism"
+            )
         links = self.stages[stage]
         states: Sequence[State] | None = None
         if part is not None:

@@ -100,6 +100,10 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
     assert type(network) is type(whole)
     ids = torch.randint(0, 50, (3, 8))
     want = whole.blocks[0](whole._embedded(ids))
+    alone = copy.deepcopy(whole)
+    keep_stages(alone, {0: links[:2]})
+    with pytest.raises(RuntimeError, match=r"holds only stages \[0\] of .* a callback cannot call"):
+        alone(ids)
     # A copy runs by its own weights.
     for made in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         for parameter in network.parameters():
