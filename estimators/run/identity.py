@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,7 @@ from ringspark.estimators.training.objective.heads import make_heads
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.columns import Column
 
 FORMAT_VERSION = 2
 
@@ -83,6 +85,7 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
         rows = [manifest.select(split).num_rows for manifest in (old, new)]
         if rows[0] != rows[1]:
             found.append(f"{split} rows: {rows[0]} -> {rows[1]}")
+    found = found or _kind_differences(old.columns, new.columns)
     if found:
         return found
     for split in sorted(old.stats.keys() & new.stats.keys()):
@@ -93,6 +96,22 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
                     found.append(
                         f"{key} of column {name!r}: {_short(before.get(key))} -> {_short(now.get(key))}"
                     )
+    return found
+
+
+def _kind_differences(old: Sequence[Column], new: Sequence[Column]) -> list[str]:
+    """Returns the changes of the columns' kinds that neither their text nor the stored rows show.
+
+    Such as the value that fills short rows, or the words that the ids stand for.
+    """
+    found = []
+    for before, now in zip(old, new, strict=True):
+        known, given = before.kind.to_json(), now.kind.to_json()
+        for key in sorted(known.keys() | given.keys()):
+            was, is_now = json.dumps(known.get(key)), json.dumps(given.get(key))
+            # Equal texts first, because NaN does not equal itself.
+            if was != is_now and json.loads(was) != json.loads(is_now):
+                found.append(f"{key} of column {before.name!r}: {_short_text(was)} -> {_short_text(is_now)}")
     return found
 
 
@@ -190,5 +209,8 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value) if not isinstance(value, str) else repr(value)
+    return _short_text(json.dumps(value) if not isinstance(value, str) else repr(value))
+
+
+def _short_text(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.run.identity import FORMAT_VERSION
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.fit_data import FitData
+from ringspark.pipelines import Padded, Vocabulary
+from ringspark.pipelines.kinds import Kind
 
 pytestmark = pytest.mark.spark
 
@@ -115,6 +118,34 @@ def test_another_application_with_other_rows_is_refused(
     with pytest.raises(ValueError, match=told):
         run_shards(spark.range(10).selectExpr(rows), data, run)
     assert files_of(run) == begun
+
+
+@pytest.mark.parametrize(
+    ("begun_with", "resumed_with", "told"),
+    [
+        (Padded(value=0), Padded(value=-1), "value of column 'x': 0 -> -1"),
+        (Vocabulary(words=("a", "b")), Vocabulary(words=("b", "a")), "words of column 'x': "),
+    ],
+)
+def test_columns_made_in_another_way_are_refused(
+    spark: Any, data: FitData, run: RunFolder, begun_with: Kind, resumed_with: Kind, told: str
+) -> None:
+    """Although the stored rows, or their statistics, are the same."""
+    values = (
+        "if(id % 2 = 0, 'a', 'b')"
+        if isinstance(begun_with, Vocabulary)
+        else "array_repeat(id, cast(1 + id % 2 as int))"
+    )
+    rows = spark.range(10).selectExpr(f"{values} as x")
+    start, changed = (
+        replace(data, kinds=json.dumps({"x": kind.to_json()})) for kind in (begun_with, resumed_with)
+    )
+    _, key = run_shards(rows, start, run)
+    identity = {"format_version": FORMAT_VERSION, "identity": {}, "rows_key": key}
+    Path(run.uri, run_layout.IDENTITY).write_text(json.dumps(identity))
+    run_shards(rows, start, run)
+    with pytest.raises(RunRefusedError, match=told):
+        run_shards(rows, changed, run)
 
 
 def test_rows_that_only_statistics_prove_equal_are_told(
