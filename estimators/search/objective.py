@@ -77,7 +77,16 @@ class Objective:
         if self.evaluator is None:
             return self.monitor
         metric = self.evaluator.getMetricName() if hasattr(self.evaluator, "getMetricName") else "metric"
-        return f"{metric} of {type(self.evaluator).__name__}, pruned by {self.monitor}"
+        # What the user has set: a class of fMeasureByLabel, or a label column, makes another metric.
+        given = getattr(self.evaluator, "_paramMap", {}).items()
+        settings = sorted(
+            f"{param.name}={value!r}"
+            for param, value in given
+            # The text of any other object may differ from one driver to the next.
+            if param.name != "metricName" and isinstance(value, bool | int | float | str | list | None)
+        )
+        told = f" with {', '.join(settings)}" if settings else ""
+        return f"{metric} of {type(self.evaluator).__name__}{told}, pruned by {self.monitor}"
 
     def of_epoch(self, record: EpochRecord) -> float:
         """Returns what a pruner sees of an epoch: better in the direction of the search."""

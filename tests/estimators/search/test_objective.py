@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pyspark.ml.evaluation import Evaluator
+from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
 
 from ringspark.estimators.search.objective import Objective
 from ringspark.estimators.training.history import EpochRecord
@@ -53,6 +53,20 @@ def test_the_trial_with_the_worse_monitor_is_pruned(
         pruned[name] = trial.should_prune()
         study.tell(trial, 0.0)
     assert pruned == {"first": False, "better": False, "worse": True}
+
+
+@pytest.mark.spark
+def test_settings_of_the_evaluator_make_another_objective(spark: Any) -> None:
+    """A search that is fitted again must not rank values of different metrics."""
+
+    def text(**settings: Any) -> str:
+        evaluator = MulticlassClassificationEvaluator(metricName="fMeasureByLabel", **settings)
+        return Objective(
+            monitor="train_loss", monitor_is_larger_better=False, evaluator=evaluator, held_out=None
+        ).text
+
+    assert text() == text()
+    assert len({text(), text(metricLabel=1.0), text(beta=2.0), text(labelCol="other")}) == 4
 
 
 def _epoch(loss: float) -> EpochRecord:
