@@ -105,23 +105,29 @@ def is_valid(
     return F.lit(True) if fills_nulls else ~holds_null(source, data_type)
 
 
-def fill(values: Column, data_type: DataType) -> Column:
-    """Replaces nulls by zeros; a null array stays null, because only Python knows its shape."""
+def fill(values: Column, data_type: DataType, *, are_floats: bool = False) -> Column:
+    """Replaces nulls by zeros; a null array stays null, because only Python knows its shape.
+
+    Args:
+        data_type: Spark type of the column that `values` are made from.
+        are_floats: Whether the values have been cast to floating-point numbers.
+    """
     depth = leaf_type(data_type)[1]
     if isinstance(data_type, VectorUDT):
         return values
     if not depth:
-        return F.coalesce(values, zero(data_type))
-    return _fill_arrays(values, data_type) if _has_null_elements(data_type) else values
+        return F.coalesce(values, zero(data_type, are_floats=are_floats))
+    return _fill_arrays(values, data_type, are_floats) if _has_null_elements(data_type) else values
 
 
-def _fill_arrays(values: Column, data_type: DataType) -> Column:
+def _fill_arrays(values: Column, data_type: DataType, are_floats: bool) -> Column:
     assert isinstance(data_type, ArrayType)
     element = data_type.elementType
     if isinstance(element, ArrayType):
-        return F.transform(values, lambda value: _fill_arrays(value, element))
-    return F.transform(values, lambda value: F.coalesce(value, zero(element)))
+        return F.transform(values, lambda value: _fill_arrays(value, element, are_floats))
+    return F.transform(values, lambda value: F.coalesce(value, zero(element, are_floats=are_floats)))
 
 
-def zero(data_type: DataType) -> Column:
-    return F.lit(False) if data_type.typeName() == "boolean" else F.lit(0)
+def zero(data_type: DataType, *, are_floats: bool = False) -> Column:
+    """Returns the zero of a column's type; see `fill`."""
+    return F.lit(False) if data_type.typeName() == "boolean" and not are_floats else F.lit(0)

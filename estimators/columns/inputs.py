@@ -211,7 +211,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     wants_floats = trained is not None and not _is_whole(trained)
     values = input_expression(source, data_type, wants_floats=wants_floats)
     if item.fills_nulls:
-        values = fill(values, data_type)
+        values = fill(values, data_type, are_floats=wants_floats)
     floats = wants_floats or _dtype(given).startswith("float")
     return BoundInput(
         values=values,
@@ -222,7 +222,7 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
             dtype="float32" if floats else str(network_dtype(_dtype(given))),
             fills_nulls=item.fills_nulls,
         ),
-        filler=zero(data_type) if not _rank(given, data_type) else None,
+        filler=zero(data_type, are_floats=wants_floats) if not _rank(given, data_type) else None,
     )
 
 

@@ -321,6 +321,51 @@ def test_older_shards_with_an_own_column_named_like_a_null_mask_are_refused(
             estimator.copy({estimator.inputCols: [name]}).fitOnShards(str(tmp_path))
 
 
+class _Flags(nn.Module):
+    """Adds up a boolean, the mask of its nulls and an array of two booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, flag: torch.Tensor, mask: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return flag + 10 * mask + flags @ torch.tensor([100.0, 1000.0]) + 0 * self.zero
+
+
+def test_nulls_of_booleans_that_the_shards_keep_are_zeros(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(12).selectExpr(
+        "id",
+        "if(id = 3, null, id % 2 = 0) as flag",
+        "if(id = 4, null, array(id % 3 = 0, if(id = 6, null, true))) as flags",
+        "1D as label",
+    )
+    write_shards(frame, str(tmp_path / "s"), handle_invalid={"flag": "keep", "flags": "keep"})
+    model = TorchRegressor(
+        model=_Flags(),
+        inputCols=["flag", "flag.isnull", "flags"],
+        epochs=1,
+        storageUri=str(tmp_path / "runs"),
+        showProgress=False,
+    ).fitOnShards(str(tmp_path / "s"))
+    wanted = [
+        (row % 2 == 0) + 10 * (row == 3) + 100 * (row % 3 == 0 and row != 4) + 1000 * (row not in (4, 6))
+        for row in range(12)
+    ]
+    found = {row.id: row.prediction for row in model.transform(frame).collect()}
+    assert [found[row] for row in range(12)] == wanted
+
+
+def test_a_null_boolean_gets_no_prediction_where_nulls_are_kept(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(8).selectExpr("id", "id % 2 = 0 as flag", "1D as label")
+    network = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
+    model = TorchRegressor(
+        model=network, inputCols=["flag"], epochs=1, storageUri=str(tmp_path), showProgress=False
+    ).fit(frame)
+    model.setHandleInvalid("keep")
+    rows = model.transform(frame.selectExpr("id", "if(id = 3, null, flag) as flag")).collect()
+    assert [row.id for row in rows if row.prediction is None] == [3]
+
+
 def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(12).selectExpr(
         "id",
