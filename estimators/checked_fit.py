@@ -74,13 +74,13 @@ class CheckedFit:
 
 
 def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
-    """Refuses rows that lack an input or a label of an estimator's model. Starts no job.
+    """Checks that a DataFrame has the columns to evaluate an estimator's model. Starts no job.
 
     Raises:
-        ValueError: See above.
+        ValueError: An input or a label is missing, or has a type that the model cannot take.
     """
     config, _ = config_of(estimator, estimator._task, estimator._label_columns())
-    # Each row of an evaluation weighs 1.
+    # An evaluation weighs every row 1, so it needs no weight column.
     config = replace(config, weight_column=None)
     _found(estimator, config, dataset.schema, is_case_sensitive(dataset.sparkSession))
 

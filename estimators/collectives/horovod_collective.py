@@ -47,7 +47,7 @@ _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
 # Of a message that Gloo sends both ways at once: a longer one travels one way before the other begins.
 _TURN_BYTES = 512 << 10
-# Horovod counts the elements of an all-to-all in 32 bits.
+# Horovod counts the elements of an all-to-all in 32 bits, so `_gather` sends bytes above this number.
 _MOST_ELEMENTS = 2**31 - 1
 
 _logger = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
-"""Ranks as threads of one process, which take turns: for checks on the driver, before any worker starts.
+"""Runs ranks as threads of one process that take turns, for checks on the driver before any worker starts.
 
-Invariant: one rank runs at a time, until it waits for another one. So the random number generators of the
-process are those of the rank that runs, and ranks that would wait forever are found at once: no rank is left
-that runs.
+Invariant: only one rank runs at a time, until it waits for another rank. So each rank can have its own state
+of the process's random number generators. A deadlock is found at once, because then every rank waits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class RankError(RuntimeError):
-    """A rank failed; the error that it raised is the cause.
+    """Raised if a rank failed; the rank's own error is the cause.
 
     Attributes:
         rank: Number of the rank.
@@ -44,7 +43,7 @@ def run_in_turns(size: int, work: Callable[[InProcessCollective], T]) -> list[T]
     """Runs `work` on every rank; returns the results in rank order.
 
     Raises:
-        RankError: A rank failed, or all ranks that have not finished wait for each other.
+        RankError: A rank failed, or all unfinished ranks wait for each other.
     """
     turns = _Turns(size)
     results: dict[int, T] = {}
@@ -70,7 +69,7 @@ def run_in_turns(size: int, work: Callable[[InProcessCollective], T]) -> list[T]
 
 
 class _Turns:
-    """What all ranks share: whose turn it is, and what they have given each other.
+    """State that all ranks share: the lock of the running rank, and the values that ranks give each other.
 
     Attributes:
         lock: Held by the rank that runs.
@@ -95,16 +94,16 @@ class _Turns:
         self._wake()
 
     def give(self, key: Hashable, rank: int, value: Any) -> None:
-        """Takes a rank's part in the operation called `key`."""
+        """Stores a rank's value for the operation `key`, and wakes the ranks that wait."""
         self._given.setdefault(key, {})[rank] = value
         self._wake()
 
     def take(self, key: Hashable, rank: int, givers: Sequence[int], takers: int) -> list[Any]:
-        """Waits until the givers have given their parts, and returns these.
+        """Waits until all `givers` have given a value for `key`; returns the values in their order.
 
         Args:
-            rank: Number of the rank that waits, among all.
-            takers: Number of ranks that take the parts; the last one removes them.
+            rank: World rank of the rank that waits.
+            takers: Number of ranks that take the values; the last one removes them.
         """
         self._wait(rank, lambda: len(self._given.get(key, ())) == len(givers))
         given = self._given[key]
@@ -124,7 +123,7 @@ class _Turns:
         while not is_ready():
             self._waiting.add(rank)
             if self.failure is None and self._waiting == self._running:
-                self.fail(rank, CollectiveError("all ranks that have not finished wait for each other"))
+                self.fail(rank, CollectiveError("all unfinished ranks wait for each other"))
             if self.failure is not None:
                 self._wake()
                 raise CollectiveError("another rank failed") from self.failure
@@ -135,7 +134,7 @@ class _Turns:
 
 
 class InProcessCollective(ConnectedMember):
-    """The collective of some of the ranks of `run_in_turns`."""
+    """A collective for a group of the ranks of `run_in_turns`."""
 
     name = "in-process"
 
@@ -143,9 +142,9 @@ class InProcessCollective(ConnectedMember):
         """Joins a group.
 
         Args:
-            ranks: Numbers of the group's ranks among all.
-            rank: Number of this rank among all.
-            group: Name of the group, equal on its ranks.
+            ranks: World ranks of the group.
+            rank: World rank of this rank.
+            group: Name of the group; all its ranks give the same name.
         """
         size, index = len(ranks), list(ranks).index(rank)
         super().__init__(Member(rank=index, size=size, local_rank=index, local_size=size))
@@ -155,11 +154,11 @@ class InProcessCollective(ConnectedMember):
         self._messages: dict[tuple[int, int], int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InProcessCollective:
-        # A copy of a network exchanges with the same ranks.
+        # A copied network belongs to the same rank, so it uses the same collective.
         return self
 
     def part(self, groups: Sequence[Sequence[int]]) -> InProcessCollective | LocalCollective | None:
-        """Makes collectives of some of the ranks each; returns this rank's, see `TorchCollective.part`."""
+        """Makes one collective per group; returns this rank's, or None. See `TorchCollective.part`."""
         self._parts += 1
         for number, ranks in enumerate(groups):
             if self.rank in ranks:
@@ -225,7 +224,7 @@ class InProcessCollective(ConnectedMember):
         self._release()
 
     def _start(self, value: Any) -> Callable[[], list[Any]]:
-        """Gives this rank's part in the next operation; returns a function that waits for all parts."""
+        """Gives this rank's value for the next operation; returns a function that waits for all values."""
         self._exchanges += 1
         key = (self._group, self._exchanges)
         if isinstance(value, torch.Tensor):
@@ -242,5 +241,5 @@ class InProcessCollective(ConnectedMember):
         given = take()
         shapes = {tuple(tensor.shape) for tensor in given}
         if len(shapes) > 1:
-            raise ValueError(f"the ranks reduce tensors of different shapes, {sorted(shapes)}")
+            raise ValueError(f"the ranks reduce tensors of different shapes: {sorted(shapes)}")
         return reduce(_OPERATIONS[op], given).clone()

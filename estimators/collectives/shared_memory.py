@@ -270,7 +270,7 @@ def _meet(
 ) -> tuple[socket.socket | None, bytes]:
     """Returns rank 0's door, or a link to it from another rank; and a token that only the ranks know.
 
-    Returns None for the socket if there is none: containers may share an address but no namespace.
+    Returns None for the socket if there is none: containers may share an address but not a network namespace.
     """
     if member.rank == 0:
         door, token = _open_door(stack), secrets.token_bytes(_TOKEN_BYTES)
@@ -290,23 +290,20 @@ def _meet(
 
 
 def _open_door(stack: ExitStack) -> socket.socket | None:
-    """Returns a listening socket; None if there can be none.
-
-    Its name is not in a file system, so a rank that is killed leaves nothing.
-    """
+    """Returns a listening socket without a file, so a killed rank leaves nothing. None if that fails."""
     with suppress(OSError):
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
-        # To this address Linux gives an abstract name that no other socket has.
+        # For an empty address Linux picks a unique abstract name.
         door.bind("")
         door.listen(socket.SOMAXCONN)
-        # All ranks have connected when it is opened.
+        # Rank 0 accepts only after all ranks have connected, so accept never has to wait.
         door.setblocking(False)
         return door
     return None
 
 
 def _leads_to_own_user(link: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this process's user."""
+    """Returns whether the process at the other end has the same user as this process."""
     _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.geteuid())
 

@@ -41,7 +41,7 @@ class SharingMember(ConnectedMember, ABC):
 
     @noted
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        # The libraries add memory to memory, and a rank's tensor may lie in another order than its peers'.
+        # The libraries add tensors element by element in memory order, which may differ between ranks.
         tensor = tensor.detach().contiguous()
         if memory := self._memory_for(tensor):
             result = tensor.clone()
@@ -116,7 +116,7 @@ class SharingMember(ConnectedMember, ABC):
                         )
                     flat.copy_(sent)
             else:
-                # As bytes, because not every library knows every dtype.
+                # Broadcast bytes, because not every library supports every dtype.
                 self._broadcast([tensor.view(-1).view(torch.uint8) for tensor in dense], root)
         self.traffic.broadcast(num_bytes(tensors), root)
 

@@ -1,8 +1,8 @@
-"""Many ranks, each in a thread, that come to one rendezvous at once; strangers come at the same time.
+"""Connects many ranks, each in a thread, to one rendezvous at once, while strangers attack it.
 
-Run as a program with an address and a number, it is that many strangers: each connects, attacks in one of the
-ways of `stranger.py`, holds the connection until it is closed, and connects again. It says when each of them
-has connected, and at the end of its input how often they did.
+As a program with an address and a number, it runs that many strangers: each connects, attacks in one of the
+ways of `stranger.py`, holds the connection until it is closed, and connects again. It prints "ready" once
+every stranger has connected, and the number of connections at the end of its input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.server import RendezvousServer
 
 HOST = "127.0.0.1"
-# Longest wait of a rank for all others; a rank that reaches it fails.
+# A rank fails if it waits longer than this for the other ranks.
 TIMEOUT_SECONDS = 60.0
 _PAUSE_SECONDS = 0.1
 
@@ -35,7 +35,7 @@ class Met:
     """Seconds until the last rank had finished each phase.
 
     Attributes:
-        attacks: Number of connections that strangers made meanwhile.
+        attacks: Number of connections that strangers made during the phases.
     """
 
     join: float
@@ -45,7 +45,7 @@ class Met:
 
 
 def run(size: int, num_strangers: int) -> Met:
-    """Has `size` ranks join, meet and gather their numbers on rank 0.
+    """Runs `size` ranks that join, synchronize, and gather their numbers on rank 0.
 
     Raises:
         CollectiveError: A rank failed.
@@ -87,7 +87,7 @@ def run(size: int, num_strangers: int) -> Met:
 
 @contextmanager
 def _strangers(address: str, number: int) -> Iterator[list[int]]:
-    """Has strangers attack meanwhile; how often they connected is in the list at the end."""
+    """Runs strangers inside the context; appends the number of their connections to the list at its end."""
     counts: list[int] = []
     if not number:
         yield counts

@@ -25,7 +25,7 @@ MAGIC = b"ringspark/rdv/1\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 LENGTH_BYTES = 4
-# Random number, rank and proof of a client.
+# A client's answer: random number, rank and proof.
 ANSWER_BYTES = NONCE_BYTES + 4 + MAC_BYTES
 # Time limit for the whole handshake; a member answers within milliseconds.
 HANDSHAKE_SECONDS = 5.0
@@ -42,7 +42,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Marks:
-    """Marks the messages of one end of a proved connection, and checks the marks of the other end."""
+    """Authenticates messages of one connection end: adds a MAC to those it sends, checks those it gets."""
 
     def __init__(self, key: bytes, *, serves: bool) -> None:
         self._key = key
@@ -66,8 +66,8 @@ class Marks:
         """Returns the next message that arrived.
 
         Args:
-            length: The `LENGTH_BYTES` at the begin of its frame.
-            rest: The bytes after them, `rest_bytes(length)` of them.
+            length: The first `LENGTH_BYTES` of the frame.
+            rest: The following `rest_bytes(length)` bytes.
 
         Raises:
             ChannelError: No member sent the message.
@@ -81,7 +81,7 @@ class Marks:
 
 
 def rest_bytes(length: bytes) -> int:
-    """Returns how many bytes of a frame follow its length.
+    """Returns the number of bytes that follow the length in a frame.
 
     Raises:
         ChannelError: The frame is longer than a member may send.
@@ -93,7 +93,7 @@ def rest_bytes(length: bytes) -> int:
 
 
 class Channel:
-    """A proved connection that carries whole messages. One thread may send while another receives."""
+    """An authenticated connection that carries whole messages. One thread may send while another receives."""
 
     def __init__(self, connection: socket.socket, marks: Marks) -> None:
         self._connection = connection
@@ -131,7 +131,7 @@ def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Mar
         answer: The `ANSWER_BYTES` that the client sent after `hello`.
 
     Returns:
-        The server's own proof, to send to the client; the marks of later messages; the client's rank.
+        The server's proof for the client, the `Marks` for later messages, and the client's rank.
 
     Raises:
         ChannelError: The client does not know the secret.

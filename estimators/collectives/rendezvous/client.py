@@ -77,7 +77,7 @@ class RendezvousClient:
         self._ask(b"set", self._name(key), value)
 
     def get(self, key: str, seconds: float = 0.0) -> bytes | None:
-        """Returns the value of the key; None if it has none, also after so many seconds."""
+        """Returns the key's value. Waits up to `seconds` for it, then returns None."""
         return self._ask_until(seconds, b"get", self._name(key))[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -93,7 +93,7 @@ class RendezvousClient:
         return self._ask(b"delete", self._name(key))[0] is not None
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Waits for the keys; returns whether each of them has appeared within that time."""
+        """Waits up to `seconds` for the keys; returns whether all of them exist."""
         deadline = time.monotonic() + seconds
         return all(
             self._ask_until(deadline - time.monotonic(), b"wait", self._name(key))[0] is not None
@@ -109,7 +109,7 @@ class RendezvousClient:
         self.gather(name, b"", timeout_seconds)
 
     def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
-        """Like `meet`; returns every rank's value, in rank order, on rank 0, and an empty list elsewhere."""
+        """Waits for all ranks, as `meet` does; returns their values in rank order on rank 0, elsewhere []."""
         size, rank = self._member.size, self._member.rank
         place = [str(number).encode() for number in (size, rank)]
         values, missing = self._ask_until(timeout_seconds, b"meet", self._name(name), *place, value)
@@ -132,7 +132,10 @@ class RendezvousClient:
         return f"{self._prefix}{key}".encode()
 
     def _ask_until(self, seconds: float, *parts: bytes) -> tuple[bytes | None, bytes]:
-        """Like `_ask`, for a request that waits; the last argument of one is how long."""
+        """Repeats a request that waits at the server until it has a value or `seconds` are over.
+
+        Appends the waiting time to the request as its last argument.
+        """
         deadline = time.monotonic() + seconds
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), MAX_WAIT_SECONDS)
@@ -144,7 +147,7 @@ class RendezvousClient:
         """Sends a request.
 
         Returns:
-            The value of the answer, or None and a remark if the server has no value.
+            (value, b""), or (None, the server's explanation) if it has no value.
         """
         try:
             answer = self._requests.ask(*parts)
@@ -156,7 +159,7 @@ class RendezvousClient:
 
 
 class _Requests:
-    """Requests of several threads over one channel; one that waits at the server delays no other."""
+    """Sends requests of several threads over one channel. A request that waits does not delay the others."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -166,7 +169,7 @@ class _Requests:
         self._is_reading = False
 
     def ask(self, *parts: bytes) -> bytes:
-        """Sends a request and returns the answer to it."""
+        """Sends a request and returns its answer."""
         with self._changed:
             number = (next(self._numbers) % 2**32).to_bytes(NUMBER_BYTES, "big")
             self._channel.send(number + pack(*parts))
@@ -178,7 +181,7 @@ class _Requests:
             return self._answers.pop(number)
 
     def _read_for_all(self) -> None:
-        """Reads the next answer, whoever waits for it, while other threads may ask."""
+        """Reads the next answer, which may be for any thread; meanwhile other threads may send requests."""
         self._is_reading = True
         self._changed.release()
         try:
@@ -205,7 +208,7 @@ def _connected(
         else:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                # Where only rank 0 can listen, a rank may have to queue behind others.
+                # One port means that only rank 0 listens, and a rank may wait in the queue behind others.
                 seconds = HANDSHAKE_SECONDS if "," in ports else max(left, HANDSHAKE_SECONDS)
                 return connection, prove_as_client(connection, secret, member.rank, seconds)
             except OSError as error:

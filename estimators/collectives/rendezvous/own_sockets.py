@@ -23,13 +23,13 @@ _IP_HEADER = 0xFFF00000
 _INSTRUCTION = 8
 _LONGEST_PROGRAM = 4096 * _INSTRUCTION
 
-# The rendezvous needs one per rank, and so does each of the groups that a library connects.
+# The rendezvous needs one socket per rank, and so does each process group that a library connects.
 _SOCKETS_PER_RANK, _OTHER_FILES = 4, 256
 
 
 def _sockets() -> Iterator[socket.socket]:
     """Yields a duplicate of each TCP socket of this process; closes it when the next one is asked for."""
-    # New sockets first, as they are looked for: a rank of a large gang has thousands.
+    # Newest sockets first, because callers look for new ones, and a rank of a large gang has thousands.
     for name in sorted(os.listdir("/dev/fd"), key=int, reverse=True):
         # Another thread may close any socket meanwhile.
         with suppress(OSError, ValueError):
@@ -50,7 +50,7 @@ def allow_sockets(num_ranks: int) -> None:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (limit, most) and most <= num_ranks:
         raise ValueError(
-            f"a rank needs connections to {num_ranks} ranks, but this process may open {most} files; raise "
+            f"{num_ranks} ranks need a connection each, but this process may open only {most} files; raise "
             f"the hard limit (ulimit -Hn) to at least {needed} on every host"
         )
     if limit != resource.RLIM_INFINITY and limit < needed:

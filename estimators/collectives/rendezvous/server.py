@@ -1,12 +1,12 @@
-"""The meeting point of a gang: a key-value server in rank 0's process, for members only.
+"""The rendezvous of a gang: a key-value server in rank 0's process, for members only.
 
 Horovod's own server is plain HTTP, and torch's `TCPStore` has no authentication either: whoever reaches the
 port can read and write the addresses that the ranks exchange. Here a peer proves that it knows the run's
-secret before anything else is read from it (see `channel`). The server is bound to the member's own address,
-and its port is closed as soon as every rank has come; after that it serves only their connections.
+secret before anything else is read from it (see `channel`). The server is bound to the member's own address.
+Its port closes once every rank has connected; after that it serves only these connections.
 
-One thread serves all connections, and a request costs the same in a gang of any size: a rank that waits is
-woken once, by the event that it waits for. Connections that come while there is no room wait in the system's
+One thread serves all connections. A request costs the same in a gang of any size, because a waiting rank is
+woken once, by the event that it waits for. While there is no room, new connections wait in the system's
 queue.
 
 Messages are packed byte strings (see `pack`); nothing is unpickled.
@@ -36,21 +36,21 @@ from ringspark.estimators.collectives.rendezvous.channel import (
 
 # Connections that strangers may hold, in addition to one per rank.
 MAX_STRANGERS = 64
-# While there is no room, a peer that has not proved itself for this long is disconnected for the next one.
+# While there is no room, a peer without a proof is disconnected after this time to admit the next one.
 CROWDED_SECONDS = 1.0
-# Pause between two looks for room. The server looks only while a connection waits in the queue.
+# Interval of looking for room, while a connection waits in the queue.
 _PAUSE_SECONDS = 0.01
 # The longest time, in seconds, that a request waits at the server; then the client asks again.
 MAX_WAIT_SECONDS = 10.0
 MAX_STORED_BYTES = 64 << 20
-# The most missing ranks that an answer names.
+# An answer names at most this many missing ranks.
 _SHOWN = 8
 
 # Prefix, before the rank's number, of the key for the address from which rank 0 saw the rank come.
 SEEN = "seen/"
 
 DONE, MISSING, REFUSED = b"\x00", b"\x01", b"\x02"
-# A request begins with a number of its sender's choice, and so does the answer to it.
+# A request begins with a number that the client chooses; its answer begins with the same number.
 NUMBER_BYTES = 4
 
 Reply = Callable[[bytes], None]
@@ -95,19 +95,22 @@ def unpack(message: bytes) -> list[bytes]:
 
 
 class KeyValues:
-    """The keys and values of one run. Only the thread of `loop` may use it."""
+    """Key-value store of one run. Only the thread of `loop` may use it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._values: dict[bytes, bytes] = {}
         self._num_bytes = 0
-        # Key -> what to call once it exists.
+        # Key -> functions to call once the key exists.
         self._waiting: dict[bytes, set[Callable[[], None]]] = {}
-        # Name of a meeting -> ranks that have yet to come.
+        # Name of a synchronization -> ranks that have not called it yet.
         self._missing: dict[bytes, set[int]] = {}
 
     def answer(self, message: bytes, reply: Reply) -> None:
-        """Runs one request, which is its name and then its arguments; calls `reply` now or later, once.
+        """Runs one request; calls `reply` once, now or later.
+
+        Args:
+            message: Name and arguments of the request, joined by `pack`.
 
         Raises:
             ValueError: The message is not a request.
@@ -143,7 +146,7 @@ class KeyValues:
             reply(self.set(*args))
 
     def set(self, key: bytes, value: bytes) -> bytes:
-        """Sets a key and answers the requests that wait for it; returns the answer to this one."""
+        """Sets a key and answers the requests that wait for it; returns the answer to the setter."""
         old = self._values.get(key)
         grown = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._num_bytes + grown > MAX_STORED_BYTES:
@@ -159,7 +162,7 @@ class KeyValues:
         return MISSING if value is None else DONE + value
 
     def _when(self, key: bytes, wait_ms: int, then: Callable[[], None]) -> None:
-        """Calls `then` once the key exists, and no later than after `wait_ms`."""
+        """Calls `then` once the key exists, or after `wait_ms`."""
         if key in self._values or wait_ms <= 0:
             then()
             return
@@ -179,15 +182,15 @@ class KeyValues:
         self._waiting.setdefault(key, set()).add(wake)
 
     def _meet(self, name: bytes, size: int, rank: int, value: bytes, wait_ms: int, reply: Reply) -> None:
-        """Notes that a rank has come; replies when all have, and gives rank 0 the values of all.
+        """Registers a rank; replies once all ranks are registered, to rank 0 with the values of all.
 
-        To a request that does not wait, it replies how many are missing, and the first of them.
+        After `wait_ms` it replies with the number of missing ranks. If `wait_ms` is 0, it also names some.
         """
         if name not in self._missing:
             self._missing[name] = set(range(size))
         missing, complete = self._missing[name], name + b"/all"
         is_stored = True
-        # A rank that asks again has been counted before.
+        # A rank repeats its request while it waits, and is registered only once.
         if rank in missing:
             is_stored = self.set(b"%s/%d" % (name, rank), value) != REFUSED
             missing.discard(rank)
@@ -209,7 +212,7 @@ class KeyValues:
 
 
 class _Peer:
-    """One connection to the server. Whatever it sends, it can end only itself."""
+    """One connection to the server. Bad input from it can end only this connection."""
 
     def __init__(self, server: RendezvousServer, connection: socket.socket) -> None:
         self._server = server
@@ -228,13 +231,13 @@ class _Peer:
         self._server.forget(self)
         self._server.loop.remove_reader(self._connection)
         self._server.loop.remove_writer(self._connection)
-        # A child of this process may hold a copy of the socket, so that closing it ends nothing.
+        # A forked child may hold a copy of the socket, and then close() alone does not end the connection.
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _expect(self, num_bytes: int, then: Callable[[bytes], None]) -> None:
-        """Reads exactly `num_bytes` next, and calls `then` with them."""
+        """Reads the next `num_bytes` bytes and calls `then` with them."""
         self._buffer, self._num_read, self._then = bytearray(num_bytes), 0, then
 
     def _read(self) -> None:
@@ -268,11 +271,11 @@ class _Peer:
         try:
             self._send(self._marks.seal(number + answer))
         except ValueError:
-            # Too long. Another peer's request may have caused this answer, and it must not fail for it.
+            # The answer is too long. Another peer's request may have triggered it, and must not fail.
             self.end()
 
     def _send(self, data: bytes = b"") -> None:
-        """Sends what the connection takes now, and the rest when it takes more."""
+        """Sends as much as the connection takes now, and the rest later."""
         if self._connection.fileno() < 0:
             return
         self._unsent += data
@@ -303,13 +306,13 @@ class RendezvousServer:
         self._size = size
         self.secret = secret
         self._listener = _listener(host, ports)
-        # The longest queue that the system allows.
+        # The system shortens the queue to the length that it allows.
         self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.loop = asyncio.SelectorEventLoop()
         self.store = KeyValues(self.loop)
-        # Each with the timer that ends it.
+        # Peers without a proof -> timer that ends the connection.
         self._unproved: dict[_Peer, asyncio.TimerHandle] = {}
         self._members: dict[int, _Peer] = {}
         self._thread = threading.Thread(target=self._run, name="ringspark-rendezvous", daemon=True)
@@ -317,7 +320,7 @@ class RendezvousServer:
 
     def close(self) -> None:
         """Ends all connections and frees the port."""
-        # A second call finds the loop closed.
+        # At a second call the loop is closed already.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=5)
@@ -335,7 +338,7 @@ class RendezvousServer:
             self.loop.add_reader(self._listener, self._accept)
 
     def _pause(self) -> None:
-        """Leaves new connections in the system's queue for a moment."""
+        """Stops accepting connections for `_PAUSE_SECONDS`; new ones wait in the system's queue."""
         self.loop.remove_reader(self._listener)
         self.loop.call_later(_PAUSE_SECONDS, self._listen)
 
@@ -358,7 +361,7 @@ class RendezvousServer:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            # No descriptors are left, or the connection broke while it waited; the next may succeed.
+            # No descriptors are left, or the connection broke in the queue; the next accept may succeed.
             self._pause()
             return
         with suppress(OSError):
@@ -367,21 +370,21 @@ class RendezvousServer:
         self._unproved[peer] = self.loop.call_later(HANDSHAKE_SECONDS, peer.end)
 
     def admit(self, peer: _Peer, rank: int, address: str) -> None:
-        """Takes a peer that knows the secret for a rank.
+        """Registers a peer that has proved to know the secret as the rank that it claims.
 
         Raises:
-            ValueError: There is no such rank, or it has come before.
+            ValueError: There is no such rank, or it is connected already.
         """
         self.forget(peer)
         if rank >= self._size or rank in self._members:
-            raise ValueError(f"rank {rank} of {self._size} has come before, or does not exist")
+            raise ValueError(f"rank {rank} of {self._size} is connected already, or does not exist")
         self._members[rank] = peer
         self.store.set(f"{SEEN}{rank}".encode(), address.encode())
         if len(self._members) == self._size:
             self._close_port()
 
     def forget(self, peer: _Peer) -> None:
-        """Counts a peer no longer among those that have yet to prove themselves."""
+        """Removes a peer from the peers without a proof, and stops its timer."""
         if deadline := self._unproved.pop(peer, None):
             deadline.cancel()
 

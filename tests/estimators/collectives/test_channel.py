@@ -1,4 +1,4 @@
-"""The marks of messages on a proved connection."""
+"""Message authentication on a proved connection."""
 
 import pytest
 

@@ -72,7 +72,7 @@ def _operations(collective: Collective, device: str, status: Status) -> str:
             "max": collective.all_reduce(mine, op="max").tolist(),
             "min": collective.all_reduce(mine, op="min").tolist(),
             "untouched": mine.tolist(),
-            # The libraries add memory, which lies in another order where a rank's tensor is transposed.
+            # The libraries add tensors in memory order, and a transposed tensor has another order.
             "transposed": collective.all_reduce(columns if rank else rows).tolist(),
             "every other": [piece.tolist() for piece in collective.all_gather(torch.arange(4.0)[::2])],
             "shared": shared.tolist(),

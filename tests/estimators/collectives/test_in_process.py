@@ -1,4 +1,4 @@
-"""Ranks that take turns in one process exchange like ranks of a gang, and never wait forever."""
+"""Ranks that take turns in one process get the results of a gang's collectives, and never wait forever."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ranks_that_wait_for_each_other_and_ranks_that_fail_end_all_of_them() ->
         if collective.rank:
             collective.barrier()
 
-    with pytest.raises(RankError, match="all ranks that have not finished wait for each other"):
+    with pytest.raises(RankError, match="all unfinished ranks wait for each other"):
         run_in_turns(3, waits)
 
     def fails(collective: InProcessCollective) -> None:

@@ -1,4 +1,4 @@
-"""Elements that are picked out of a long vector and sent with their places."""
+"""Elements of a long vector, sent with their indices."""
 
 import torch
 
@@ -7,7 +7,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 
 
 def test_places_in_every_part_of_a_long_vector_arrive_and_the_rest_is_the_error() -> None:
-    """Places travel as 16 bits within blocks."""
+    """Indices are sent as 16 bits within blocks."""
     vector = torch.arange(1.0, 200_001.0)
     places = torch.cat([torch.arange(0, 200_000, 777), torch.tensor([32_768, 65_535, 65_536])]).unique()
     sent = sum_of_picked(vector, places, vector[places], LocalCollective(), is_equal=False)

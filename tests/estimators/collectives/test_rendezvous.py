@@ -118,7 +118,7 @@ def test_a_thread_that_waits_delays_no_other(server: RendezvousServer) -> None:
         second.set("b", b"2")
         assert waiting[1].result() == b"2"
         assert not waiting[0].done()
-        # The connection of a rank ends what its threads wait for.
+        # Closing the connection of a rank ends the requests of its threads.
         first.close()
         with pytest.raises(CollectiveError, match="rendezvous of rank 0 is gone"):
             waiting[0].result()
@@ -228,7 +228,7 @@ def test_a_gang_raises_a_limit_of_open_files_that_is_too_low_for_it() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
         assert rendezvous_crowd.run(200, 0).attacks == 0
-        with pytest.raises(ValueError, match=rf"but this process may open {limits[1]} files; raise"):
+        with pytest.raises(ValueError, match=rf"but this process may open only {limits[1]} files; raise"):
             RendezvousServer(HOST, limits[1], SECRET)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -294,7 +294,7 @@ def test_a_stranger_on_a_data_connection_is_found_out() -> None:
         check_proofs(members[0], nonce, SECRET, received[0][:32] + os.urandom(32))
     with pytest.raises(CollectiveError, match="stranger in the place of rank 0"):
         check_proofs(members[1], nonce, SECRET, received[0])
-    # A stranger that sends a rank's own proof back to it, as it heard it.
+    # A stranger that echoes a rank's own proof.
     echoed = received[0][:32] + sent[0][32:]
     with pytest.raises(CollectiveError, match="stranger in the place of rank 1"):
         check_proofs(members[0], nonce, SECRET, echoed)

@@ -244,6 +244,6 @@ def test_another_user_gets_no_memory_though_it_knows_the_token() -> None:
         finally:
             os.seteuid(0)
         link.send(b"token\x01")
-        # Nobody else has come.
+        # No other process has connected.
         with pytest.raises(BlockingIOError):
             _deal(door, b"token", 2, stack, stack)
