@@ -126,7 +126,7 @@ class Copy:
         text = file.read_text()
         try:
             self._write(file, mutant.apply(text))
-            code, output = self.run_tests(mutant.tests, timeout_seconds)
+            code, output = self.run_tests(mutant.tests, timeout_seconds, "-x")
         finally:
             self._write(file, text)
         verdicts: dict[int | None, Verdict] = {0: "survived", 1: "killed", None: "killed"}
