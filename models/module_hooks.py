@@ -1,4 +1,4 @@
-"""Finds hooks on a module, which are lost or repeated where something else takes its place or its calls."""
+"""Finds hooks on a module. They are lost or repeated if another object replaces the module or its calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _KINDS = {
 
 
 def find_hook(module: nn.Module) -> str | None:
-    """Returns which hook or replaced `forward` the module itself has; None if its class alone runs."""
+    """Returns which hook the module itself has, or that its `forward` is replaced; None if neither."""
     if "forward" in vars(module):
-        return "a forward of its own"
+        return "a replaced forward()"
     return next((kind for name, kind in _KINDS.items() if getattr(module, name)), None)
 
 
 def has_gradient_hook(module: nn.Module) -> bool:
-    """Returns whether a hook runs when a parameter of the module gets its gradient."""
+    """Returns whether a parameter of the module has a gradient hook."""
     return any(
         bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
         for parameter in module.parameters()

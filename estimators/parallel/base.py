@@ -46,9 +46,10 @@ def held_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def follow(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Returns `own`, moved as far as a callback moved a copy of it from `before` to `after`.
+    """Applies a callback's change of weights, from `before` to `after`, to `own`; returns the result.
 
-    An element that is still as `before` becomes exactly `after`; an unmoved one stays exactly as it is.
+    Adds the difference. Without rounding errors in two cases: an element that equals `before` becomes exactly
+    `after`, and an element that the callback did not change stays exactly as it is.
     """
     before, after = before.to(own), after.to(own)
     moved = torch.where(own == before, after, own + (after - before))

@@ -178,8 +178,8 @@ class CompressedSum(PlainSync):
             return
         self._step = int(own["step"])
         for number, group in enumerate(self._groups):
-            # Rank 0 always compresses. Between hosts only their first ranks do, and another rank's state is
-            # older; it may now be the first of a host.
+            # All ranks take rank 0's state, because rank 0 always compresses. With several hosts only the
+            # first rank of each host compresses, and a rank that becomes the first may have an older state.
             first = _below(states[0], number)
             group.load({key: tensor for key, tensor in first.items() if key != "residual"})
             if is_same:

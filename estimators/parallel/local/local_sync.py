@@ -60,7 +60,7 @@ class LocalSync(PlainSync):
         self._steps = 0
         self._position = 0  # local steps since the last meeting
         self._own: torch.Tensor | None = None
-        self._equal: torch.Tensor | None = None  # weights of all ranks, until the next local step
+        self._equal: torch.Tensor | None = None  # weights that all ranks share, until the next local step
         self._begin_phase()
 
     @property
@@ -125,7 +125,7 @@ class LocalSync(PlainSync):
         self._weights.write(values)
 
     def _follow(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Moves vectors of this rank as callbacks moved the equal weights of all ranks."""
+        """Applies the change that callbacks made to the shared weights to this rank's other vectors."""
         if self._own is not None:
             self._own = follow(self._own, before, after)
 

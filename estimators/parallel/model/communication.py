@@ -4,8 +4,9 @@ All ranks of the collective call these in the same order, forward and backward. 
 ranks hold the same tensor, *partial* where the whole is the sum of the ranks', and *cut* where each rank
 holds one part along a dimension. The gradient of a whole value is whole too: all ranks compute the same loss.
 
-Invariant: a backward pass is differentiable too, because it consists of these functions, or it refuses. Where
-ranks hold different parts of a gradient, a loss made from gradients would differ by rank, so these refuse.
+Invariant: a backward pass either consists of these functions, so that it is differentiable too, or it refuses
+second derivatives. It refuses if ranks hold different shards of a gradient: a loss made from these gradients
+would differ between ranks.
 
 Shoeybi et al. 2019, "Megatron-LM", call `copied` f and `summed` g; Korthikanti et al. 2022 call `joined` and
 `scattered` with partial gradients g-bar.

@@ -80,7 +80,7 @@ def part_of(whole: torch.Tensor, cut: Cut, place: int, size: int) -> torch.Tenso
 
 
 def parameter_part(whole: torch.Tensor, cut: Cut, place: int, size: int) -> nn.Parameter:
-    """Returns the part of a parameter, with the attributes that the user gave it."""
+    """Returns a parameter's shard, with the attributes that the user set on the parameter."""
     part = nn.Parameter(part_of(whole.detach(), cut, place, size), requires_grad=whole.requires_grad)
     vars(part).update(vars(whole))
     return part

@@ -100,8 +100,8 @@ def spread_experts(module: nn.Module, collective: Collective) -> dict[str, Cut]:
         hook = "a gradient hook" if has_gradient_hook(mixture.experts) else find_hook(mixture.experts)
         if hook is not None:
             raise ValueError(
-                f"the experts of {name!r} have {hook}, which would see rows of other workers under "
-                "parallelism over 'expert'; put it on the mixture, or leave 'expert' out"
+                f"the experts of {name!r} have {hook}, which would see rows of other workers, because "
+                "parallelism has 'expert'; put it on the mixture of experts, or leave 'expert' out"
             )
         mixture.exchange = TokenExchange(mixture.num_experts, collective)
         for key, parameter in mixture.experts.named_parameters(f"{name}.experts" if name else "experts"):

@@ -140,25 +140,25 @@ def spread(
 
 
 def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
-    """Refuses hooks that a pipeline would lose, or run for every stage.
+    """Refuses hooks that a pipeline would not run, or would run once per stage.
 
     Raises:
-        ValueError: There is such a hook.
+        ValueError: The network has such a hook.
     """
     if sizes["pipeline"] == 1:
         return
     name = type(module).__name__
     if hook := find_hook(module):
         raise ValueError(
-            f"model {name} has {hook}, which a pipeline would run once for each stage, on the stage's "
-            "values; put it on a layer, or in a method that links() returns"
+            f"model {name} has {hook}, which a pipeline would run once per stage, on the stage's own "
+            "inputs; put it on a layer, or in a method that links() returns"
         )
     schedule = options.get("schedule", "1f1b")
     delays = schedule_of(schedule, options.get("virtual", 1)).delays
     if delays is not None and has_gradient_hook(module):
         raise ValueError(
-            f"model {name} has gradient hooks on its weights, and schedule {schedule!r} computes gradients "
-            "of copies; set schedule='1f1b', or leave the hooks out"
+            f"model {name} has gradient hooks on its weights, which schedule {schedule!r} does not run, "
+            "because it differentiates copies of the weights; set schedule='1f1b', or remove the hooks"
         )
 
 

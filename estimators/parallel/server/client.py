@@ -88,7 +88,7 @@ class ParameterClient:
         self._read(None, bound, dict(enumerate(self._parameters)))
 
     def await_all(self) -> None:
-        """Returns once all workers have pushed as many steps as this one."""
+        """Waits until every worker has pushed as many steps as this one."""
         self._read([], 0, {})
 
     def read_all(self) -> None:

@@ -170,7 +170,7 @@ class ServedSync(PlainSync):
         self._count()
 
     def _own_pieces(self) -> dict[int, torch.Tensor]:
-        """Returns the elements of this rank's network that its own server holds."""
+        """Returns views of the elements of this rank's network that its own server holds."""
         parameters = self._shard.parameters
         own = self._shard.pieces_of(self._collective.rank)
         return {i: flat(parameters[i].data)[piece.start : piece.stop] for i, piece in own.items()}
@@ -179,7 +179,7 @@ class ServedSync(PlainSync):
         return {index: values.clone() for index, values in self._own_pieces().items()}
 
     def _send_changes(self) -> None:
-        """Has this rank's server make the changes that callbacks made to the weights since they were read."""
+        """Sends this rank's server the changes that callbacks made to the weights since the last read."""
         now = self._copy_own()
         changed = {i: (before, now[i]) for i, before in self._read.items() if not before.equal(now[i])}
         if changed:
@@ -191,7 +191,7 @@ class ServedSync(PlainSync):
             self.client.progress = self.progress
             self.client.await_all()
             self._send_changes()
-            # Nobody reads before every server has the changes.
+            # No rank reads before every server has the changes.
             self._collective.barrier()
             self.client.pull_all(bound=0)
             self._read = self._copy_own()

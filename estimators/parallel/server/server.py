@@ -19,7 +19,7 @@ from ringspark.estimators.parallel.server import wire
 from ringspark.estimators.parallel.server.table import Table, WorkerLeftError
 
 _ACCEPT_SECONDS = 0.5
-# Pause between two looks for room, while the system's queue holds new connections.
+# Interval of looking for room, while new connections wait in the system's queue.
 _PAUSE_SECONDS = 0.01
 # Least seconds between two messages that somebody has taken a step: a worker that waits for thousands of
 # steps on one server does not read what the others say meanwhile.
@@ -41,7 +41,7 @@ class ShardServer:
         self._token = token
         self._expected = set(range(size)) - {rank}
         self._lock = threading.Lock()
-        # Each with the time at which it came.
+        # Connection without a proof -> time at which it was accepted.
         self._unproved: dict[socket.socket, float] = {}
         self._workers: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
@@ -113,7 +113,10 @@ class ShardServer:
         self._close_port()
 
     def _has_room(self) -> bool:
-        """Whether there is room for a connection; if there is none for long, the oldest stranger leaves."""
+        """Returns whether there is room for a connection.
+
+        If there is none, disconnects the oldest peer without a proof after `CROWDED_SECONDS`.
+        """
         if len(self._unproved) + len(self._workers) < len(self._expected) + MAX_STRANGERS:
             return True
         oldest, since = next(iter(self._unproved.items()))
@@ -193,7 +196,7 @@ class ShardServer:
                 return
             except Exception as error:
                 if error is not self._table.failure:
-                    raise  # a peer asked for something that is not there
+                    raise  # a bad request of the peer
                 text = f"the optimizer failed: {type(error).__name__}: {error}"
                 wire.send(connection, wire.FAILED, {"error": text})
                 return

@@ -118,7 +118,7 @@ class Table:
         Raises:
             WorkerLeftError: A worker has left, or one that is waited for takes no step for
                 `timeout_seconds`.
-            Exception: The optimizer's own, if a step failed.
+            Exception: The optimizer failed in a step; this is its own error.
         """
         while True:
             with self._changed:
@@ -144,12 +144,12 @@ class Table:
                 self.held[index].copy_(value)
 
     def move(self, changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Moves pieces as far as callbacks moved the copy that this server's own worker has read.
+        """Applies the changes that callbacks made to the copy of this server's own worker.
 
-        In step, the next step applies it: a slow worker may still have to read the present values.
+        With staleness 0 the next step applies them, because a slow worker may still read the present values.
 
         Args:
-            changes: Values of each changed piece when they were read, and now.
+            changes: Index of each changed piece -> (values when they were read, values now).
         """
         with self._changed:
             self._moves = dict(changes)
@@ -221,7 +221,7 @@ class Table:
             with without_empty_groups(self._optimizer):
                 self._optimizer.step()
         except Exception as error:
-            # A push has no answer, so each worker gets the error when it reads next.
+            # A push has no answer, so each worker gets the error at its next read.
             self.failure = error
             self._changed.notify_all()
         for tensor in self.held.values():

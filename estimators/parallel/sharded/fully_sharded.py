@@ -152,7 +152,7 @@ def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
     for unit in units:
         sharded: Any = fully_shard(unit, mesh=device_mesh)
         sharded.set_reduce_scatter_unused_params(True)
-        # A sum, not a mean: a loss multiplied by the number of ranks would overflow earlier in fp16.
+        # Sum gradients. To average them, the loss would need a factor, which overflows earlier in fp16.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     return units

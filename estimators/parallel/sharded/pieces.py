@@ -52,7 +52,7 @@ class Shard:
     Attributes:
         names: Names of the parameters; `parameters` and all indices follow this order.
         collective: The ranks.
-        strides: Of each parameter when the pieces were dealt; state and gradients lie in this order.
+        strides: Strides of each parameter when it was sharded; optimizer state and gradients keep this order.
         held: Tensor that the optimizer holds, for each piece of this rank.
     """
 
@@ -105,15 +105,16 @@ class Shard:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Ties pieces again whose parameter has moved, as by `flatten_parameters()` of a recurrent layer.
+        """Points the pieces to the present memory of their parameters.
 
-        A step on a piece of the old memory would be lost.
+        A recurrent layer's `flatten_parameters()`, for example, moves parameters to other memory. A step on a
+        piece of the old memory would be lost.
         """
         if not self.is_even:
             return
         for index, (parameter, strides) in enumerate(zip(self.parameters, self.strides, strict=True)):
             if parameter.stride() != strides:
-                # The optimizer's state lies in this order.
+                # The optimizer's state has this order.
                 parameter.data = torch.empty_strided(
                     parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
                 ).copy_(parameter)
@@ -188,7 +189,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place(buffer: torch.Tensor, start: int, shape: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns the elements of a flat buffer from `start` on, as a view."""
+    """Returns a view of a flat buffer that begins at `start`."""
     return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
 

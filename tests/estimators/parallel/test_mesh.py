@@ -1,4 +1,4 @@
-"""Places on a mesh."""
+"""Coordinates in a mesh."""
 
 import pytest
 

@@ -407,7 +407,7 @@ def test_workers_that_connect_at_once_push_none_of_them_out() -> None:
     server, _ = _served(b"t" * 32, size=100)
     with ExitStack() as stack:
         stack.callback(server.close)
-        # Nobody proves itself before all are there.
+        # No worker sends its proof before all have connected.
         workers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
             for _ in range(99)
@@ -450,7 +450,7 @@ class _Fails(torch.optim.SGD):
 
 
 def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
-    """Its own type where the server is, and its words elsewhere; no worker is blamed for leaving."""
+    """The server's own worker gets the error itself, others its text. No worker is blamed for leaving."""
     held = nn.Parameter(torch.zeros(4))
     table = Table({0: held}, _Fails([held], lr=1.0), 2, Consistency(bound=None), 5.0)
     server = ShardServer(table, "127.0.0.1", b"t" * 32, rank=0, size=2)

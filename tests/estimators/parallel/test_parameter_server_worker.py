@@ -81,7 +81,7 @@ def _output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 class _Shrinks(Callback):
-    """Changes the weights after each step, and again when the epoch is over."""
+    """Changes the weights after each step, and again at the end of the epoch."""
 
     def on_step_end(self, state: TrainingState) -> None:
         with torch.no_grad():
@@ -102,7 +102,7 @@ def test_staleness_0_keeps_what_a_callback_does_to_the_weights(
 
 
 class _Adds(Callback):
-    """Adds a number of its own at each event."""
+    """Adds to the weights at each event, each time another number."""
 
     def on_train_start(self, state: TrainingState) -> None:
         self._add(state, 10_000)
@@ -134,7 +134,7 @@ def test_ranks_apart_keep_what_a_callback_does_to_the_weights(
         learning_rate=1.0,
     )
     result = train_gang(config, UserObjects(module=_Constant(4), losses=(_output,), callbacks=(_Adds(),)))
-    # Each rank has a part of the four weights; 8 steps move each by 1.
+    # Each rank serves a shard of the four weights; 8 steps move each weight by 1.
     assert weights_of(result, _Constant(4)).tolist() == [10_000 + 100 + 200 + 2 * 1_000 - 8] * 4
 
 

@@ -80,6 +80,6 @@ def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
 
 
 def test_whole_parameters_are_dealt_largest_first() -> None:
-    """In their own order, the last and largest one would go to a rank that has enough already."""
+    """In their given order, the last and largest one would go to a rank that is full already."""
     (bucket,) = whole_layout([[0, 1, 2, 3]], [1, 1, 1, 3], 2)
     assert bucket.counts == [3, 3]

@@ -49,7 +49,7 @@ def _train(is_even: bool, rounds: int | None, collective: Collective, device: st
         rows = torch.rand(5, 3, generator=torch.Generator().manual_seed(step))
         mine = rows[collective.rank :: collective.size]
         sync.optimizer.zero_grad()
-        # On GPUs a recurrent layer's flatten_parameters() moves its weights; a callback may too.
+        # On GPUs a recurrent layer's flatten_parameters() moves weights to other memory; a callback may too.
         net.first.weight.data = net.first.weight.data.clone()
         if step == 2:
             net.shared.weight.data = net.shared.weight.data.t().contiguous().t()

@@ -34,8 +34,8 @@ class _Live:
         inputs: The stage's arguments, leaves of its graph.
         results: Its outputs, or the loss; behind the outputs what the stage adds to the loss.
         sent: Waits until the outputs are sent.
-        gradients: Gradients of the results, if `INPUT` leaves the whole backward pass to `WEIGHT`.
-        weights: Passes that `INPUT` leaves to `WEIGHT`; None if it splits nothing.
+        gradients: Gradients of the results; `WEIGHT` needs them if `INPUT` could not split the pass.
+        weights: Passes that `INPUT` leaves to `WEIGHT`; None if `INPUT` could not split the pass.
     """
 
     inputs: Values
@@ -212,7 +212,7 @@ class Executor:
             arrived: list[torch.Tensor] = []
             if stage != self._place.last:
                 arrived = self._exchange.arrived(False, stage, micro)
-            # The loss, or what the stage adds to it, stands behind its outputs.
+            # The stage's loss, or its addition to the loss, comes after its outputs; its gradient is 1.
             live.gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
             if live.sent is not None:
                 # Nobody sends gradients of what has not arrived, so this does not wait.

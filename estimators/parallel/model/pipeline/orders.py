@@ -84,8 +84,8 @@ def _of_torch(name: str, num_ranks: int, virtual: int, num_micro: int) -> Orders
         import torch
 
         raise ValueError(
-            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; take "
-            "torch 2.7 or newer, or schedule '1f1b'"
+            f"this pipeline schedule needs torch's {name}, which torch {torch.__version__} lacks; install "
+            "torch 2.7 or newer, or set schedule='1f1b'"
         )
     # torch wants rounds of equally many micro-batches; those that are too many are left out again.
     whole = num_micro

@@ -1,11 +1,11 @@
 """Splits a stage's backward pass: gradients of its inputs first, gradients of its weights later.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism". The stage before waits for the gradients of the inputs
-only. On the way to them, this module keeps the gradient that reaches each node where a weight joins the
-path from the inputs to the results. The second half starts at these nodes.
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism". The previous stage waits only for the gradients of the
+inputs. A *join* is a node at which a weight enters the path from the inputs to the results. The first half
+keeps the gradient that reaches each join; the second half starts at the joins.
 
-torch.distributed.pipelining splits too. It loses weights that reach a result without meeting an input, and
-it fails on weights that are used twice (torch 2.13).
+torch.distributed.pipelining also splits the pass. But it loses the gradients of weights that reach a result
+without passing a node that depends on an input, and it fails if a weight is used twice (torch 2.13).
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# A gradient, and the place in the graph where it enters.
+# An edge of the graph, and the gradient that enters there.
 Start = tuple[GradientEdge, torch.Tensor]
 
 
 @dataclass
 class WeightPass:
-    """The gradients of some weights that are still to be computed.
+    """A pending backward pass for the gradients of some weights.
 
     Attributes:
         leaves: Nodes of the weights.
-        joins: Nodes at which these weights join the path from the inputs.
-        starts: Gradients of results that depend on these weights and on no input; later those of `joins` too.
+        joins: Joins of these weights.
+        starts: Where the pass starts: results that depend on these weights but on no input; the inputs' pass
+            appends the joins.
         held: Gradients of the outputs of each join.
     """
 
@@ -41,8 +42,8 @@ class WeightPass:
         """Adds the gradients of the weights to `.grad`."""
         handles = []
         if len(self.joins) > 1:
-            # A weight that is used twice: the path from one join may lead to the other, and its gradient
-            # holds what arrives there by this path already.
+            # A weight is used twice, and the path from one join may lead to the other. The gradient held at
+            # the other join already includes this path, so it replaces the gradient that arrives there.
             handles = [node.register_prehook(lambda _, own=own: own) for node, own in self.held.items()]
         try:
             edges, gradients = zip(*self.starts, strict=True)
@@ -56,7 +57,7 @@ class WeightPass:
 def input_pass(
     results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[WeightPass]:
-    """Adds the gradients of the inputs to `.grad`; returns the passes that compute those of the weights.
+    """Stores the gradients of the inputs in `.grad`; returns the passes for the gradients of the weights.
 
     Args:
         results: Tensors that require gradients.
@@ -88,7 +89,7 @@ def input_pass(
             for index, gradient in enumerate(own)
             if gradient is not None
         ]
-    # Passes with several joins may run through nodes of others, whose own pass frees what they saved.
+    # Passes with several joins run first: they may use nodes of other passes, which free the saved tensors.
     return sorted((one for one in passes if one.starts), key=lambda one: len(one.joins) < 2)
 
 
@@ -97,7 +98,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _path(inputs: Sequence[Node], results: Sequence[Node]) -> dict[Node, None]:
-    """Returns the nodes that lie on a path from an input to a result, in an order equal on all ranks."""
+    """Returns the nodes on all paths from an input to a result, in the same order on every rank."""
     users: dict[Node, list[Node]] = {node: [] for node in results}
     waiting = list(users)
     while waiting:
@@ -134,7 +135,7 @@ def _passes(
 
 
 def _leaves(start: Node, path: dict[Node, None]) -> dict[Node, None]:
-    """Returns the nodes of the weights that the node depends on by no way along the path."""
+    """Returns the weights that `start` depends on without passing another node of `path`."""
     seen: dict[Node, Any] = {start: None}
     waiting = [start]
     while waiting:

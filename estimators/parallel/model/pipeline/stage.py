@@ -43,13 +43,13 @@ class StageForward:
                 are a chunk of time. The result is then (result, states after it).
 
         Raises:
-            RuntimeError: No stage is named; the outputs of a stage are not those of the network.
+            RuntimeError: `stage` is None, because user code called the network.
         """
         if stage is None:
             raise RuntimeError(
-                f"a rank under parallelism 'pipeline' holds only stages {sorted(self.stages)} of "
-                f"{type(self.network).__name__}, so a callback cannot call state.module; compute over the "
-                "validation rows by `metrics`, or leave 'pipeline' out of parallelism"
+                "a callback cannot call state.module under parallelism 'pipeline', because this rank holds "
+                f"only stages {sorted(self.stages)} of {type(self.network).__name__}; compute over the "
+                "validation rows by metrics, or leave 'pipeline' out of parallelism"
             )
         links = self.stages[stage]
         states: Sequence[State] | None = None

@@ -18,7 +18,7 @@ import torch
 Values = tuple[torch.Tensor | None, ...]
 Wait = Callable[[], None]
 
-# Kinds of values that a rank remembers per neighbour and direction; padded texts have many lengths.
+# A rank remembers the forms of this many keys per neighbour and direction; padded texts have many lengths.
 MOST_KEYS = 4096
 # Numbers of a description, which has one length so that it can be received unseen.
 _LENGTH = 256
@@ -78,11 +78,11 @@ class Wire:
         self._collective = collective
         self._device = device
         self._known: dict[Hashable, Forms] = {}
-        # Keys by direction and peer, in the order in which both sides learned them.
+        # (direction, peer) -> keys, in the order in which both sides learned them.
         self._keys: dict[tuple[str, int], deque[Hashable]] = {}
 
     def _learn(self, key: Hashable, forms: Forms, direction: str, peer: int) -> None:
-        """Keeps the forms of a key. The peer forgets the same old key at the same message."""
+        """Keeps the forms of a key. If there are too many keys, both sides forget the same oldest one."""
         keys = self._keys.setdefault((direction, peer), deque())
         if len(keys) == MOST_KEYS:
             del self._known[keys.popleft()]

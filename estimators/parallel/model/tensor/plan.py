@@ -87,7 +87,7 @@ def _without_blocks(style: str, blocks: int) -> None:
 
 def _vocabulary(layer: nn.Module, region: Region, blocks: int) -> nn.Module:
     _without_blocks("vocabulary", blocks)
-    # Subclasses may scale what they look up; those of `parametrize` compute their weight.
+    # A subclass may scale its outputs. `parametrize` makes a subclass too, which `_check_plain` refuses.
     if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
         raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
     return VocabularyEmbedding(layer, region)
@@ -100,27 +100,30 @@ def _linear(layer: nn.Module) -> nn.Linear:
 
 
 def _check_plain(layer: nn.Module) -> None:
-    """Refuses a layer that computes or holds more than its class does: its part would not.
+    """Refuses a layer that computes or holds more than its class does, because its shard would not.
 
     Raises:
-        ValueError: The layer has a hook, a weight that is computed, or further tensors.
+        ValueError: The layer has a hook, a computed weight, or further tensors.
     """
     hook = "a gradient hook" if has_gradient_hook(layer) else find_hook(layer)
     if hook is not None:
         raise ValueError(
-            f"it has {hook}, which a worker's part does not run; put it on the module around the layer, or "
-            "leave the layer out of the plan"
+            f"it has {hook}, which its shards do not run; put it on the module around the layer, or leave "
+            "the layer out of the plan"
         )
     own = {*layer._parameters, *layer._buffers, *layer._modules}
     if "weight" not in layer._parameters or own - {"weight", "bias"}:
         raise ValueError(
-            f"it holds {', '.join(sorted(own))}, and a worker's part has a weight and a bias alone; leave "
-            "the layer out of the plan"
+            f"it holds {', '.join(sorted(own))}, but its shards have only a weight and a bias; leave the "
+            "layer out of the plan"
         )
 
 
 def _avoid_fast_paths(module: nn.Module) -> None:
-    """Has torch's transformer layers call their cut layers: in evaluation they read their weights instead."""
+    """Disables the fast path of torch's transformer layers with sharded layers.
+
+    In evaluation mode the fast path reads the weights directly and does not call the sharded layers.
+    """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and any(
             hasattr(c, "cuts") for c in layer.children()

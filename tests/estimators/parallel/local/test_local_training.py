@@ -452,7 +452,7 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
 
 
 class _Doubles(LocalCollective):
-    """One of two ranks that have the same numbers."""
+    """One of two ranks that hold equal values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ class _Doubles(LocalCollective):
 
 
 def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
-    """Such as a mask for attention: a sum of two would be infinite."""
+    """An attention mask, for example: the sum over two ranks would be infinite."""
     network = nn.Module()
     network.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
     statistics = Statistics(network, _Doubles())
@@ -473,7 +473,7 @@ def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
 
 
 class _Branches(nn.Module):
-    """A row's first number chooses which of two layers it goes through."""
+    """Applies one of two layers; the first row's first number chooses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +484,7 @@ class _Branches(nn.Module):
 
 
 class _Rank(LocalCollective):
-    """A rank of two that has not come to its first meeting."""
+    """One of two ranks, before their first synchronization."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -493,7 +493,7 @@ class _Rank(LocalCollective):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
-    """Also if the next step has no rows: it moves what the rank's own last rows moved."""
+    """The next step has no rows, so it moves the weights that the rank's own last rows moved."""
     assert LOCAL_STEPS.convert is not None
     exchange = Exchange(local_steps=LOCAL_STEPS.convert("training"))
     make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)

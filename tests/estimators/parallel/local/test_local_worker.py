@@ -81,7 +81,7 @@ class _Adds(Callback):
 
 
 class _Still(nn.Module):
-    """Weights that no gradient moves."""
+    """Has weights with zero gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Still(nn.Module):
 def test_what_a_callback_does_to_the_equal_weights_lasts(
     make_shards: MakeShards, tmp_path: Path, way: Any
 ) -> None:
-    """Also over a resume: the checkpoint of the first epoch has it."""
+    """It lasts over a resume too, because the first epoch's checkpoint contains the change."""
     config = _config(make_shards, tmp_path, way, "run")
     config = replace(config, model=None, optimizer="sgd", checkpoint_every_epochs=1)
     objects = UserObjects(module=_Still(), callbacks=(_Adds(),))

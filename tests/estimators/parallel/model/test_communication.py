@@ -47,7 +47,7 @@ def _gradient(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 
 
 def _penalty(loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the function whose value is the squared gradient of a loss."""
+    """Returns a function that computes the squared gradient of a loss."""
 
     def penalty(x: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
@@ -100,7 +100,7 @@ def _all(collective: Collective, device: str, status: Status) -> str:
             lambda x: sum(sum(x * _own(r) for r in ranks) * _own(q) for q in ranks).square().sum(), _whole()
         )
         same(f"scattered {dim}", got, want)
-    # A penalty on gradients, as networks for forces and adversarial losses have it: second derivatives.
+    # Second derivatives: a penalty on gradients, as in networks that return forces and in adversarial losses.
     for name, got, want in (
         (
             "copied and summed twice",

@@ -261,7 +261,7 @@ class _AddsLosses(nn.Module):
 
 
 class _BringsWeights(nn.Module):
-    """Weights that do not meet what came before: a token added on the way, a query and a bias handed on."""
+    """Adds a token, and passes on a query and a bias, none of which depend on a stage's inputs."""
 
     def __init__(self) -> None:
         super().__init__()

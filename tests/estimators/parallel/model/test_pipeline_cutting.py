@@ -102,7 +102,7 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
     want = whole.blocks[0](whole._embedded(ids))
     alone = copy.deepcopy(whole)
     keep_stages(alone, {0: links[:2]})
-    with pytest.raises(RuntimeError, match=r"holds only stages \[0\] of .* a callback cannot call"):
+    with pytest.raises(RuntimeError, match=r"a callback cannot call .* holds only stages \[0\] of "):
         alone(ids)
     # A copy runs by its own weights.
     for made in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
@@ -150,26 +150,26 @@ def test_the_forms_of_values_survive_their_description() -> None:
 
 
 def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:
-    """The whole network runs a hook of its own once, and each of its stages would run it again."""
+    """One process runs a hook of the network once; a pipeline would run it in every stage."""
     sizes = dict.fromkeys(AXES, 1) | {"pipeline": 2}
     network = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    # A Sequential with a hook of any kind stays in one piece.
+    # A Sequential that has a hook stays one link.
     network[1].register_full_backward_hook(lambda *_: None)
     assert [link.name for link in links_of(network)] == ["0", "1"]
     check_spread(network, sizes, {})
     network[0].weight.register_hook(torch.abs)
     check_spread(network, sizes, {})
-    with pytest.raises(ValueError, match="gradient hooks on its weights, and schedule 'pipedream'"):
+    with pytest.raises(ValueError, match="gradient hooks on its weights, which schedule 'pipedream'"):
         check_spread(network, sizes, {"schedule": "pipedream"})
     network.register_forward_hook(lambda *_: None)
     with pytest.raises(
-        ValueError, match="Sequential has a forward hook, which a pipeline would run once for"
+        ValueError, match="Sequential has a forward hook, which a pipeline would run once per"
     ):
         check_spread(network, sizes, {})
 
 
 class Cable:
-    """One direction between two ranks."""
+    """Carries tensors from one rank to another."""
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
@@ -184,7 +184,7 @@ class Cable:
 
 
 def test_neighbours_forget_the_same_shapes_and_describe_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of every length would fill the memory, and a side that forgot alone would misread the other."""
+    """Texts of many lengths would fill the memory. If one side alone forgot, it would misread them."""
     monkeypatch.setattr(wire, "MOST_KEYS", 2)
     cable = Cable()
     sender, receiver = (wire.Wire(cable, torch.device("cpu")) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The two halves of a split backward pass give the gradients of a whole one."""
+"""The two halves of a split backward pass give the gradients of an unsplit one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _used_twice(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Ten
 
 
 def _shared_by_layers(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
-    # Two joins of two weights each, and a third weight at both.
+    # Two joins: w[0] enters at the first, w[2] at the second, and w[1] at both.
     return ((x + (w[0] + w[1])).tanh() @ y + (w[2] + w[1]),)
 
 
@@ -54,7 +54,7 @@ def test_both_halves_give_the_gradients_of_a_whole_backward_pass(stage: Stage) -
 
 
 def test_the_second_half_computes_no_gradient_of_values_again() -> None:
-    """This is why the backward pass is split: each gradient is computed once."""
+    """Each gradient is computed once, which is the purpose of the split."""
     calls = []
 
     class Watched(torch.autograd.Function):

@@ -72,7 +72,7 @@ def _with(change: Callable[[nn.Linear], object]) -> nn.Module:
         (_with(lambda layer: layer.register_forward_hook(lambda *_: None)), "row", "has a forward hook"),
         (_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), "row", "a backward hook"),
         (_with(spectral_norm), "column_joined", "has a forward pre-hook"),
-        (_with(lambda layer: setattr(layer, "forward", abs)), "column", "has a forward of its own"),
+        (_with(lambda layer: setattr(layer, "forward", abs)), "column", "has a replaced forward"),
         (
             _with(lambda layer: layer.register_buffer("mask", torch.ones(4))),
             "row",
@@ -84,7 +84,7 @@ def _with(change: Callable[[nn.Linear], object]) -> nn.Module:
 def test_a_layer_that_computes_more_than_its_class_is_not_cut(
     network: nn.Module, style: str, message: str
 ) -> None:
-    """A part would drop it, and train another network without a word."""
+    """A shard would drop the extra computation, and silently train another network."""
     with pytest.raises(ValueError, match=f"cannot cut '0': .*{message}"):
         check_spread(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, {"plan": {"0": style}})
 
