@@ -28,7 +28,7 @@ run/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 OWNER = "owner.json"
 IDENTITY = "run.json"
@@ -54,10 +54,13 @@ BEST = "best"
 RESULT = "result.json"
 
 _NAMES = {value for name, value in globals().items() if name.isupper()}
-# The best weights, rows that are compared, and what a killed `write_atomic` or a probe of the folder leaves.
-_NUMBERED = re.compile(rf"{BEST}-\d+|{SHARDS}-[0-9a-f]+|\..+[.-][0-9a-f]{{8,}}")
+# The best weights, and what a killed `write_atomic` or a probe of the folder leaves.
+_NUMBERED = re.compile(rf"{BEST}-\d+|\..+[.-][0-9a-f]{{8,}}")
+# Rows that a resumed run compares with its own. A search has folders of the same name.
+_COMPARED = re.compile(rf"{SHARDS}-[0-9a-f]+")
 
 
-def foreign_names(names: Iterable[str]) -> list[str]:
+def foreign_names(names: Collection[str]) -> list[str]:
     """Returns those names in a run's folder that no run writes."""
-    return [name for name in names if name not in _NAMES and not _NUMBERED.fullmatch(name)]
+    numbered = [_NUMBERED, _COMPARED] if IDENTITY in names else [_NUMBERED]
+    return [n for n in names if n not in _NAMES and not any(pattern.fullmatch(n) for pattern in numbered)]

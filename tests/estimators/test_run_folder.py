@@ -38,10 +38,12 @@ def _fill(folder: Path, *names: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, resume: bool) -> None:
-    before = _fill(tmp_path, "owner.json", "rows.json", "journal.log", "shards-0123456789ab/manifest.json",
-                   "trials/3/result.json")  # fmt: skip
-    with pytest.raises(ValueError, match=r"holds 'journal\.log', which is no part of a training; .* another"):
+@pytest.mark.parametrize("name", ["journal.log", "shards-0123456789ab"])
+def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, name: str, resume: bool) -> None:
+    # A search has "journal.log", "rows.json" and trials; a population that writes its rows has only shards.
+    others = ["rows.json", "journal.log", "trials/3/result.json"] if name == "journal.log" else []
+    before = _fill(tmp_path, "owner.json", "shards-0123456789ab/manifest.json", *others)
+    with pytest.raises(ValueError, match=f"holds '{name}', which is no part of a training; .* another"):
         RunFolder.given(str(tmp_path), resume)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -226,6 +226,20 @@ def test_rows_that_cannot_be_evaluated_are_refused_before_the_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.spark
+@pytest.mark.parametrize("search", ["rows.json", "shards-0123456789ab"])
+def test_the_folder_of_a_search_is_refused_and_stays(
+    spark: Any, tmp_path: Path, search: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spark.range(64).write.parquet(str(tmp_path / "rows"))
+    (tmp_path / "run" / search).mkdir(parents=True)
+    (tmp_path / "run" / "owner.json").write_text("{}")
+    for options in ([], ["--resume"], ["--no-resume"]):
+        assert command.main(["train", str(_job(tmp_path)), *options]) == 2
+        assert f"holds '{search}', which" in capsys.readouterr().err
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["owner.json", search]
+
+
 @pytest.mark.slow
 @pytest.mark.spark
 def test_an_evaluation_that_fails_after_the_training_is_no_refusal(spark: Any, tmp_path: Path) -> None:
