@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -49,15 +50,17 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
     losses = [head.loss for head in make_heads(config, objects)]
     settings |= {
         "loss": [loss if isinstance(loss, str) else _settings_of(loss) for loss in losses],
-        "optimizer function": _name(objects.optimizer),
-        "lrSchedule function": _name(objects.lr_schedule),
+        "optimizer function": _settings_of(objects.optimizer),
+        "lrSchedule function": _settings_of(objects.lr_schedule),
         "transformBatch": _settings_of(objects.transform_batch),
         "transformInPrediction": _settings_of(objects.transform_in_prediction),
         # By name alone: their attributes may be folders, counters, or when to stop.
         "callbacks": [_name(callback) for callback in objects.callbacks],
     }
     if objects.metrics:
-        settings["own metrics"] = {name: _described(metric) for name, metric in objects.metrics.items()}
+        settings["own metrics"] = {
+            name: _described(metric, tensors=False) for name, metric in objects.metrics.items()
+        }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
     # Converted to the form in which it is read back, where tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
@@ -142,8 +145,7 @@ def _model_of(config: TrainConfig, objects: UserObjects) -> dict[str, Any]:
             continue
         shapes[name] = f"{tensor.dtype} {list(tensor.shape)}"
         digest.update(f"{name} {shapes[name]}".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(_bytes(tensor))
     return {
         "model": _name(module),
         "shapes of the weights": shapes,
@@ -161,23 +163,29 @@ def _name(value: Any) -> str | None:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _described(metric: Any) -> dict[str, Any]:
-    """Returns the class or function of a metric, and its plain public attributes; its rows are no part."""
-    own = {**getattr(metric, "__dict__", {})}
-    if isinstance(metric, functools.partial):
-        own |= {"args": metric.args} | metric.keywords
-    states = getattr(metric, "_defaults", {})
-    # As text, because a file of JSON has no infinity and no NaN.
+def _described(given: Any, *, tensors: bool) -> dict[str, Any]:
+    """Returns the class or function of a metric, loss or transform, and its plain public attributes.
+
+    Args:
+        tensors: Whether its tensors count; those of a metric may be its rows, which are no part.
+    """
+    own = {**getattr(given, "__dict__", {})}
+    if isinstance(given, functools.partial):
+        own |= {"args": given.args} | given.keywords
+    if isinstance(given, torch.nn.Module) and tensors:
+        own |= {name: tensor for name, tensor in given._buffers.items() if tensor is not None}
+    states = getattr(given, "_defaults", {})
     plain = {
-        name: repr(value)
+        name: text
         for name, value in sorted(own.items())
-        if name[0] != "_" and name not in states and _is_plain(value)
-    }
-    return {"is": _name(metric), **plain}
+        if name[0] != "_" and name not in states and (tensors or _is_plain(value))
+        and (text := _text(value)) is not None
+    }  # fmt: skip
+    return {"is": _name(given), **plain}
 
 
 def _settings_of(given: Any) -> Any:
-    """Returns the name of a loss or transform; with the plain settings of it and its layers, if it has any.
+    """Returns the name of a loss, transform or factory; with the settings of it and its layers, if any.
 
     A setting is an argument of the constructor that is kept under its name: others may be counters.
     """
@@ -186,15 +194,35 @@ def _settings_of(given: Any) -> Any:
     for path, layer in layers.items():
         known = {"is", *inspect.signature(type(layer).__init__).parameters}
         is_partial = isinstance(layer, functools.partial)
-        found[path] = {name: text for name, text in _described(layer).items() if is_partial or name in known}
+        settings = _described(layer, tensors=True)
+        found[path] = {name: text for name, text in settings.items() if is_partial or name in known}
     # A plain name where that is all, as runs have stored it so far.
     return found if len(found) > 1 or len(found[""]) > 1 else _name(given)
+
+
+def _text(value: Any) -> str | None:
+    """Returns the text of a plain value, or the digest of a tensor; None for any other object."""
+    if isinstance(value, tuple | list):
+        texts = [_text(item) for item in value]
+        # Of plain values as runs have stored it so far.
+        return repr(value) if _is_plain(value) else None if None in texts else repr(texts)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fbiuc":
+        value = torch.as_tensor(np.array(value, value.dtype.newbyteorder("=")))  # a copy in native order
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+        digest = hashlib.sha256(_bytes(value)).hexdigest()[:16]
+        return f"{value.dtype} {list(value.shape)} {digest}"
+    # As text, because a file of JSON has no infinity and no NaN.
+    return repr(value) if _is_plain(value) else None
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -126,6 +126,12 @@ class _Noise:
         ("transform_in_prediction", lambda p: nn.Sequential(nn.Flatten(), nn.Dropout(p))),
         ("losses", lambda p: (nn.CrossEntropyLoss(label_smoothing=p), None)),
         ("losses", lambda p: (None, partial(_relative, scale=p))),
+        # What weighs classes is a tensor.
+        ("losses", lambda p: (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, p])), None)),
+        ("losses", lambda p: (partial(nn.functional.cross_entropy, weight=torch.tensor([1, 2, p])), None)),
+        ("transform_batch", lambda p: partial(_relative, np.array([1.0, p])[::-1])),
+        ("optimizer", lambda p: partial(torch.optim.SGD, lr=p)),
+        ("lr_schedule", lambda p: partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=p)),
     ],
 )
 def test_a_run_with_another_setting_of_a_transform_or_loss_is_another_run(
