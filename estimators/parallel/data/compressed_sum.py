@@ -180,14 +180,17 @@ class CompressedSum(PlainSync):
         for number, group in enumerate(self._groups):
             # All ranks take rank 0's state, because rank 0 always compresses. With several hosts only the
             # first rank of each host compresses, and a rank that becomes the first may have an older state.
-            first = _below(states[0], number)
-            group.load({key: tensor for key, tensor in first.items() if key != "residual"})
+            start = f"{number}/"
+            keys = [key for key in states[0] if key.startswith(start) and key != f"{start}residual"]
+            group.load({key.removeprefix(start): states[0][key] for key in keys})
             if is_same:
-                group.residual.copy_(_below(own, number)["residual"])
+                group.residual.copy_(own[f"{number}/residual"])
             elif rank == 0:
                 # The ranks of then no longer exist; what they had not sent is sent by one.
-                residuals = [_below(state, number)["residual"] for state in states]
-                group.residual.copy_(torch.stack(residuals).sum(0, dtype=torch.float64))
+                total = torch.zeros(len(group.residual), dtype=torch.float64)
+                for state in states:
+                    total += state[f"{number}/residual"]
+                group.residual.copy_(total)
             else:
                 group.residual.zero_()
 
@@ -274,8 +277,3 @@ class _Group:
 
     def load(self, compressor: Mapping[str, torch.Tensor]) -> None:
         self._compressor.load({k: t.to(self._vector.device) for k, t in compressor.items()})
-
-
-def _below(state: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:
-    start = f"{number}/"
-    return {key.removeprefix(start): t for key, t in state.items() if key.startswith(start)}

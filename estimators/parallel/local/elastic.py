@@ -8,7 +8,7 @@ rank keeps the centre, from the same sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -79,5 +79,5 @@ class ElasticSync(LocalSync):
     def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
         self._centre = state["centre"].clone()
 
-    def _weights_of_others(self, ranks: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _weights_of_others(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
         return self._centre

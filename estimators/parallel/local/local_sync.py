@@ -10,7 +10,7 @@ Invariant: all ranks take the same number of steps, so they meet without asking 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -152,9 +152,18 @@ class LocalSync(PlainSync):
     def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
         """Restores `_shared_state`."""
 
-    def _weights_of_others(self, ranks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns where another number of ranks starts from: the average of the ranks' own weights."""
-        return torch.stack(list(ranks)).mean(0)
+    def _weights_of_others(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Returns where another number of ranks starts from: the average of the ranks' own weights.
+
+        Args:
+            ranks: Read one at a time; each may be changed.
+        """
+        rest, count = iter(ranks), 1
+        total = next(rest)
+        for own in rest:
+            total += own
+            count += 1
+        return total / count
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         state = {"steps": torch.tensor([self._steps, self._position])}
@@ -187,7 +196,7 @@ class LocalSync(PlainSync):
         self._moved = [p for p, moved in zip(self._trained, flags, strict=True) if moved]
         device = self._trained[0].device
         self._load_shared(
-            {k.removeprefix("shared/"): v.to(device) for k, v in first.items() if k.startswith("shared/")},
+            {k.removeprefix("shared/"): first[k].to(device) for k in first if k.startswith("shared/")},
             is_same=is_same,
         )
         self._own = self._equal = None
@@ -199,4 +208,5 @@ class LocalSync(PlainSync):
         elif is_same:
             self._weights.write(own["weights"].to(device))
         else:
-            self._weights.write(self._weights_of_others([s["weights"].to(device) for s in states]))
+            weights = (state["weights"].to(device, copy=True) for state in states)
+            self._weights.write(self._weights_of_others(weights))

@@ -38,11 +38,11 @@ def load_tensors(
     if _PLAIN not in tensors:
         return
     state: OptimizerState = json.loads(tensors[_PLAIN].numpy().tobytes())
-    for key, tensor in tensors.items():
+    for key in tensors:
         if key.startswith(_PREFIX):
             # A key of the optimizer has no slash, the name of a parameter may have one.
             name, _, entry = key.removeprefix(_PREFIX).rpartition("/")
-            state[name][entry] = tensor
+            state[name][entry] = tensors[key]
     optimizer.state.clear()
     load_by_name(network, optimizer, state)
 

@@ -8,7 +8,7 @@ callbacks, and random numbers get new seeds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,31 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import Mesh
 from ringspark.estimators.training.objective.metric_set import section
 from ringspark.estimators.training.running import Running
-from ringspark.models.generators import Tensors, random_state, seed_rank, set_random_state
+from ringspark.models.generators import random_state, seed_rank, set_random_state
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors under other names; each is read when it is asked for, so a rank holds one of them at a time."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str]) -> None:
+        """Args: names: Name here -> name that `read` takes."""
+        self._read, self._names = read, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """One rank's state: tensors on the CPU, and JSON values."""
 
-    tensors: Tensors
+    tensors: Mapping[str, torch.Tensor]
     values: dict[str, Any]
 
     @classmethod
@@ -82,8 +99,8 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
     before = states[0].values.get("mesh", {"data": len(states)})
     is_same = _several(before) == _several(mesh.sizes)
     try:
-        own = [section(state.tensors, "exchange") for state in states]
-        running.sync.load_rank_states(own, is_same=is_same)
+        exchange = [_lazy_section(state.tensors, "exchange") for state in states]
+        running.sync.load_rank_states(exchange, is_same=is_same)
         if is_same:
             _restore_same(running, states[mesh.world.rank])
         else:
@@ -94,6 +111,13 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
             f"what the checkpoint has of the ranks is of another training ({type(error).__name__}: {error}); "
             "take another checkpoint, or give runUri a folder of its own"
         ) from error
+
+
+def _lazy_section(tensors: Mapping[str, torch.Tensor], prefix: str) -> LazyTensors:
+    """Like `section`, without reading any tensor: an exchange may keep all weights of each rank."""
+    start = f"{prefix}/"
+    names = {name.removeprefix(start): name for name in tensors if name.startswith(start)}
+    return LazyTensors(tensors.__getitem__, names)
 
 
 def _several(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -126,7 +150,7 @@ def _restore_other(running: Running, states: Sequence[RankState], data_rank: int
     running.state.stop_reason = next((reason for reason in reasons if reason), None)
 
 
-def _fill_buffers(module: nn.Module, values: Tensors) -> None:
+def _fill_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Copies the values in; skips buffers that only the first forward pass will make."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():

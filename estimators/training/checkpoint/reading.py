@@ -20,9 +20,10 @@ from ringspark.estimators.training.checkpoint.parts import (
     kinds_in,
     places_of,
 )
-from ringspark.estimators.training.checkpoint.rank_state import RankState
+from ringspark.estimators.training.checkpoint.rank_state import LazyTensors, RankState
 from ringspark.estimators.training.checkpoint.record import FileSum, Record
 from ringspark.estimators.training.checkpoint.snapshot import AVERAGE, NOT_KEPT, OPTIMIZER, RANKS, RECORD
+from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 from ringspark.estimators.training.checkpoint.weights import (
     COMMIT,
     WEIGHTS,
@@ -149,7 +150,8 @@ def load_training_state(
         average: Also takes the average of the weights, if the training keeps one.
 
     Returns:
-        The record, and the own states of the ranks that wrote it, which `restore_rank` restores.
+        The record, and the own states of the ranks that wrote it, which `restore_rank` restores; it reads
+        their tensors one at a time.
 
     Raises:
         ValueError: There is none, it is damaged, or it belongs to another network or optimizer.
@@ -173,14 +175,22 @@ def load_training_state(
     with _joined_files(uri, WEIGHTS, record, tick) as weights:
         load_state(uri, sync.network, weights)
     with local_file(uri, RANKS, tick) as path:
-        numbers = {key: tensor.clone() for key, tensor in tensor_file.read(path).items()}
-    states = [RankState(tensors={}, values=values) for values in record.ranks]
-    for key, tensor in numbers.items():
-        rank, name = key.split("/", 1)
-        if not rank.isdigit() or int(rank) >= len(states):
-            raise ValueError(f"{uri}/{RANKS} speaks of rank {rank!r}, of {len(states)}; take another one")
-        states[int(rank)].tensors[name] = tensor
-    return record, states
+        file = StreamedFile(path)
+    names: list[dict[str, str]] = [{} for _ in record.ranks]
+    for key in file.places:
+        rank, _, name = key.partition("/")
+        if not rank.isdigit() or int(rank) >= len(names):
+            raise ValueError(f"{uri}/{RANKS} speaks of rank {rank!r}, of {len(names)}; take another one")
+        names[int(rank)][name] = key
+
+    def read(key: str) -> torch.Tensor:
+        # A copy, because the training may keep it, and a later checkpoint removes the file.
+        return file.read(key).clone()
+
+    return record, [
+        RankState(tensors=LazyTensors(read, own), values=values)
+        for own, values in zip(names, record.ranks, strict=True)
+    ]
 
 
 @contextmanager

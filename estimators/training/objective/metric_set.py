@@ -259,10 +259,11 @@ def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor)
         ) from error
 
 
-def section(tensors: Tensors, prefix: str) -> Tensors:
+def section(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     """Returns the tensors "<prefix>/<name>" by name."""
     start = f"{prefix}/"
-    return {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
+    # By key, because tensors of a file are read when they are asked for.
+    return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
 
 
 def numbered(tensors: Tensors) -> list[Tensors]:

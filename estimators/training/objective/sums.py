@@ -149,7 +149,7 @@ class Sums:
                 result |= {f"metrics/{index}/{number}/{key}": state for key, state in states.items()}
         return result
 
-    def load(self, state: Tensors) -> None:
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores this rank's result of `state`.
 
         Raises:
@@ -161,7 +161,10 @@ class Sums:
             metric_set.load_states(numbered(section(state, f"metrics/{index}")))
 
     def load_all(
-        self, states: Sequence[Tensors], answers: bool, counting: Sequence[Tensors] | None = None
+        self,
+        states: Sequence[Mapping[str, torch.Tensor]],
+        answers: bool,
+        counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         """Restores the results of ranks that no longer exist.
 
@@ -174,8 +177,9 @@ class Sums:
         counting = states if counting is None else counting
         self._counts.load_all([state["counts"] for state in counting if "counts" in state], answers)
         for index, metric_set in enumerate(self._metrics):
-            former = [own for state in states for own in numbered(section(state, f"metrics/{index}"))]
-            metric_set.load_states(former if answers else [], carried=True)
+            former = states if answers else []
+            carried = [own for state in former for own in numbered(section(state, f"metrics/{index}"))]
+            metric_set.load_states(carried, carried=True)
 
     def _load_losses(self, totals: torch.Tensor) -> None:
         if totals.shape != self._losses.shape:

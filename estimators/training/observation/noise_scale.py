@@ -14,7 +14,7 @@ Where rows have weights, the gradient of a row counts times its weight over the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -83,7 +83,7 @@ class NoiseMeter:
         """Copies the averages to the CPU."""
         return {_STATE: self._means.cpu().clone()}
 
-    def load(self, states: Sequence[Tensors]) -> None:
+    def load(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Continues the averages of these ranks; none are known where the training did not measure."""
         found = [state[_STATE] for state in states if _STATE in state]
         self._means.copy_(torch.stack(found).sum(0) if found else torch.zeros(3))
