@@ -7,7 +7,7 @@ run/
   parallelism.txt how the workers share the network, where it was planned: the table and the reason
   shards.json     times or versions of the shards, from their file system or store: see `run.shard_states`
   shards/         the rows, if `fit` wrote them into a folder that the user named
-  stop            its presence asks the gang of a search to stop
+  stop            its presence asks the gang to stop; a search writes it
   heartbeat/      rank-<k>.json: each rank's last sign of life; rank-<k>.died: its process ended early
   logs/           rank-<k>.txt: what each rank has printed, its beginning and its end
   environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
@@ -54,13 +54,13 @@ BEST = "best"
 RESULT = "result.json"
 
 _NAMES = {value for name, value in globals().items() if name.isupper()}
-# The best weights, and what a killed `write_atomic` or a probe of the folder leaves.
+# best-<epoch>, and temporary files of a killed `write_atomic` or `check_writable`.
 _NUMBERED = re.compile(rf"{BEST}-\d+|\..+[.-][0-9a-f]{{8,}}")
-# Rows that a resumed run compares with its own. A search has folders of the same name.
+# Rows that a resumed run compares with its own rows. A search has folders with such names too.
 _COMPARED = re.compile(rf"{SHARDS}-[0-9a-f]+")
 
 
 def foreign_names(names: Collection[str]) -> list[str]:
-    """Returns those names in a run's folder that no run writes."""
+    """Returns the names among those in a run's folder that no run writes."""
     numbered = [_NUMBERED, _COMPARED] if IDENTITY in names else [_NUMBERED]
     return [n for n in names if n not in _NAMES and not any(pattern.fullmatch(n) for pattern in numbered)]

@@ -202,7 +202,7 @@ def _check_values(fields: Sequence[StructField]) -> None:
 
 
 def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
-    """Returns `maxGap` in the whole numbers by which the times are compared, and its calendar days.
+    """Returns `maxGap` in the unit by which times are compared, and the number of calendar days in it.
 
     Raises:
         ValueError: The column holds no times, or the gap has not its unit.

@@ -129,5 +129,5 @@ def _fill_arrays(values: Column, data_type: DataType, are_floats: bool) -> Colum
 
 
 def zero(data_type: DataType, *, are_floats: bool = False) -> Column:
-    """Returns the zero of a column's type; see `fill`."""
+    """Returns the zero that `fill` puts in place of a null; the arguments are those of `fill`."""
     return F.lit(False) if data_type.typeName() == "boolean" and not are_floats else F.lit(0)

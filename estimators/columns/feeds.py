@@ -75,7 +75,8 @@ class Feed:
             valid = column.is_valid().to_numpy(zero_copy_only=False)
             column = fill_nulls(column)
         if isinstance(kind, Binary) and self.fills_nulls:
-            kind = replace(kind, nullable=True)  # the rows of the training may have held no null
+            # If the training rows held no null, the kind is not nullable, but predicted rows may hold one.
+            kind = replace(kind, nullable=True)
         if isinstance(kind, Padded | Ragged):
             leaf = column.flatten()
             if _holds_nan(leaf):

@@ -307,7 +307,7 @@ def _bind_choice(item: ModelInput, field: StructField, source: Column) -> BoundI
     kind = item.column.kind.adopt(name, data_type)
     values = kind.select(source, data_type)
     if item.part == MASK:
-        # An image struct that is no null may hold one, and then there is no image.
+        # An image struct without a null may have null data, and then there is no image.
         return _bind_mask(name, source, data_type, values.isNull())
     # A struct that is no null may hold one, and then there is no value.
     valid = F.lit(True) if item.fills_nulls else source.isNotNull() & values.isNotNull()

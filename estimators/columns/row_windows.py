@@ -5,9 +5,9 @@ what does not fit into memory. The first numbers the rows of each series. The se
 run begins. The third collects the values: by `collect_list` over a frame of rows, which holds one window at a
 time and was twice as fast as an array of lags.
 
-A time is compared as a whole number, its microseconds or days since 1970. A day in which the clock of the
-session's time zone is set back has 25 hours, and rows a day apart are no gap there either. Rows that a
-series cannot order raise an error when the plan runs.
+Times are compared as whole numbers, the microseconds or days since 1970. A day on which the clock of the
+session's time zone is set back has 25 hours; with a `maxGap` of one day, rows a day apart are no gap there
+either. Rows that a series cannot order raise an error when the plan runs.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RowWindows:
         target: Column of the values behind the window; None if windows have no target.
         stride: Distance of the ends of two windows of one run, in rows.
         max_gap: Largest distance of two rows of one run, in what `time` counts (microseconds, days); or None.
-        gap_days: Days in `max_gap` that last as long as the calendar of the session's time zone says, if that
-            is more than 24 hours each.
+        gap_days: Calendar days in `max_gap`. In the session's time zone such a day may last 25 hours; it
+            never counts as less than 24.
         skips_invalid: Whether windows with a null, and rows without key or time, are left out.
         keeps_unlabeled: Whether windows without all their targets are kept.
     """
@@ -130,7 +130,7 @@ class RowWindows:
         return found.withColumns(more | self._targets()).withColumn(_REASON, self._reason())
 
     def _is_gap(self, max_gap: int) -> Column:
-        """Returns whether a row is further from the row before than `max_gap`."""
+        """Returns a boolean column: whether a row is further from the previous row than `max_gap`."""
         now, before = F.col(_NOW), F.col(_BEFORE)
         elapsed = now - before > max_gap
         if not self.gap_days:

@@ -56,8 +56,8 @@ class RankOutput:
         self._witness: subprocess.Popen[bytes] | None = None
         # What the descriptors were before; empty once they are so again.
         self._before: dict[int, int] = {}
-        # The pipes' other ends and where each leads. While they are open, a print does not fail, also if the
-        # witness is killed.
+        # Read end of each pipe -> descriptor that the pipe replaces. While this process holds the read ends,
+        # a print does not fail even if the witness is killed.
         self._sources: dict[int, int] = {}
         self._restoring = threading.Lock()
         self._done, self._is_told = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ class RankOutput:
             out, out_target, err, err_target, answers, answers_target = ends
             kept = [os.dup(descriptor) for descriptor in (1, 2, out, err)]
             witness = self._call_witness(out, err, answers_target)
-            # A thread that finds no witness waits until all is in place.
+            # If the thread finds the witness dead, it waits with restoring until everything is set up.
             opened.enter_context(self._restoring)
             self._thread = threading.Thread(
                 target=self._run,
@@ -143,7 +143,7 @@ class RankOutput:
                 self._is_told.set()
                 self._store(text)
         except (OSError, EOFError):
-            # The witness was killed: without it nobody reads the pipes, and prints that wait would fail.
+            # The witness was killed, so nobody reads the pipes, and a print would block once they are full.
             self._restore()
             self._is_told.set()
             self._pass_on()
@@ -153,7 +153,7 @@ class RankOutput:
                 os.close(source)
 
     def _pass_on(self) -> None:
-        """Passes on what is in the pipes, until nobody can write to them any more."""
+        """Copies the pipes' content to the original descriptors, until all write ends are closed."""
         with selectors.DefaultSelector() as selector:
             for source in self._sources:
                 selector.register(source, selectors.EVENT_READ)
@@ -162,7 +162,7 @@ class RankOutput:
                     data = os.read(key.fd, READ_BYTES)
                     if not data:
                         selector.unregister(key.fd)
-                    # Nobody may listen any more.
+                    # The original output may be closed.
                     with suppress(OSError):
                         write_all(self._sources[key.fd], data)
 

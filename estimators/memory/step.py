@@ -126,7 +126,7 @@ def on_fake_tensors(
     if objects.transform_batch is not None:
         transform = BatchTransform(objects.transform_batch, config.seed, 0, device)
     with (
-        # A network or an optimizer repeats its warnings when it trains.
+        # The same warnings of the network and the optimizer come again in the training.
         ignored_warnings(),
         forked_random(gpus),
         torch.autograd.set_multithreading_enabled(False),

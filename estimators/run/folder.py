@@ -50,11 +50,11 @@ def check_run_uri(run_uri: str | None, resume: bool) -> None:
     uri = storage.normalize(run_uri)
     names = storage.list_names(uri)
     begun = run_layout.OWNER in names or run_layout.IDENTITY in names
-    # Without the identity nothing of a training is worth keeping, so `RunFolder.given` removes all there is.
+    # A run without an identity has trained nothing, so `RunFolder.given` removes the folder's content.
     if begun and run_layout.IDENTITY not in names and (others := run_layout.foreign_names(names)):
         raise ValueError(
-            f"runUri {uri!r} holds {others[0]!r}, which is no part of a training; if this is the folder of "
-            "a search, leave it to the search and give another folder"
+            f"runUri {uri!r} holds {others[0]!r}, which no training writes; give another folder, because "
+            "this one may belong to a search"
         )
     if begun and not resume:
         raise ValueError(
@@ -74,8 +74,8 @@ def make_way(uri: str, resume: bool | None) -> None:
         resume: Whether to resume the run; None if the user has not said.
 
     Raises:
-        ValueError: The folder holds something that no run writes; or an unfinished run that can be resumed
-            or that may be training now, and nobody said what to do with it.
+        ValueError: The folder holds a file that no run writes. Or `resume` is None, and the folder holds an
+            unfinished run that can be resumed or may be training now.
     """
     names = storage.list_names(uri)
     # A folder that holds something else than a run is left to `check_run_uri`, which refuses it.
@@ -83,8 +83,8 @@ def make_way(uri: str, resume: bool | None) -> None:
         return
     if others := run_layout.foreign_names(names):
         raise ValueError(
-            f"{uri} holds {others[0]!r}, which belongs to no run, so the run there is not removed for a new "
-            "one; move it elsewhere, or name another folder"
+            f"{uri} holds {others[0]!r}, which belongs to no run, so the old run in this folder is not "
+            "removed; move that file elsewhere, or name another folder"
         )
     folder = RunFolder(uri, is_given=True)
     if resume is None and folder.result() is None and folder.has_checkpoint():
@@ -302,7 +302,7 @@ class RunFolder:
         return ""
 
     def _own_names(self) -> list[str]:
-        """Returns the names in the folder that a run writes."""
+        """Returns the names of the folder's files and folders that a run writes."""
         names = storage.list_names(self.uri)
         foreign = run_layout.foreign_names(names)
         return [name for name in names if name not in foreign]

@@ -103,16 +103,16 @@ def data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
 
 
 def _kind_differences(old: Sequence[Column], new: Sequence[Column]) -> list[str]:
-    """Returns the changes of the columns' kinds that neither their text nor the stored rows show.
+    """Returns the differences of column types that neither their text nor the stored rows show.
 
-    Such as the value that fills short rows, or the words that the ids stand for.
+    Examples are the value that pads short rows, and the vocabulary behind ids.
     """
     found = []
     for before, now in zip(old, new, strict=True):
         known, given = before.kind.to_json(), now.kind.to_json()
         for key in sorted(known.keys() | given.keys()):
             was, is_now = json.dumps(known.get(key)), json.dumps(given.get(key))
-            # Equal texts first, because NaN does not equal itself.
+            # Compare the texts first, because NaN does not equal itself.
             if was != is_now and json.loads(was) != json.loads(is_now):
                 found.append(f"{key} of column {before.name!r}: {_short_text(was)} -> {_short_text(is_now)}")
     return found

@@ -1,8 +1,8 @@
-"""What fits without `runUri` leave in their storageUri: runs that finished, train, or lost their driver.
+"""Lists and removes folders that fits without `runUri` leave in their storageUri.
 
 Such a fit makes a folder `run-<id>`, and `shards-<id>`, which all fits of one search share. A fit on a table
-that is read in place makes `table-<id>` instead, with a manifest alone. A finished run holds the weights of
-its model until that is saved elsewhere. All of them stay if the driver dies.
+that is read in place makes `table-<id>` instead of shards; it contains only a manifest. A finished run holds
+the weights of its model until the model is saved elsewhere. All these folders stay if the driver dies.
 
 Every worker gives a sign of life every few seconds while it trains. Nothing changes while a fit waits for
 free slots, while Spark computes the rows of a file, and while a search evaluates between two fits. Shards
@@ -33,8 +33,8 @@ class StoredRun:
     """One folder of a storageUri.
 
     Attributes:
-        state: "finished" and "unfinished" are runs; "shards" are the rows of one or more runs, or the
-            manifest of a table that they read.
+        state: "finished" or "unfinished" for a run; "shards" for the rows of one or more runs, or for the
+            manifest of a table that runs read.
         idle_seconds: Seconds since its last change; of shards, also since that of any run that reads them. 0
             where the store does not tell.
     """

@@ -77,12 +77,12 @@ class Objective:
         if self.evaluator is None:
             return self.monitor
         metric = self.evaluator.getMetricName() if hasattr(self.evaluator, "getMetricName") else "metric"
-        # What the user has set: a class of fMeasureByLabel, or a label column, makes another metric.
+        # Params that the user has set, because metricLabel or labelCol, for example, make another metric.
         given = getattr(self.evaluator, "_paramMap", {}).items()
         settings = sorted(
             f"{param.name}={value!r}"
             for param, value in given
-            # The text of any other object may differ from one driver to the next.
+            # The text of any other object may differ between drivers.
             if param.name != "metricName" and isinstance(value, bool | int | float | str | list | None)
         )
         told = f" with {', '.join(settings)}" if settings else ""
@@ -93,7 +93,7 @@ class Objective:
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:
-        """Returns a value of `monitor` as pruners see it; of a value that they saw, the one of `monitor`."""
+        """Converts a value of `monitor` to the pruner's direction, or back: at most its sign changes."""
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:

@@ -64,11 +64,11 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """The content of `population.json`.
+    """Content of `population.json`.
 
     Attributes:
-        about: Settings that must not change between drivers, in words.
-        rounds: The finished rounds, with an entry per member.
+        about: Settings, as text, that must be equal in a resumed search.
+        rounds: Finished rounds, each with one entry per member.
     """
 
     about: dict[str, str]
@@ -288,7 +288,7 @@ class PopulationLoop:
 
     def _damaged(self, problem: str) -> ValueError:
         return ValueError(
-            f"the search in {self._run_uri!r} cannot go on, since {STATE} is damaged ({problem}); give "
+            f"cannot resume the search in {self._run_uri!r}, because {STATE} is damaged ({problem}); give "
             "another runUri"
         )
 

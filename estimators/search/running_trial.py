@@ -60,7 +60,7 @@ class RunningTrial:
         # The last epoch has been paid for; one before the last report has been judged by that driver.
         if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
             return
-        # numpy warns of values that are not numbers; such a trial is pruned.
+        # numpy warns of NaN; a trial with NaN is pruned, so the warning helps nobody.
         with ignored_warnings(category=RuntimeWarning):
             self.is_pruned = bool(self.trial.should_prune())
         if self.is_pruned:

@@ -52,7 +52,7 @@ def load_part(uri: str, name: str) -> Any:
     """Loads a part of a saved stage; None if there is none.
 
     Raises:
-        ValueError: The part cannot be loaded, or its class is neither of ringspark nor an evaluator of Spark
+        ValueError: The part cannot be loaded. Or its class is neither ringspark's nor an evaluator of Spark
             ML, and the user has not allowed other code.
     """
     folder = storage.join(uri, name)
@@ -60,7 +60,7 @@ def load_part(uri: str, name: str) -> Any:
         return None
     path = alike(active_session(), folder)
     found = str(read_metadata(folder)["class"])
-    # The JVM's name of a class that Spark writes.
+    # Spark's metadata has the JVM's name of a class.
     module, _, kind = found.replace("org.apache.spark.", "pyspark.", 1).rpartition(".")
     if allows_pickle():
         return getattr(import_module(module), kind).load(path)
@@ -68,11 +68,11 @@ def load_part(uri: str, name: str) -> Any:
     is_ours = module.startswith("ringspark.estimators.")
     if is_ours or module.startswith("pyspark.ml."):
         known = getattr(import_module(module), kind, None)
-    # Not all of Spark ML: a Pipeline imports the classes that its folder names.
+    # Of Spark ML only evaluators: a Pipeline, for example, imports the classes that its folder names.
     base = Params if is_ours else Evaluator
     if not (isinstance(known, type) and known.__module__ == module and issubclass(known, base)):
         raise ValueError(
-            f"{path} names the class {found!r}, which is neither of ringspark nor an evaluator of Spark ML, "
-            f"and loading it would run its code; if you trust whoever wrote it set {ALLOW_PICKLE}=1"
+            f"{path} names the class {found!r}, which is neither ringspark's nor an evaluator of Spark ML; "
+            f"loading it would run its code, so set {ALLOW_PICKLE}=1 if you trust its author"
         )
     return cast(Any, known).load(path)

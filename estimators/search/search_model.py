@@ -60,9 +60,9 @@ class SearchModel(DeclaredParams, Model, MLWritable, MLReadable["SearchModel"]):
     def trials(self) -> pd.DataFrame:
         """One line per training: its state, value, parameters, seconds, epochs, and why it failed.
 
-        The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after its last
-        epoch that counted, also if an evaluator judges the complete ones. `OptunaSearch` numbers its trials.
-        A line of `PopulationSearch` is a member in a round, with the member that it copied.
+        The state is "complete", "pruned" or "failed". The value of a pruned trial is `monitor` after the last
+        epoch that the pruner saw, even if an evaluator rates the complete trials. `OptunaSearch` numbers its
+        trials. For `PopulationSearch` a line is one member in one round, with the member that it copied.
         """
         return table_of(self._rows)
 

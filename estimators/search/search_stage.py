@@ -29,7 +29,7 @@ from ringspark.pipelines.writing.split import split_expression
 S = TypeVar("S", bound="SearchStage")
 
 _PARTS = ("estimator", "evaluator")
-# Beginnings of the names that only one kind of search writes.
+# Prefixes of file names that only one class of search writes.
 _MARKS = {JOURNAL, STATE, f"{ROUND}-"}
 
 
@@ -101,12 +101,12 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         storage.check_writable(run_uri)
         names = storage.list_names(run_uri)
         others = [name for name in names if name.startswith((IDENTITY, *_MARKS.difference(known)))]
-        # The claim of a driver, OWNER, is in the folder of a training, too.
+        # OWNER does not mark a search, because the folder of a training has it too.
         if not any(name.startswith((KEYS, f"{SHARDS}-", *known)) for name in names):
             others += names
         if others:
             raise ValueError(
-                f"runUri must be a new or empty folder or one with a search by {type(self).__name__}, and "
+                f"runUri must be a new or empty folder or hold a search by {type(self).__name__}, but "
                 f"{run_uri!r} holds {others[0]!r}; give another folder"
             )
         storage.make_dirs(run_uri)

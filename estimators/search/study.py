@@ -100,15 +100,15 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
     if run_uri is not None:
         journal = optuna.storages.journal
         file = os.path.join(storage.filesystem(run_uri)[1], JOURNAL)
-        # Optuna's default lock is a symbolic link, which BlobFuse, SMB and the mount of DBFS do not have.
-        # Optuna itself releases the lock of a killed driver after half a minute.
+        # Optuna's default lock needs symbolic links, which BlobFuse, SMB and the DBFS mount lack. Optuna
+        # itself releases the lock of a killed driver after half a minute.
         backend = journal.JournalFileBackend(file, journal.JournalFileOpenLock(file))
         try:
             kept = optuna.storages.JournalStorage(backend)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the search in {run_uri!r} cannot go on, since {JOURNAL} is damaged ({error}); give another "
-                "runUri"
+                f"cannot resume the search in {run_uri!r}, because {JOURNAL} is damaged ({error}); give "
+                "another runUri"
             ) from None
     try:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

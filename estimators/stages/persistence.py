@@ -333,7 +333,7 @@ def _spec(path: str, uri: str, text: str) -> ModelSpec:
             spec.check_apart(storage.filesystem(uri)[1])
         except ValueError as error:
             raise ValueError(
-                f"{path}: {error}; if you trust whoever wrote the stage set {ALLOW_PICKLE}=1"
+                f"{path}: {error}; set {ALLOW_PICKLE}=1 if you trust the author of the stage"
             ) from None
     return spec
 
@@ -346,7 +346,7 @@ def _is_json(value: Any) -> bool:
 
 
 def allows_pickle() -> bool:
-    """Returns whether the user trusts the code that saved stages hold."""
+    """Returns whether the user allows code from saved stages, by an environment variable."""
     return os.environ.get(ALLOW_PICKLE) == "1"
 
 

@@ -23,7 +23,11 @@ _PART = re.compile(r"\s*(\d+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
 def days_and_microseconds(text: str) -> tuple[int, int]:
-    """Returns the days, weeks included, and the rest of a duration such as "1 hour" or "1 day 12 hours"."""
+    """Parses a duration such as "1 hour" or "1 day 12 hours".
+
+    Returns:
+        Its days, including its weeks, and the other units in microseconds.
+    """
     days, rest, place = 0, 0, 0
     while part := _PART.match(text, place):
         unit, place = part[2].lower().removesuffix("s"), part.end()

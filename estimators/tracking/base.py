@@ -16,8 +16,8 @@ from ringspark.estimators.training.step_log import StepRecord
 
 Status = Literal["finished", "failed", "cancelled"]
 
-# Stores cannot append. A file that is written again with every epoch would cost the square of their number,
-# so a tracker writes it again after an epoch if it has grown by this share, and at the end.
+# Stores cannot append to a file. Writing it again after every epoch costs the square of the number of epochs.
+# So a tracker writes it again only if it has grown by this share, and at the end.
 GROWTH = 0.1
 
 

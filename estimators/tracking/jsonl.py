@@ -23,8 +23,8 @@ class JsonLinesTracker(Tracker):
     """Writes one JSON object a line: "event" is "start", "step", "epoch" or "end"; NaN is null.
 
     Attributes:
-        path: Local file of the driver, to which the lines are appended at once; unset:
-            `tracking/events.jsonl` in the run directory. Stores cannot append, so that file is written again
+        path: Local file of the driver, to which each line is appended at once. If unset, the file is
+            `tracking/events.jsonl` in the run directory. Stores cannot append, so this file is written again:
             at the end, and after an epoch if it has grown by a tenth.
     """
 
@@ -46,7 +46,7 @@ class _Lines(Listener):
         self._size = self._written = 0
 
     def write(self, events: Sequence[dict[str, Any]], growth: float = 0.0) -> None:
-        """Adds lines, and writes the run directory's file if it has grown by more than a share of it."""
+        """Adds lines; writes the run directory's file again if it has grown by the share `growth`."""
         lines = [json.dumps({"run": self._run} | _finite(event), allow_nan=False) for event in events]
         text = "".join(f"{line}\n" for line in lines)
         if self._path is not None:

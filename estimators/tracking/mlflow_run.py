@@ -132,7 +132,7 @@ class MlflowRun(Listener):
 
         self._try_to_send()
         if self._has_warned:
-            # The one warning has said that the rest is lost; a run that exists has ended all the same.
+            # The only warning said that the rest is lost. Still, a run that exists is ended.
             if self._found is not None:
                 with suppress(MlflowException, OSError):
                     _connect(self._uri)
@@ -304,7 +304,7 @@ class MlflowRun(Listener):
             try:
                 self._client.log_inputs(run.info.run_id, inputs)
             except MlflowException:
-                # A parallel trial inserted the record of the same data at the same time: it is there now.
+                # A parallel trial has inserted the record of the same data at the same time.
                 _connect(self._uri)
                 self._client.log_inputs(run.info.run_id, inputs)
         except MlflowException as error:
@@ -434,7 +434,7 @@ def _pieces(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _without_secrets(uri: str) -> str:
-    """Returns the address without a user's name, password and token."""
+    """Returns the address without user name, password and token."""
     return re.sub(r"(?<=://)[^/@]*@", "", storage.redact(uri))
 
 

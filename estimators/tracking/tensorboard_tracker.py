@@ -31,8 +31,9 @@ class TensorBoardTracker(Tracker):
     """Writes one folder a training.
 
     Attributes:
-        log_dir: Local folder of the driver. Each run has a folder in it, named by the last part of the run's
-            URI and a digest of the whole URI; unset: `tracking/tensorboard` in the run directory.
+        log_dir: Local folder of the driver, with one folder per run in it. The name of a run's folder is the
+            last part of the run's URI and a digest of the URI. If unset, events are written to
+            `tracking/tensorboard` in the run directory.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -51,7 +52,7 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run: RunStart) -> Listener:
         if self.log_dir is not None:
-            # Trials of two searches end in the same name, and a start removes the events in its folder.
+            # A start removes old events, so the digest separates runs whose URIs end in the same name.
             digest = hashlib.sha256(run.run_uri.encode()).hexdigest()[:8]
             name = f"{run.run_uri.rstrip('/').rpartition('/')[2]}-{digest}"
             return _Events(run, str(Path(self.log_dir).expanduser().absolute() / name))
@@ -88,7 +89,7 @@ class _Events(Listener):
             self._writer.add_scalar("step/train_loss", record.train_loss, record.step)
             self._writer.add_scalar("step/learning_rate", record.learning_rate, record.step)
             self._last_step = record.step
-        # A local reader sees them at once; a store gets whole files.
+        # Local files are visible at once; a store gets whole files, see `_copy`.
         self._writer.flush()
 
     def epoch(self, record: EpochRecord) -> None:
@@ -128,7 +129,7 @@ class _Events(Listener):
         self._writer.file_writer.add_event(restart, step)
 
     def _copy(self, growth: float = 0.0) -> None:
-        """Copies the files to the store of the run if they have grown by a share; local ones are there."""
+        """Copies the files to the run's store if they have grown by the share `growth`."""
         files = [] if self._is_local else sorted(Path(self._folder).iterdir())
         size = sum(file.stat().st_size for file in files)
         if size < (1 + growth) * self._copied:

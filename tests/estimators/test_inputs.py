@@ -322,7 +322,7 @@ def test_older_shards_with_an_own_column_named_like_a_null_mask_are_refused(
 
 
 class _Flags(nn.Module):
-    """Adds up a boolean, the mask of its nulls and an array of two booleans."""
+    """Sums a boolean, its null mask and an array of two booleans."""
 
     def __init__(self) -> None:
         super().__init__()

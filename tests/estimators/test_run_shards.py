@@ -130,7 +130,7 @@ def test_another_application_with_other_rows_is_refused(
 def test_columns_made_in_another_way_are_refused(
     spark: Any, data: FitData, run: RunFolder, begun_with: Kind, resumed_with: Kind, told: str
 ) -> None:
-    """Although the stored rows, or their statistics, are the same."""
+    """The stored rows, or their statistics, are the same, but their meaning is not."""
     values = (
         "if(id % 2 = 0, 'a', 'b')"
         if isinstance(begun_with, Vocabulary)

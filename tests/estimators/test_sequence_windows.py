@@ -148,7 +148,7 @@ def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("gap", ["1 day", "1 day 30 minutes", timedelta(days=1), "24 hours"])
 def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None:
-    """Rows at midnight, or every 24 hours, in weeks whose clock is set back, and forward."""
+    """Checks rows at midnight and rows every 24 hours, in weeks when clocks are set back or forward."""
     zone = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
     try:

@@ -153,7 +153,7 @@ def _chosen(
         # A part of the run's identity, on which batches of batch normalisation depend.
         micro = begun.gradient_accumulation
     elif any(isinstance(layer, _BatchNorm) for layer in training.network.modules()):
-        # Smaller micro-batches would train another network, which the user has to ask for.
+        # Smaller micro-batches change the statistics of batch normalization, so only the user chooses them.
         micro = config.gradient_accumulation
 
     def planned(machine: Machine, facts: str) -> ParallelismPlan:

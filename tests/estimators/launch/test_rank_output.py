@@ -262,7 +262,7 @@ def test_a_print_that_waits_for_a_killed_witness_reaches_the_log(tmp_path: Path)
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = (f"{who} {number}\n" for who in ("rank", "child") for number in range(20_000))
-    # Lines that waited may come between two parts of later ones.
+    # Lines from the pipe may be copied into the middle of later lines.
     assert Counter(done.stdout) == Counter("".join(lines))
 
 

@@ -97,7 +97,7 @@ def test_batch_normalization_keeps_the_micro_batches_of_the_user(
 
 
 class Mixing(nn.Module):
-    """Mixes features where its plan leaves each rank some of them."""
+    """Mixes features although its plan leaves each rank only some of them."""
 
     def __init__(self) -> None:
         super().__init__()

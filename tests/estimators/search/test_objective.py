@@ -1,4 +1,4 @@
-"""The values that a pruner sees, without Spark."""
+"""The objective of a search: the values that a pruner sees, and its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ optuna = pytest.importorskip("optuna")
 
 
 class Score(Evaluator):
-    """An evaluator whose larger, or smaller, values are better."""
+    """An evaluator that can be larger-is-better or smaller-is-better."""
 
     def __init__(self, is_larger_better: bool) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Score(Evaluator):
 def test_the_trial_with_the_worse_monitor_is_pruned(
     is_monitor_larger_better: bool, is_score_larger_better: bool | None
 ) -> None:
-    """Whatever the direction of the study, that of its evaluator."""
+    """This must hold for either direction of the evaluator, which is the study's direction too."""
     objective = Objective(
         monitor="train_loss",
         monitor_is_larger_better=is_monitor_larger_better,
@@ -57,7 +57,7 @@ def test_the_trial_with_the_worse_monitor_is_pruned(
 
 @pytest.mark.spark
 def test_settings_of_the_evaluator_make_another_objective(spark: Any) -> None:
-    """A search that is fitted again must not rank values of different metrics."""
+    """A resumed search must not rank values of different metrics."""
 
     def text(**settings: Any) -> str:
         evaluator = MulticlassClassificationEvaluator(metricName="fMeasureByLabel", **settings)

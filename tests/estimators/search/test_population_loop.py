@@ -1,4 +1,4 @@
-"""What a population's loop reads of an earlier driver."""
+"""A population's loop resumes from the records of an earlier driver."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_a_damaged_state_is_refused_in_one_sentence(
     tmp_path: Path, state: dict[str, Any], problem: str
 ) -> None:
     (tmp_path / "population.json").write_text(json.dumps(state))
-    sentence = (
-        rf"cannot go on, since population.json is damaged \({re.escape(problem)}.*\); give another runUri"
-    )
+    sentence = rf"cannot resume .* population.json is damaged \({re.escape(problem)}.*\); give another runUri"
     with pytest.raises(ValueError, match=sentence):
         _loop(tmp_path)
 

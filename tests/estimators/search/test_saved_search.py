@@ -1,4 +1,4 @@
-"""A saved search is data: loading it runs no code that it names."""
+"""A saved search is data: loading it does not run code that it names."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_the_folder_of_a_training_or_of_another_search_is_refused(
         (tmp_path / name).write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     search = kind(estimator=estimator(tmp_path), space={"learningRate": Uniform(0.01, 0.1)})
-    with pytest.raises(ValueError, match=f"a search by {kind.__name__}, and .* holds '{told}'; give another"):
+    with pytest.raises(ValueError, match=f"a search by {kind.__name__}, but .* holds '{told}'; give another"):
         search.copy({search.runUri: str(tmp_path)}).fit(table)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -15,7 +15,7 @@ optuna = pytest.importorskip("optuna")
 
 
 class Accuracy(Evaluator):
-    """Of which more is better; nothing is evaluated here."""
+    """A larger-is-better evaluator that is never called."""
 
     def _evaluate(self, dataset: Any) -> float:
         raise NotImplementedError

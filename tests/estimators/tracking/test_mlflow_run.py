@@ -1,4 +1,4 @@
-"""Runs of MLflow whose store refuses a part, on a database of SQLite in this process."""
+"""MLflow runs whose store refuses some writes, on an SQLite database in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.estimators.training.history import EpochRecord
 
 mlflow = pytest.importorskip("mlflow")
 
-# MLflow's own libraries warn of each other's next versions.
+# MLflow's dependencies warn about each other's next versions.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 EPOCH = EpochRecord(
@@ -36,7 +36,7 @@ def client(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def both_insert() -> Iterator[None]:
-    """Lets two threads look for a data set's record before either of them inserts it."""
+    """Makes two threads look up a data set's record before either of them inserts it."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
@@ -52,7 +52,7 @@ def both_insert() -> Iterator[None]:
 
 
 def _follow(client: Any, folder: Path) -> None:
-    """Follows a whole training."""
+    """Runs the tracker through a whole training."""
     tracker = MlflowTracker(tracking_uri=client.tracking_uri, experiment="e", log_model=False)
     data = {"rows": 96, "validation_rows": 0, "shards_uri": "/shards"}
     run = MlflowRun(tracker, RunStart(name=folder.name, run_uri=str(folder), data=data))

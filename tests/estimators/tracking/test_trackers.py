@@ -97,7 +97,7 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
 def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path) -> None:
     (tracker,) = make_trackers([{"name": "tensorboard", "log_dir": str(tmp_path)}], shows_progress=False)
     for search, loss in (("first", 0.5), ("second", 0.4), ("first", 0.3)):
-        # The third start resumes the first run and replaces its events alone.
+        # The third start resumes the first run and replaces only this run's events.
         events = tracker.start(RunStart(name="stage", run_uri=f"/searches/{search}/trials/0"))
         events.steps([_record(1, loss)])
         events._writer.close()  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def test_a_tracker_that_raises_is_a_warning_and_harms_no_other(
 
 
 class Flaky(Tracker):
-    """Fails at two epochs of three."""
+    """Fails at two of every three epochs."""
 
     name = "flaky"
 
