@@ -282,7 +282,7 @@ class PopulationLoop:
         for number, entries in enumerate(known.rounds):
             if len(entries) != self._population.size:
                 raise self._damaged(
-                    f"round {number} has {len(entries)} members, the population {self._population.size}"
+                    f"round {number} has {len(entries)} members instead of {self._population.size}"
                 )
         return [list(entries) for entries in known.rounds]
 

@@ -52,7 +52,7 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run: RunStart) -> Listener:
         if self.log_dir is not None:
-            # A start removes old events, so the digest separates runs whose URIs end in the same name.
+            # A start removes old events, and URIs of several runs may end in the same name: hence the digest.
             digest = hashlib.sha256(run.run_uri.encode()).hexdigest()[:8]
             name = f"{run.run_uri.rstrip('/').rpartition('/')[2]}-{digest}"
             return _Events(run, str(Path(self.log_dir).expanduser().absolute() / name))

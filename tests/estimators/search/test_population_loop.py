@@ -47,7 +47,7 @@ def _loop(folder: Path) -> PopulationLoop:
         ({}, "'about' is missing"),
         ({"about": ["seed"], "rounds": []}, "'about' must be dict"),
         ({"about": ABOUT, "rounds": [[MEMBER, {"value": 0.5}]]}, "'steps' is missing"),
-        ({"about": ABOUT, "rounds": [[MEMBER]]}, "round 0 has 1 members, the population 2"),
+        ({"about": ABOUT, "rounds": [[MEMBER]]}, "round 0 has 1 members instead of 2"),
     ],
 )
 def test_a_damaged_state_is_refused_in_one_sentence(
