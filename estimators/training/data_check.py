@@ -70,8 +70,8 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
             largest = max(abs(stats.minimum or 0), abs(stats.maximum or 0))
             if largest > float(np.finfo(np.float32).max):
                 raise ValueError(
-                    f"column {name!r} holds values up to {largest:.3g} in the {split} rows, and networks "
-                    "compute in float32, which ends at 3.4e38; scale them before fit"
+                    f"column {name!r} holds values up to {largest:.3g} in the {split} rows, but networks "
+                    "compute in float32, which ends at 3.4e38; scale the column before fit"
                 )
     _check_masks(set(names), manifest)
     if config.weight_column is not None:
@@ -79,9 +79,9 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 
 
 def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
-    """Refuses a column of the user's that has the name of a null mask, which older shards may hold.
+    """Refuses a user's column that has the name of a null mask; older shards may contain one.
 
-    A mask is a boolean column that is true as often as its owner was null.
+    A null mask, in contrast, is a boolean column with as many true values as its owner has nulls.
     """
     known = {column.name: column for column in manifest.columns}
     for mask in known.values():

@@ -173,7 +173,7 @@ def check_training(
 
 
 def check_chosen_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> None:
-    """Refuses a mesh that was chosen after `check_training`, as `check_mesh` does."""
+    """Runs `check_mesh` for a mesh that was chosen after `check_training`."""
     if config.cuts_network:
         module = build_module(config, objects)
         probe(module, config, manifest, objects)  # initializes lazy layers

@@ -91,8 +91,8 @@ class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
     `skipped_steps`, a part of `steps`, changed no weights: their gradients overflowed in fp16, or were not
-    finite with onNonFinite 'skip'. `train_loss` leaves out all rows of those in which a loss
-    was not finite on some rank, metrics leave out rows with outputs that are not finite.
+    finite with onNonFinite 'skip'. If a loss of a skipped step was not finite on some rank, `train_loss`
+    leaves out all rows of that step, and metrics leave out its rows with outputs that are not finite.
     """
 
     epoch: int

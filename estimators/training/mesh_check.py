@@ -1,16 +1,16 @@
-"""Compares, on the driver, a network spread over a mesh with the whole one, before any worker starts.
+"""Checks, before any worker starts, that a network spread over a mesh computes the same as the whole network.
 
-All ranks of one replica run the code of a training in threads of the driver, on random rows: a pass in
-evaluation mode, and the forward and backward passes of a step. Outputs and the gradient of every parameter
-must equal those of the whole network. So a plan that mixes features, a hook that a sharded layer drops, or
-weights that `forward` reads past their layer are refused before they train something else.
+Runs on the driver. Threads run all ranks of one replica with the code of a training, on random rows: a pass
+in evaluation mode, and the forward and backward passes of a step. Outputs and the gradient of every parameter
+must equal those of the whole network. Otherwise the workers would silently train another network: for example
+if the plan mixes features, if a sharded layer drops a hook, or if `forward` reads a layer's weights itself.
 
-Invariant: random numbers refuse nothing. Dropout and noise are constants in training mode, and a result that
-changes with the seed of the whole network is not compared.
+Invariant: random numbers never cause a refusal. In training mode dropout and noise are constants, and a
+difference is ignored if the seed changes the whole network's result about as much.
 
-The check costs a step of the whole network and one of all ranks on `PROBE_ROWS` rows, twice as many with
-gradientAccumulation or experts. The ranks share the driver's weights except for sharded ones, so with both
-sets of gradients the driver holds up to four times the weights.
+The check costs one step of the whole network and one of all ranks. Each rank that reads its own rows gets
+`PROBE_ROWS` rows, twice as many with gradientAccumulation or experts. The ranks share the driver's weights
+except for sharded ones, so with both sets of gradients the driver holds up to four times the weights.
 """
 
 from __future__ import annotations
@@ -57,25 +57,24 @@ _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 # Largest accepted difference, relative to the largest element of the expected tensor. Shards sum in another
-# order, which rounds fp32 by some 1e-6 of the largest element; real mistakes differ by 1e-2 and more. Single
-# elements are no measure: many are small differences of large numbers.
+# order, which rounds fp32 by about 1e-6 of the largest element; real mistakes differ by 1e-2 and more. The
+# difference is not relative to each element, because many elements are small differences of large numbers.
 TOLERANCE = 1e-3
-# The same relative to the largest element of all gradients: the gradient of a bias before a softmax, or
-# before a normalization, is zero except for rounding.
+# Accepted difference of a gradient, relative to the largest element of all gradients. Some gradients are zero
+# except for rounding, for example the gradient of a bias before a softmax or a normalization.
 ZERO_TOLERANCE = 1e-5
-# Rounding errors by which weights move, to see how far an ill-conditioned network's results move.
+# Relative change of the weights, to see how much rounding changes the results of an ill-conditioned network.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
 
-# Option of `parallelism` -> remedy where the network does not go with it.
+# Option of `parallelism` -> remedy if the network does not work with it.
 _REMEDIES = {
-    "plan": "a layer sharded by 'column' passes on its part of the outputs, and only one sharded by 'row' "
-    "takes a part: name both layers of each pair, with nothing in between that mixes features, or take "
-    "'column_joined'",
-    "tensor": "let forward call the layers that are sharded and read none of their weights itself, or leave "
-    "'tensor' out of parallelism",
-    "pipeline": "let links() return all that forward does, in its order, or leave 'pipeline' out of "
-    "parallelism",
-    "sequence": "let each layer that looks at several tokens ask the network's `rows` for them, or leave "
+    "plan": "a 'column' layer passes on a shard of its outputs, which only a 'row' layer takes: name both "
+    "layers of each pair in the plan, with nothing in between that mixes features, or use 'column_joined'",
+    "tensor": "let forward call the sharded layers and not read their weights itself, or leave 'tensor' out "
+    "of parallelism",
+    "pipeline": "let links() return everything that forward does, in the same order, or leave 'pipeline' out "
+    "of parallelism",
+    "sequence": "let each layer that uses several tokens get them from the network's `rows`, or leave "
     "'sequence' out of parallelism",
     "expert": "leave 'expert' out of parallelism",
 }
@@ -86,10 +85,10 @@ class _Rows:
     """Random rows, as arguments of `forward`.
 
     Attributes:
-        training: As transformBatch returns them.
-        prediction: As transformInPrediction returns them.
-        layout: Which of them hold rows of varying length.
-        costs: Arguments by which the stages of a pipeline are balanced; None to balance parameters.
+        training: The rows after transformBatch.
+        prediction: The rows after transformInPrediction.
+        layout: Which arguments hold rows of varying length.
+        costs: Arguments to measure the cost of pipeline stages; None balances the stages by parameters.
     """
 
     training: tuple[torch.Tensor, ...]
@@ -99,7 +98,13 @@ class _Rows:
 
 
 class _Key(NamedTuple):
-    """Name of a result: of which mode, of which micro-batch if it is an output, and its name in messages."""
+    """Identifies an output or a gradient.
+
+    Attributes:
+        mode: "training" or "evaluation".
+        micro_batch: Number of the micro-batch of an output; None for a gradient.
+        name: Name in messages.
+    """
 
     mode: str
     micro_batch: int | None
@@ -110,7 +115,7 @@ _Results = dict[_Key, torch.Tensor]
 
 
 class _Difference(NamedTuple):
-    """The largest difference of a result, and the largest element that the result should have."""
+    """Largest difference between a result and the expected one, and the largest expected element."""
 
     key: _Key
     size: float
@@ -118,14 +123,14 @@ class _Difference(NamedTuple):
 
 
 def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, module: nn.Module) -> None:
-    """Refuses a network that the mesh does not compute like one process.
+    """Refuses a network if a mesh computes something else than one process.
 
     Args:
-        config: Its `parallelism` spreads the network.
+        config: Settings with a `parallelism` that spreads the network.
         module: The whole network, on the CPU; it is not changed.
 
     Raises:
-        ValueError: Outputs or gradients differ, or a rank fails; the message says which, and the remedy.
+        ValueError: An output or a gradient differs, or a rank fails. The message names it and the remedy.
     """
     name, mesh = type(module).__name__, config.parallelism
     remedy = "; ".join(words for key, words in _REMEDIES.items() if mesh.get(key, 1) not in (1, None))
@@ -135,7 +140,7 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
             try:
                 expected = check.compute_whole(module)
                 break
-            except Exception as error:  # of any kind: random rows may be none of the data's
+            except Exception as error:  # user code may raise anything, because random rows are not real data
                 failure = error
         else:
             _log.warning(
@@ -153,17 +158,17 @@ def check_mesh(config: TrainConfig, objects: UserObjects, manifest: ShardManifes
                 f"model {name} does not run under parallelism {mesh} ({problem}); {remedy}"
             ) from cause
         if differences:
-            # Random numbers and rounding change these results of the whole network as well.
+            # Ignore differences that another seed and rounding errors cause in the whole network too.
             again = check.compute_whole(_with_rounding_errors(module), seed=1)
             moved = {d.key: d.size for d in _differences(expected, again, tolerance=0.0)}
             differences = [d for d in differences if d.size > 10 * moved.get(d.key, 0.0)]
     if differences:
-        # An output that differs explains all gradients that do.
+        # A difference in an output also explains the differences in gradients.
         of_outputs = [d for d in differences if d.key.micro_batch is not None]
         worst = max(of_outputs or differences, key=lambda d: d.size / max(d.scale, 1e-30))
         raise ValueError(
-            f"model {name} under parallelism {mesh} does not compute what the whole network does: in "
-            f"{worst.key.mode} mode, {worst.key.name} is off by {worst.size:.3g}, where its largest element "
+            f"model {name} under parallelism {mesh} does not compute the same as the whole network: in "
+            f"{worst.key.mode} mode, {worst.key.name} is off by {worst.size:.3g}, and its largest element "
             f"should be {worst.scale:.3g}; {remedy}"
         )
 
@@ -184,7 +189,7 @@ def _rows(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, ze
 
 
 class _MeshCheck:
-    """The passes that are compared, of the whole network and of all ranks."""
+    """Runs the same passes with the whole network and with all ranks, and compares the results."""
 
     def __init__(self, config: TrainConfig, rows: _Rows) -> None:
         num_micro = _num_micro(config)
@@ -205,14 +210,14 @@ class _MeshCheck:
         self._prediction = self._shares(rows.prediction, num_micro, shares)
 
     def compute_whole(self, module: nn.Module, seed: int = 0) -> _Results:
-        """Returns the results of one process."""
+        """Returns the results of the whole network in one process."""
         network = _with_shared_weights(module)
         buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
         sync = PlainSync(network, _optimizer(network))
         passes = WholePasses(self._recipe(sync), sync, lambda batch: nullcontext(), _nothing)
         found: _Results = {}
         for share in range(len(self._training)):
-            # A rank's running statistics know the rows of its own share alone.
+            # Start every share from the same running statistics, because a rank sees only its own share.
             with torch.no_grad():
                 for buffer, start in buffers:
                     buffer.copy_(start)
@@ -223,7 +228,7 @@ class _MeshCheck:
         return found
 
     def run_without_rows(self, module: nn.Module) -> None:
-        """Runs the whole network on no rows, as a rank does that serves other ranks' tokens.
+        """Runs the whole network on a batch without rows, which a rank that only serves experts has to run.
 
         Raises:
             ValueError: The network fails.
@@ -234,13 +239,13 @@ class _MeshCheck:
                 network(*(values[:0] for values in self._rows.prediction))
         except Exception as error:
             raise ValueError(
-                f"model {type(module).__name__} cannot take a batch without rows ({error}), which a worker "
-                "along 'expert' runs where the last batch is short; write x.flatten(1) in place of "
+                f"model {type(module).__name__} cannot take a batch without rows ({error}), but a worker "
+                "along 'expert' runs one if the last batch is short; write x.flatten(1) instead of "
                 "x.view(x.shape[0], -1), or leave 'expert' out of parallelism"
             ) from error
 
     def compare(self, module: nn.Module, expected: _Results) -> list[_Difference]:
-        """Returns all differences of a mesh from `expected`.
+        """Runs all ranks of the mesh; returns their differences from `expected`.
 
         Raises:
             RankError: A rank failed.
@@ -249,7 +254,7 @@ class _MeshCheck:
         return [difference for own in found for difference in own]
 
     def _compare(self, module: nn.Module, expected: _Results, world: Collective) -> list[_Difference]:
-        """Returns the differences of one rank. Runs on every rank."""
+        """Returns this rank's differences from `expected`. Runs on every rank."""
         mesh = Mesh.of(world, self._sizes)
         network = _with_shared_weights(module)
         num_micro = self._config.gradient_accumulation
@@ -273,7 +278,7 @@ class _MeshCheck:
         return list(_differences(own, found, TOLERANCE))
 
     def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
-        """Returns the outputs in both modes for one share of the rows; leaves the gradients."""
+        """Returns the outputs in both modes for one share of the rows; gradients stay in `.grad`."""
         seed_rank(seed, 0, 0)
         found: _Results = {}
         sync.network.eval()
@@ -298,7 +303,7 @@ class _MeshCheck:
         return Recipe(config=self._config, criterion=criterion, scaler=LossScaler("fp32", _CPU), device=_CPU)
 
     def _sync(self, network: nn.Module, mesh: Mesh, pipeline: PipelinePasses | None) -> GradientSync:
-        """Returns what sums this rank's gradients with those of the other ranks of one copy."""
+        """Returns the gradient synchronization of the ranks of one replica."""
         optimizer = _optimizer(network)
         if not any(parameter.requires_grad for parameter in network.parameters()):
             return PlainSync(network, optimizer)
@@ -308,7 +313,7 @@ class _MeshCheck:
         return synchronize(network, optimizer, mesh.gradients)
 
     def _shares(self, inputs: tuple[torch.Tensor, ...], num_micro: int, shares: int) -> list[list[Batch]]:
-        """Returns the micro-batches of each rank that reads rows of its own; the last rank lacks one."""
+        """Returns the micro-batches of each share of the rows; the last of several shares has one less."""
         rows = torch.arange(self._num_rows) // PROBE_ROWS  # number of the micro-batch
         batch = Batch(inputs=inputs, labels=(rows,) * len(self._heads), weight=None, layout=self._rows.layout)
         micro_batches = batch.split(num_micro * shares)
@@ -321,7 +326,7 @@ class _MeshCheck:
 
 
 class _ConstantNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers by constants, so that shards of a tensor get those of the whole."""
+    """Replaces random numbers by constants, so that shards get the same values as the whole tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -349,19 +354,19 @@ _NOISE = {
 
 
 def _num_micro(config: TrainConfig) -> int:
-    """Returns the number of micro-batches of each rank that reads rows of its own."""
-    # A rank without rows serves the other ranks' tokens in one of two rounds.
+    """Returns the number of micro-batches per share of the rows."""
+    # With experts, one rank has no rows in the second micro-batch and only serves the other ranks' tokens.
     return 2 if config.axes["expert"] > 1 else min(config.gradient_accumulation, 2)
 
 
 def _projected(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns a loss per row to which every element of an output adds with another factor, (rows,)."""
+    """Returns a loss per row, (rows,): the mean of the output's elements, each times its own factor."""
     factors = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(0))
     return (output * factors).flatten(1).mean(1) if output.dim() > 1 else output * factors
 
 
 def _with_shared_weights(module: nn.Module) -> nn.Module:
-    """Returns a copy of the network whose parameters are the same memory; buffers are copied."""
+    """Returns a copy of the network that shares the parameters' memory but has its own buffers."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad)
         for parameter in module.parameters()
@@ -372,7 +377,7 @@ def _with_shared_weights(module: nn.Module) -> nn.Module:
 
 
 def _with_rounding_errors(module: nn.Module) -> nn.Module:
-    """Returns a copy of the network whose weights differ by some rounding errors."""
+    """Returns a copy of the network with weights changed by a few rounding errors."""
     network = copied(module)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -382,13 +387,13 @@ def _with_rounding_errors(module: nn.Module) -> nn.Module:
 
 
 def _optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    """Returns an optimizer that takes no step; it names the trained parameters to a `GradientSync`."""
+    """Returns an optimizer that never steps; a `GradientSync` finds the trained parameters in it."""
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     return torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.0)
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns a parameter's gradient; zeros for none."""
+    """Returns a parameter's gradient as a dense tensor; zeros if it has none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
@@ -408,14 +413,14 @@ def _outputs(mode: str, seen: Sequence[Seen]) -> _Results:
 
 
 def _differences(expected: _Results, found: _Results, tolerance: float) -> Iterator[_Difference]:
-    """Yields the results that differ by more than the tolerance, relative to the expected size."""
+    """Yields the differences above the tolerance, which is relative to the largest expected element."""
     gradients = [_largest(values) for key, values in expected.items() if key.micro_batch is None]
     most = max(gradients, default=0.0)
     for key, values in found.items():
         wanted = expected[key]
         scale = _largest(wanted)
         if values.shape != wanted.shape:
-            shapes = f"shape {tuple(values.shape)}, and {tuple(wanted.shape)} in the whole network"
+            shapes = f"shape {tuple(values.shape)}, but {tuple(wanted.shape)} in the whole network"
             raise ValueError(f"in {key.mode} mode {key.name} has {shapes}")
         size = _distance(wanted, values)
         allowed = tolerance * scale
@@ -426,13 +431,13 @@ def _differences(expected: _Results, found: _Results, tolerance: float) -> Itera
 
 
 def _largest(values: torch.Tensor) -> float:
-    """Returns the size of the largest finite element."""
+    """Returns the largest absolute value of the finite elements; 0 if there are none."""
     sizes = values.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
     return float(sizes.max()) if sizes.numel() else 0.0
 
 
 def _distance(wanted: torch.Tensor, values: torch.Tensor) -> float:
-    """Returns the largest difference; elements that are NaN or infinite in both are equal."""
+    """Returns the largest absolute difference; equal infinite elements and NaN in both count as 0."""
     is_same = (wanted == values) | (wanted.isnan() & values.isnan())
     sizes = (wanted - values).abs().masked_fill(is_same, 0.0).nan_to_num(nan=math.inf)
     return float(sizes.max()) if sizes.numel() else 0.0

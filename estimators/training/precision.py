@@ -97,8 +97,8 @@ class LossScaler:
         """Stores the settings.
 
         Args:
-            combine: Returns the maximum of a tensor (1,) over all ranks; all ranks call it once per step
-                if they hold different gradients or losses. Unused if no step is ever skipped.
+            combine: Returns the maximum of a tensor (1,) over all ranks. All ranks call it once per step,
+                because they hold different gradients or losses. Unused if no step is ever skipped.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too, at a
                 fixed scale of 1.
         """
@@ -124,9 +124,9 @@ class LossScaler:
         return self._scaler.scale(loss)
 
     def note_loss(self, losses: torch.Tensor) -> None:
-        """Has all ranks skip this step if a loss is not finite; does not wait for the device.
+        """Makes all ranks skip this step if a loss is not finite; does not wait for the device.
 
-        The gradients need not show it: a rank may have only rows that do not reach any parameter.
+        Gradients alone do not suffice: they may be finite, for example if the rows reach no parameter.
         """
         self._bad_loss += (~losses.isfinite()).any()
 

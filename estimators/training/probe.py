@@ -42,10 +42,10 @@ def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor
 def random_samples(
     names: Sequence[str], manifest: ShardManifest, num_rows: int, *, zero_ids: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Returns random rows of the inputs called `names`; of varying length, one value a row.
+    """Returns random rows of the inputs called `names`; an input of varying length gets one value per row.
 
     Args:
-        zero_ids: Whether integers are 0, for networks that take fewer ids in some places of an array.
+        zero_ids: Whether integers are 0, for networks that accept fewer ids in some elements of an array.
     """
     layout, generator = layout_in(manifest, names), torch.Generator().manual_seed(0)
 
@@ -54,7 +54,7 @@ def random_samples(
         if layout and layout[number] == number:
             values[:] = torch.arange(num_rows)
         elif name not in column.kind.arguments(column.name):
-            # The length of a row that is filled up, or whether a value is null.
+            # The length of a padded row (full), or a null mask (no nulls).
             values[:] = column.kind.length or 0 if isinstance(column.kind, Padded) else 0
         elif values.is_floating_point():
             values.normal_(generator=generator)

@@ -201,7 +201,7 @@ class Trainer:
         own_rows = batch.num_rows
         seen = self._backward(batch, global_rows)
         if self._guards and not running.passes.steps_under_way:
-            # Else the gradients of these losses belong to a later step.
+            # With steps in flight, the gradients of these losses belong to a later step.
             for micro_batch in seen:
                 self._scaler.note_loss(micro_batch.losses)
         if self._together is None:
@@ -210,7 +210,7 @@ class Trainer:
         self._take_step(own_rows, global_rows)
         if self._scaler.skipped:
             bad = self._ranks_with_bad_loss(seen)
-            # All ranks leave out the losses of one, as one rank with all rows would.
+            # All ranks leave out the losses of this step, as one rank with all rows would.
             running.sums.add(seen, metrics_only=bool(bad))
             if self._guards:
                 self._on_skipped(step, bad, buffers)
@@ -267,7 +267,7 @@ class Trainer:
     def _on_skipped(
         self, step: int, ranks: tuple[int, ...], buffers: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Reports which losses made all ranks skip a step, and rolls back if the config says so."""
+        """Reports the ranks with a bad loss in a skipped step, and rolls back if the config says so."""
         if not ranks and self._config.precision == "fp16":
             return  # an overflow while the loss scale adapts
         with torch.no_grad():

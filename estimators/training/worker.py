@@ -148,7 +148,7 @@ def _train(
         pipeline = spread(module, mesh, config.parallelism, config.gradient_accumulation, sample, device)
         if waits(module) and config.sharding != "parameters":
             give_first_weights(module, mesh, device)
-    # After the spreading, which refuses gradient hooks because it cannot keep the user's.
+    # After `spread`, which refuses gradient hooks, because this call adds some.
     _refuse_sparse_gradients(config, module)
     # A part of a network holds connections, which cannot be copied.
     start_state = None if mesh.cuts_network else skeleton(module)

@@ -63,7 +63,7 @@ def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
             {"registry_uri": "postgresql://host/db?password=hunter2"},
             "registry_uri .*; leave it out and set MLFLOW",
         ),
-        ({"tags": {"source": "from s3://KEY:hunter2@bucket/rows"}}, "tags .*; give it in the environment"),
+        ({"tags": {"source": "from s3://KEY:hunter2@bucket/rows"}}, "tags .*; set it in the environment"),
     ],
 )
 def test_trackers_refuse_a_password(options: dict[str, Any], told: str) -> None:

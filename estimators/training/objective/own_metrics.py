@@ -200,7 +200,7 @@ def tried(
 def _trial(metric: Any, output: torch.Tensor, label: torch.Tensor) -> tuple[Any, bool]:
     """Returns the metric's value over some rows, and whether it is a function of single rows."""
     device = torch.device("cpu")
-    # Of labels or outputs that are all alike, which those of a trial may be.
+    # A metric may warn that all labels or all outputs are equal, which they may be in a trial.
     with ignored_warnings():
         is_function = not is_torchmetric(metric)
         per_row = is_function and gives_rows(metric(matched(output, label), label), len(label))

@@ -81,8 +81,8 @@ class Sums:
         """Adds the results of micro-batches without waiting for the device.
 
         Args:
-            metrics_only: Adds no loss, and to metrics only rows with finite outputs; for a step with a loss
-                that is not finite.
+            metrics_only: Adds only rows with finite outputs, and only to metrics, not to losses. For a step
+                with a loss that is not finite.
         """
         for losses, weights, pairs, counts in seen:
             self._counts.add(counts)

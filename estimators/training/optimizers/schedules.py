@@ -129,8 +129,8 @@ class Rates:
         """Sets the rates of optimizer step `step`, counted from 0.
 
         Raises:
-            ValueError: Other code changed a rate whose base is 0, so there is no ratio, or the number of
-                parameter groups.
+            ValueError: Other code changed the number of parameter groups. Or it changed a rate whose base is
+                0, so there is no ratio.
         """
         factor = self._schedule(step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
@@ -150,7 +150,7 @@ class Rates:
         if len(groups) != len(self.scales):
             raise ValueError(
                 f"the optimizer began with {len(self.scales)} parameter groups and now has {len(groups)}; "
-                "let optimizer or parameterGroups make all groups before the training, and give those that "
+                "let optimizer or parameterGroups make all groups before the training, and give groups that "
                 "start later a rate near 0"
             )
         if self._last is None:

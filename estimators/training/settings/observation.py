@@ -12,7 +12,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.entry_points import names_in
 
 TRACKER_GROUP = "ringspark.trackers"
-# Options of MLflow's tracker, with MLflow's own variables for credentials.
+# Option of MLflow's tracker -> remedy by MLflow's own environment variables.
 _REMEDIES = {
     "tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole URI in "
     "MLFLOW_TRACKING_URI, in the environment of the driver",
@@ -47,12 +47,12 @@ def _tracker(value: Any) -> Any:
 
 
 def _without_secrets(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuses options with credentials: they would be saved with the stage and shown by every tracker."""
+    """Refuses options with credentials, because the stage saves options and every tracker shows them."""
     for option, value in given.items():
         texts = list(value.values()) if isinstance(value, Mapping) else [value]
         for text in [text for text in texts if isinstance(text, str)]:
             if storage.redact_text(text) != text:
-                remedy = _REMEDIES.get(option, "give it in the environment of the driver")
+                remedy = _REMEDIES.get(option, "set it in the environment of the driver")
                 raise ValueError(
                     f"tracking: {option} of {given['name']!r} must not hold a password or token, got "
                     f"{storage.redact_text(text)!r}; {remedy}"

@@ -20,7 +20,7 @@ def test_the_trained_weights_come_back_after_an_error() -> None:
 
 
 def test_weights_of_16_bits_are_averaged_in_fp32() -> None:
-    """A step of a thousandth of a number of 16 bits would move it nowhere."""
+    """In 16 bits, a step of a thousandth would change nothing."""
     network = nn.Linear(1, 1).bfloat16()
     nn.init.constant_(network.weight, 1.0)
     average = Average(network, 0.999)

@@ -70,7 +70,7 @@ def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
 
 
 class FollowsRank0(LocalCollective):
-    """The second of two ranks; rank 0 says "not yet" twice and then "now"."""
+    """The second of two ranks; rank 0 broadcasts "not yet" twice and then "now"."""
 
     def __init__(self) -> None:
         super().__init__()

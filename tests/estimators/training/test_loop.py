@@ -390,7 +390,7 @@ def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation
 
 
 class Memories(nn.Module):
-    """Keeps the last batch in a buffer per dtype; NumPy and Python draw the scale of its outputs."""
+    """Keeps the last batch in a buffer per dtype. NumPy and Python draw the scale of its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class Memories(nn.Module):
 
 
 class Digest(Callback):
-    """Writes a hash of the network's buffers and its constant per rank."""
+    """Writes each rank's hash of the network's buffers and scale."""
 
     def __init__(self, path: str) -> None:
         self._path = path

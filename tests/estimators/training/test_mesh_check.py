@@ -1,4 +1,4 @@
-"""The driver compares a network spread over a mesh with the whole one, and refuses what differs."""
+"""The driver compares a network spread over a mesh with the whole network, and refuses differences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 8
 
 
 class Pair(nn.Module):
-    """Two layers, the first sharded by its outputs and the second by its inputs."""
+    """Two layers: the first is sharded by its outputs, the second by its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Pair(nn.Module):
 
 
 class Mixing(Pair):
-    """Mixes features where each rank has some of them."""
+    """Mixes features although each rank has only some of them."""
 
     def _end(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(torch.softmax(x, -1)) + self.norm.weight.sum() + self.norm.bias.sum()
@@ -56,7 +56,7 @@ class Mixing(Pair):
 
 
 class Fast(Pair):
-    """Reads weights past their layer, in evaluation alone."""
+    """Reads a layer's weights itself, in evaluation mode only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -65,7 +65,7 @@ class Fast(Pair):
 
 
 class Scaled(Pair):
-    """Learns a number between the two layers, of whose gradient each rank has a part."""
+    """Learns a number between the two layers; each rank has only a part of its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Scaled(Pair):
 
 
 class Skipping(Pair):
-    """Leaves out of its links what forward does at the end."""
+    """Has links() without the last operation of forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 1.1
 
 
 class Flat(nn.Module):
-    """A mixture of experts over the values of a row, by a view that no rows cannot have."""
+    """A mixture of experts over the values of a row, with a view that fails without rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Flat(nn.Module):
 
 
 class Noisy(Pair):
-    """Draws random numbers in training, of whatever shape a rank has."""
+    """Draws random numbers in training, in the shape of the rank's own tensors."""
 
     def _end(self, x: torch.Tensor) -> torch.Tensor:
         dropped = F.dropout(x, 0.5, self.training)
@@ -104,7 +104,7 @@ class Noisy(Pair):
 
 
 class Chaotic(Pair):
-    """Draws random numbers that no mode of torch sees."""
+    """Draws random numbers that a `TorchDispatchMode` does not see."""
 
     def _end(self, x: torch.Tensor) -> torch.Tensor:
         return super()._end(x * (1 + np.random.random() if self.training else 1))
@@ -142,7 +142,7 @@ def _check(
         (Fast, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
         (Scaled, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
         (Skipping, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
-        # The rows of a short last batch may be fewer than the workers.
+        # A short last batch may have fewer rows than there are workers.
         (Flat, {"expert": 2}, "Flat cannot take a batch without rows .*cannot reshape.*x.flatten"),
     ],
     ids=["mixing", "fast", "scaled", "skipping", "flat"],

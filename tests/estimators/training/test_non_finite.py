@@ -230,7 +230,7 @@ def test_rollback_ends_where_it_does_not_help(make_shards: MakeShards, tmp_path:
 
 
 class InfiniteLoss:
-    """Infinite at the label 7, where it has no gradient."""
+    """Is infinite at label 7, and has no gradient there."""
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return torch.where(label == 7.0, math.inf, (output[:, 0] - label).square())
@@ -241,7 +241,7 @@ class InfiniteLoss:
 def test_ranks_skip_what_one_rank_skips_and_report_its_loss(
     make_shards: MakeShards, tmp_path: Path, sharding: str
 ) -> None:
-    """The bad row is the only one of its rank in that step."""
+    """The bad row is the only row of its rank in that step."""
     columns = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
     columns["y"] = np.where(np.arange(16) == 5, 7.0, columns["x"].sum(1)).astype(np.float32)
     config = config_of(

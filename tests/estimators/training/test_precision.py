@@ -353,7 +353,7 @@ def test_a_training_without_a_step_that_holds_is_an_error(make_shards: MakeShard
     objects = UserObjects(module=_Net())
     with pytest.raises(FloatingPointError, match=r"loss is nan .*2 steps were skipped in fp16"):
         train_here(_config(manifest, tmp_path / "a", epochs=1), objects)
-    # All losses are finite, but no gradient is.
+    # All losses are finite, but the gradients are not.
     columns = _columns(64)
     manifest = make_shards(columns | {"y": columns["y"] * 1_000}, name="large")
     with pytest.raises(FloatingPointError, match=r"all 4 did, at loss scales .* set precision='bf16'"):

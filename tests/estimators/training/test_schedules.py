@@ -179,7 +179,7 @@ def test_a_rate_set_where_the_schedule_is_at_zero_is_the_new_base() -> None:
     optimizer = _optimizer()
     rates = make_rates(lambda step, num_steps: float(step != 1), optimizer, NUM_STEPS)
     rates.set(0)
-    optimizer.param_groups[0]["lr"] /= 4  # which the next change makes void
+    optimizer.param_groups[0]["lr"] /= 4  # the next change makes this one void
     rates.set(1)
     optimizer.param_groups[0]["lr"] = 0.1
     rates.set(2)

@@ -1,4 +1,4 @@
-"""Which epoch is the best so far."""
+"""Selection of the best epoch so far."""
 
 import math
 
