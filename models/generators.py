@@ -67,14 +67,14 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 
 def seed_constructor(seed: int) -> None:
-    """Seeds all generators alike on every rank, because a network's constructor may draw from any of them."""
-    # Any whole number may be a seed, but torch takes 64 bits.
+    """Seeds all generators equally on every rank, because a constructor may draw from any of them."""
+    # `seed` may be any whole number, but torch takes 64 bits.
     torch.manual_seed(seed % 2**63)
     _seed_by_name(f"{seed} constructor")
 
 
 def _seed_by_name(name: str) -> None:
-    """Seeds NumPy and Python."""
+    """Seeds NumPy's and Python's generators from a text."""
     # Hashed, because NumPy and torch make the same numbers of the same seed.
     np.random.seed(np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint32))
     random.seed(name)

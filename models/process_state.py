@@ -1,4 +1,4 @@
-"""Guards the state that all threads of a process share: torch's random numbers and traces, stderr, warnings.
+"""Guards state that all threads of a process share: torch's generators and traces, stderr and warnings.
 
 Searches and Spark's `CrossValidator` build, check and save networks from several threads of the driver.
 """
@@ -17,25 +17,25 @@ from typing import Any
 import torch
 
 PROCESS = threading.RLock()
-"""Held by the thread that traces a network or changes global state of torch, which is not thread-safe."""
+"""Lock for tracing a network and for changes of torch's global state, which are not thread-safe."""
 
 
 @contextmanager
 def forked_random(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restores torch's random state at the end. Until then other threads wait where they fork it too."""
+    """Restores torch's random state at the end. Other threads that call this wait until then."""
     with PROCESS, torch.random.fork_rng(devices=devices):
         yield
 
 
 @contextmanager
 def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
-    """Ignores warnings of this thread.
+    """Ignores this thread's warnings; warnings of other threads are shown.
 
     Args:
-        message: Pattern of the beginning of the text.
+        message: Regular expression that the beginning of an ignored warning matches.
     """
     thread = _ThisThread(message)
-    # Not by `catch_warnings`: of two threads, the second to leave it restores the first one's filters.
+    # `catch_warnings` is not thread-safe: the last thread to leave it may restore another thread's filters.
     filters: Any = warnings.filters
     entry = ("ignore", thread, category, None, 0)
     filters.insert(0, entry)
@@ -43,13 +43,13 @@ def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> It
         yield
     finally:
         thread.has_ended = True
-        with suppress(ValueError):  # another thread has left its `catch_warnings`
+        with suppress(ValueError):  # another thread's `catch_warnings` has removed the entry already
             filters.remove(entry)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what this thread writes to stderr, warns of, and logs as a warning or less."""
+    """Drops this thread's stderr output, its warnings, and its log records up to level WARNING."""
     thread = _ThisThread()
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
@@ -66,7 +66,7 @@ def quiet() -> Iterator[None]:
 
 
 class _ThisThread:
-    """Recognizes the thread that made it; nothing after its end, should it then still be in a list."""
+    """Recognizes the thread that created it; after `has_ended` it recognizes none."""
 
     def __init__(self, message: str = "") -> None:
         self._ident = threading.get_ident()
@@ -77,16 +77,16 @@ class _ThisThread:
         return not self.has_ended and threading.get_ident() == self._ident
 
     def match(self, text: str) -> bool:
-        """Returns whether a warning is ignored; `warnings` calls it in place of a pattern's method."""
+        """Returns whether a warning is ignored; `warnings` calls this like a compiled pattern's method."""
         return self.is_running() and self._pattern.match(text) is not None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether a handler takes the record."""
+        """Returns whether a log handler may handle the record."""
         return not self.is_running() or record.levelno > logging.WARNING
 
 
 class _OtherThreads:
-    """A stream that drops the text of one thread."""
+    """A stream that drops the text of one thread and writes the text of all others."""
 
     def __init__(self, stream: Any, thread: _ThisThread) -> None:
         self._stream, self._thread = stream, thread

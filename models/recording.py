@@ -56,7 +56,7 @@ def recorded(
         NoProgramError: The network cannot be recorded.
     """
     try:
-        # A trace changes `nn.Module`, so no other network runs meanwhile either.
+        # A trace changes `nn.Module` itself, so the lock also covers `_try`, which runs the network.
         with PROCESS:
             exported = traced(module, samples(TRACED_ROWS), varying)
             text, tensors = _text_of(_without_writes(exported), module)
@@ -75,7 +75,7 @@ def traced(
     module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
 ) -> torch.export.ExportedProgram:
     """Returns torch's record of the network's evaluation, of which only tensors come out."""
-    # Its errors are raised as well, and its result is tried.
+    # Hide torch's messages: errors are raised anyway, and the caller tests the result.
     with PROCESS, torch.no_grad(), quiet():
         return torch.export.export(_Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),))
 

@@ -139,7 +139,7 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
             try:
                 return build()
             except Exception:
-                # The constructor probably looked at its own weights. Any other error is raised again below.
+                # The constructor probably read its own weights, so build them. Other errors come again here.
                 hook.remove()
                 return skeleton(build())
     finally:

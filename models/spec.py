@@ -105,16 +105,16 @@ class ModelSpec:
         return cls(fields["target"], fields.get("kwargs"))
 
     def check_apart(self, folder: str) -> None:
-        """Refuses a class that a file of `folder` may define; imports nothing.
+        """Refuses a class that a file in `folder` may define; imports nothing.
 
-        Python takes any folder for a namespace package, so a path such as `model.weights.net` may lead into a
-        folder of data.
+        Python takes any folder on `sys.path` for a namespace package, so a path such as `model.weights.net`
+        may lead into a folder of data.
 
         Args:
-            folder: Local folder of the stage that held this spec.
+            folder: Local folder of the stage that contains this spec.
 
         Raises:
-            ValueError: A module of the import path lies in the folder, its top-level package holds the
+            ValueError: A module of the import path lies in the folder, its top-level package contains the
                 folder, or the path leads through a namespace package.
         """
         if self.target in MODELS:
@@ -124,16 +124,16 @@ class ModelSpec:
             name = f"{name}.{part}" if name else part
             found = _find_module(name, places)
             if found is None:
-                return  # `build` says so
+                return  # `build` raises an error for it
             package = found.submodule_search_locations
-            # ringspark has no `__init__.py` either; its own packages do.
+            # `ringspark` itself is a namespace package; its subpackages are not.
             if package is not None and not found.has_location and name != "ringspark":
-                self._refuse(f"{name} is a namespace package, a folder that any process may have made")
+                self._refuse(f"{name} is a namespace package, which any folder on sys.path can be")
             files = [os.path.realpath(file) for file in (found.origin or "", *(package or ())) if file]
             if any(_is_inside(file, folder) for file in files):
-                self._refuse(f"{name} lies in {folder!r}, beside the weights")
+                self._refuse(f"{name} lies in {folder!r}, next to the weights")
             if places is None and package and any(_is_inside(folder, os.path.realpath(p)) for p in package):
-                self._refuse(f"the package {name} holds the folder {folder!r}")
+                self._refuse(f"the package {name} contains the folder {folder!r}")
             places = list(package or ())
 
     def _refuse(self, why: str) -> None:
@@ -169,10 +169,10 @@ def _check_target(target: str) -> None:
 
 
 def _find_module(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Returns how a module would be imported, without an import of its packages; None if it is unknown.
+    """Returns the import spec of a module without importing its packages; None if there is no such module.
 
     Args:
-        places: Folders of its package; None for a top-level module.
+        places: Folders of the module's package; None for a top-level module.
     """
     if name in sys.modules:
         return sys.modules[name].__spec__

@@ -27,7 +27,7 @@ from ringspark.models.whole_rows import WholeRows, read
 # Small, so that at first all experts are about as probable (Fedus et al. 2021).
 ROUTER_STD = 0.02
 
-# Capacities are computed in whole millionths of the factor.
+# `Rule` rounds the factor to millionths, so a smaller factor would become 0.
 LEAST_FACTOR = 1e-6
 
 Exchange = Callable[["Experts", torch.Tensor, list[int]], torch.Tensor]
@@ -300,7 +300,7 @@ def _check(
         )
     if capacity_factor is not None and not LEAST_FACTOR <= capacity_factor < math.inf:
         raise ValueError(
-            f"capacity_factor must be at least {LEAST_FACTOR:f}, or None to drop no token, got "
+            f"capacity_factor must be at least {LEAST_FACTOR:f}, or None to drop no tokens, got "
             f"{capacity_factor}"
         )
     if min_capacity < 1:

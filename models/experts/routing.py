@@ -58,8 +58,8 @@ class Rule:
 
     def _ratio(self, num_experts: int, choices: int) -> tuple[int, int]:
         assert self.capacity_factor is not None
-        # In floating point, 10 times 1.1 is more than 11. A factor of `num_experts` drops nothing, and a much
-        # larger one would overflow 64 bits.
+        # Fractions, because in floating point 10 times 1.1 is more than 11. The factor is bounded, because a
+        # factor of `num_experts` drops no tokens already, and a huge one would overflow 64 bits.
         factor = Fraction(min(self.capacity_factor, max(num_experts, 1000))).limit_denominator(10**6)
         return choices * factor.numerator, num_experts * factor.denominator
 

@@ -352,8 +352,8 @@ def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path
     ("stage", "module", "packages", "told"),
     [
         ("stage", "stage.weights.net", [], "stage is a namespace package"),
-        ("stage", "stage.net", ["stage"], "lies in '.*stage', beside the weights"),
-        ("pipe/stages/0", "pipe.net", ["pipe"], "the package pipe holds the folder"),
+        ("stage", "stage.net", ["stage"], "lies in '.*stage', next to the weights"),
+        ("pipe/stages/0", "pipe.net", ["pipe"], "the package pipe contains the folder"),
         ("stage", "net", [], None),
     ],
 )

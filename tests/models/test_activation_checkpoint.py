@@ -184,7 +184,7 @@ def test_segments_cover_the_chain_evenly(blocks: int, segments: int) -> None:
 
 
 class _Drawing(nn.Linear):
-    """Draws one normal number of NumPy, which makes them in pairs and keeps the second."""
+    """Draws one normal number from NumPy, which generates them in pairs and keeps the second."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * np.random.normal())

@@ -1,4 +1,4 @@
-"""Batch normalisation of a single row."""
+"""Batch normalization of a single row."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows that are filled up from their first token to their last."""
+"""Rows that contain only padding."""
 
 import pytest
 import torch

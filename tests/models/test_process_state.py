@@ -1,4 +1,4 @@
-"""What several threads do to networks at once leaves the process as it was, and each thread heard."""
+"""Threads that build, trace and save networks at once keep the process's state and each other's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.models.skeleton import fill
 
 
 class Net(nn.Module):
-    """Warns, logs and prints where it is traced; changes a buffer, so that torch decomposes it."""
+    """Warns, logs and prints when it is traced; changes a buffer, so that torch decomposes the trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def state() -> tuple[Any, ...]:
-    """Returns what a trace changes for a while."""
+    """Returns the process state that a trace changes temporarily."""
     ignored = [entry for entry in warnings.filters if entry[0] == "ignore"]
     return sys.stderr, logging.root.manager.disable, ignored
 
@@ -63,7 +63,7 @@ def test_only_the_thread_that_asks_for_quiet_is_silent(
         warnings.warn(name, UserWarning, stacklevel=1)
 
     with warnings.catch_warnings(record=True) as warned, quiet(), ThreadPoolExecutor(1) as pool:
-        warnings.simplefilter("always")  # in front of what the quiet thread has there
+        warnings.simplefilter("always")  # inserted before the quiet thread's filter
         with ignored_warnings():
             speak("quiet")
             pool.submit(speak, "heard").result()
@@ -75,9 +75,10 @@ def test_only_the_thread_that_asks_for_quiet_is_silent(
 
 
 def overlap(work: Callable[[int, Callable[[], None]], Any]) -> list[Any]:
-    """Runs two threads: the second begins in the middle of the first, whose end it awaits in its own middle.
+    """Runs two threads. The second begins in the middle of the first.
 
-    Threads that are kept apart wait for each other in vain, for half a second.
+    In its own middle, the second waits until the first has ended. If a lock serializes the threads, each
+    waits half a second in vain.
     """
     in_first, in_second, after_first = (threading.Event() for _ in range(3))
 
@@ -110,7 +111,7 @@ def test_two_threads_that_draw_random_numbers_do_not_meet() -> None:
 
 
 class Waiting(nn.Module):
-    """Calls a function in the middle of `load_state_dict`."""
+    """Calls a given function in the middle of `load_state_dict`."""
 
     def __init__(self, between: Callable[[], None]) -> None:
         super().__init__()

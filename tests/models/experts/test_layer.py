@@ -214,7 +214,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"router": "expert_choice", "capacity_factor": None}, "'expert_choice' needs a capacity_factor"),
     (
         {"capacity_factor": 0.0},
-        "capacity_factor must be at least 0.000001, or None to drop no token, got 0.0",
+        "capacity_factor must be at least 0.000001, or None to drop no tokens, got 0.0",
     ),
     ({"min_capacity": 0}, "min_capacity must be at least 1, got 0"),
     ({"balance_weight": -1.0}, "balance_weight must be at least 0, got -1.0"),
