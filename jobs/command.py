@@ -29,7 +29,7 @@ COMMANDS = {
     "shards": "shards",
 }
 SHELLS = ("bash", "zsh", "tcsh")
-# The input or the options cannot be used, as in argparse; 1 is a failed training, save or evaluation.
+# Exit code for refused input or options, as in argparse; 1 means a failed training, save or evaluation.
 REFUSED = 2
 _EPILOG = "ringspark COMMAND --help has the options of a command; docs/jobs.md has examples."
 
@@ -59,7 +59,11 @@ def build_parser() -> cli.JobParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, or `REFUSED` if it refused its input. A failed training exits with 1."""
+    """Runs one command. Returns 0, or `REFUSED` if it refused its input.
+
+    Raises:
+        SystemExit: A training, or its save or evaluation, failed; the exit code is 1.
+    """
     return cli.main(build_parser(), _nothing, argv, refused=REFUSED)
 
 

@@ -107,7 +107,7 @@ class RowSource:
         kind, uri = self.place
         places = [uri]
         if kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
-            # Only Spark knows the files of a table, or of a pattern such as "/data/2024-*".
+            # Spark finds the files of a table, or of a pattern such as "/data/2024-*".
             places = [unquote(file) for file in self.frame(spark).inputFiles()]
         for place in places:
             check_apart(spark, output, place, "the rows")
@@ -143,7 +143,7 @@ def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
 
 
 def _without_links(uri: str) -> str:
-    """Returns the folder that a local path leads to; other stores have no links."""
+    """Resolves the links of a local path; returns URIs of other stores, which have no links, unchanged."""
     from ringspark.pipelines import storage
 
     return os.path.realpath(uri) if storage.is_local(uri) else uri

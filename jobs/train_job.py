@@ -310,7 +310,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     except WorkerError as error:
         # The message holds the worker's trace; the driver's is left out.
         raise SystemExit(f"ringspark train: error: {error}") from None
-    # From here on a failure is no refusal of the job.
+    # A failure from here on does not mean that the job was refused.
     told = "the training has finished, but its model could not be saved"
     try:
         writer = PipelineModel([*features, model]).write()
@@ -327,10 +327,10 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 def _check_evaluation(
     spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, features: list[Transformer]
 ) -> None:
-    """Refuses rows that the model could not be evaluated on, as far as that is known without reading one.
+    """Refuses evaluation rows that the model cannot use, as far as their schema shows.
 
     Raises:
-        ValueError: Spark cannot read them, or they lack a column; the message has line and key.
+        ValueError: Spark cannot read the rows, or they lack a column; the message has line and key.
     """
     from ringspark.estimators.checked_fit import check_evaluated
 

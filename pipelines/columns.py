@@ -115,7 +115,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_masks(names: Sequence[str]) -> None:
-    """Refuses columns that training and transform would take for null masks of `write_shards`."""
+    """Refuses columns that training and transform would mistake for null masks of `write_shards`."""
     for name in names:
         owner = name.removesuffix(MASK)
         if owner != name and owner in names:

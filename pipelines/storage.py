@@ -49,7 +49,7 @@ def redact(uri: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Returns the text with each URI in it as `redact` shows it."""
+    """Returns the text with passwords and tokens of its URIs redacted, see `redact`."""
     return "".join(redact(word) if "://" in word else word for word in re.split(r"(\s+)", text))
 
 

@@ -37,8 +37,8 @@ class Footer:
         num_bytes: Bytes of these columns in each row group, as they are decoded; of strings what is known.
         list_bytes: Those of lists among them.
         cuts: Whether the pages of each row group tell which rows they hold.
-        rebase: For dates and timestamps of each column, "LEGACY" if the file has them in the calendar of
-            Spark 2 and Hive, "CORRECTED" if not; or the name of Spark's setting that decides.
+        rebase: Calendar of each column's dates and timestamps: "LEGACY" for the Julian calendar of Spark 2
+            and Hive, else "CORRECTED". If the file does not say, the name of Spark's setting that decides.
         problem: Why the file cannot be read, or "".
     """
 
@@ -111,7 +111,7 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
 
 
 def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
-    """Returns the calendar that Spark's `DataSourceUtils.getRebaseSpec` finds in a footer."""
+    """Returns `Footer.rebase` of one column, by the rules of Spark's `DataSourceUtils.getRebaseSpec`."""
     is_int96 = any(metadata.schema.column(leaf).physical_type == "INT96" for leaf in leaves)
     since, mark = (b"3.1.0", b"legacyINT96") if is_int96 else (b"3.0.0", b"legacyDateTime")
     notes = metadata.metadata or {}

@@ -49,8 +49,8 @@ MAX_UNCUT_BYTES = 2 << 30
 # The lanes of an epoch, with two row groups each: see `epoch_plan`.
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
-# From here on (days, microseconds since 1970) a number means the same in the Julian and Gregorian calendar of
-# Spark's `RebaseDateTime`, in every time zone.
+# Days and microseconds since 1970 from which on a number means the same in both calendars of Spark's
+# `RebaseDateTime`, Julian and Gregorian, in every time zone.
 _FIRST_EQUAL = {"date": -141_427, "timestamp": -2_208_988_800_000_000}
 
 
@@ -137,13 +137,16 @@ def _columns(
 
 
 def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
-    """Refuses timestamps in a Delta log, which `deltalake` reads in UTC and Spark in its own time zone."""
+    """Refuses timestamp partitions of a Delta table if Spark's time zone is not UTC.
+
+    `deltalake` reads the timestamps of a Delta log in UTC, but Spark reads them in the session's time zone.
+    """
     zone = str(spark.conf.get("spark.sql.session.timeZone"))
     is_partition = listing.source.format == "delta" and column.name in listing.folder_columns
     if is_partition and column.source == "timestamp" and zone not in ("UTC", "Etc/UTC", "GMT", "Z"):
         raise ValueError(
             f"the table is partitioned by the timestamp {column.name!r}, which Spark reads in the time zone "
-            f"{zone}; set spark.sql.session.timeZone to UTC, or let fit(df) take the table"
+            f"{zone}; set spark.sql.session.timeZone to UTC, or train on the table by fit(df)"
         )
 
 
@@ -223,7 +226,7 @@ def _measured(
 def _check_calendar(
     spark: SparkSession, listing: Listing, footers: Sequence[Footer], measured: ShardManifest
 ) -> None:
-    """Refuses dates and timestamps of the Julian calendar that Spark reads as other numbers than Arrow."""
+    """Refuses dates and timestamps of the Julian calendar, because Spark and Arrow read other numbers."""
     for index, column in enumerate(measured.columns):
         lowest = measured.range_of(column.name)
         if column.source not in _FIRST_EQUAL or lowest is None or lowest[0] >= _FIRST_EQUAL[column.source]:
@@ -234,9 +237,9 @@ def _check_calendar(
                 uri = storage.join(listing.source.uri, path)
                 since = "dates before 1582-10-15" if column.source == "date" else "timestamps before 1900"
                 raise ValueError(
-                    f"column {column.name!r} holds {since}, and {uri!r} was written in the Julian calendar, "
-                    f"as by Spark 2 or Hive ({mode}): they would be read as other days; let fit(df) take the "
-                    "table, or write it with write_shards"
+                    f"column {column.name!r} holds {since}, and {uri!r} was written in the Julian calendar "
+                    f"of Spark 2 or Hive ({mode}), so they would be read as other days; train on the table "
+                    "by fit(df), or write it with write_shards"
                 )
 
 

@@ -31,7 +31,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`; reads its header only, if that says them."""
+        """Returns shape and dtype of the array in `data`; reads only the header if it contains them."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
@@ -65,7 +65,7 @@ class NpyDecoder(Decoder):
 class ImageDecoder(Decoder):
     """Decodes every format that Pillow reads, to (height, width, channels), or (height, width) for grey.
 
-    EXIF's orientation and transparency are treated as by kind Image.
+    Rotates images by their EXIF orientation and puts transparent ones on white, as `Image` does.
     """
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:

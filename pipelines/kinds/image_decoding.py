@@ -96,15 +96,15 @@ def reason(data: bytes, error: Exception) -> str:
 
 
 def is_turned(image: Any) -> bool:
-    """Returns whether EXIF's orientation exchanges height and width."""
+    """Returns whether the EXIF orientation swaps height and width."""
     return bool(image.getexif().get(_ORIENTATION, 1) >= 5)
 
 
 def read_file(data: bytes, enough: int | None = None) -> Any:
-    """Returns the image of a file, upright.
+    """Decodes an image file; rotates the image upright.
 
     Args:
-        enough: Pixels of the larger side that are wanted, so that a larger JPEG is decoded smaller.
+        enough: Pixels that the larger side needs; a larger JPEG is decoded at a reduced size.
     """
     from PIL import Image, ImageOps
 
@@ -112,7 +112,7 @@ def read_file(data: bytes, enough: int | None = None) -> Any:
     if image.mode not in EIGHT_BITS:
         raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; convert it to 8 first")
     if enough is not None:
-        image.draft(None, (enough, enough))  # does nothing to other formats than JPEG
+        image.draft(None, (enough, enough))  # affects only JPEG
     image.load()
     if image.getexif().get(_ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)

@@ -50,8 +50,8 @@ _NO_BOUND = 1 << 31
 class Tokens(Kind):
     """Texts as token ids; a batch holds `name.ids` and `name.mask`, int64 and bool, both (rows, length).
 
-    The mask is true where a token is and false where a row was filled up, at its end. `Tokens.of` makes the
-    kind of any form of tokenizer.
+    The mask is true for tokens and false for padding, which is at the end of a row. `Tokens.of` makes this
+    column type from any form of tokenizer.
 
     Attributes:
         tokenizer: JSON text of a `tokenizers.Tokenizer`.
@@ -125,8 +125,8 @@ class Tokens(Kind):
             pad_id = next((number for number in known if number is not None), 0)
         if (settings.get("padding_side") or (made.padding or {}).get("direction")) == "left":
             warnings.warn(
-                "this tokenizer fills up texts at their start, and Tokens at their end, so that a token's "
-                "position depends on no other text; find the last token of a text by the mask",
+                "this tokenizer pads texts at their start, but Tokens pads them at their end, so that a "
+                "token's position does not depend on other texts; use the mask to find a text's last token",
                 stacklevel=2,
             )
         kind = cls(text, length, pad_id, padding, too_long)

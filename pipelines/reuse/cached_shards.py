@@ -209,7 +209,7 @@ def _session_settings(spark: SparkSession) -> dict[str, str]:
 def _canonical(value: Any) -> str:
     """Returns the repr of a value, with dictionary keys and set members in sorted order.
 
-    A column's kind is followed by a digest of all its fields, because its repr leaves long ones out.
+    A digest of all fields follows the repr of a column type, because this repr leaves out long fields.
     """
     if isinstance(value, Kind):
         return f"{value!r} {_digest(value.to_json())[:20]}"

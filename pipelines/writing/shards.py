@@ -218,7 +218,7 @@ def _check_batch_names(plan: WritePlan) -> None:
 
 
 def learn(df: DataFrame, column: Column) -> Column:
-    """Counts the strings of training rows for a vocabulary that the user left open, in a separate job."""
+    """Counts the strings of training rows if the user gave a vocabulary without words. Runs a Spark job."""
     from pyspark.sql import functions as F
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:

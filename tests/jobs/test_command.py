@@ -249,7 +249,7 @@ def test_an_evaluation_that_fails_after_the_training_is_no_refusal(spark: Any, t
         file.write(f"  output: {tmp_path}/rows/_SUCCESS/metrics.json\n")
     told = f"the model is saved to {tmp_path}/model, but its evaluation failed: "
     with pytest.raises(SystemExit, match=told):
-        command.main(["train", str(job)])  # a text is exit code 1
+        command.main(["train", str(job)])  # SystemExit with a text has exit code 1
     assert (tmp_path / "model").exists()
 
 

@@ -33,14 +33,14 @@ NUM_ROWS = FILES * GROUPS * GROUP_ROWS
 BATCH = 3 * GROUP_ROWS
 
 
-# Longer than any answer takes on a busy machine. Tests of the timeout itself set SHORT_SECONDS.
+# Longer than any answer takes on a busy machine. Tests of the timeout itself use SHORT_SECONDS.
 PATIENT_SECONDS = 600
-# A slow answer then counts as another stall, which no assertion of such a test is about.
+# In these tests a slow answer counts as one more stall, which no assertion depends on.
 SHORT_SECONDS = 2
 
 
 class Store(S3Server):
-    """A store whose client makes one attempt: its own attempts take seconds, and would hide ours."""
+    """A store with a client that makes one attempt: further ones take seconds and would hide ringspark's."""
 
     def __init__(self) -> None:
         timeouts = {"read_timeout": PATIENT_SECONDS, "connect_timeout": PATIENT_SECONDS}
@@ -89,7 +89,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @pytest.fixture
 def impatient(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the client give up on a silent store."""
+    """Makes the client give up early on a silent store."""
     options = {**store.settings["config_kwargs"], "read_timeout": SHORT_SECONDS}
     monkeypatch.setitem(fsspec.config.conf, "s3", {**store.settings, "config_kwargs": options})
 

@@ -91,7 +91,7 @@ def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path) -> None:
 def test_the_bytes_reach_the_disk_before_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
-    """A crash of the machine could otherwise leave the name of an empty file."""
+    """Otherwise a crash of the machine could leave an empty file under the name."""
     calls: list[str] = []
 
     def noted(name: str) -> Any:
@@ -180,7 +180,7 @@ def test_a_claim_is_respected_while_its_writer_may_live(
 def test_a_rename_that_fails_removes_no_claim_of_a_dead_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two later writers could otherwise take the free place at the same time."""
+    """Otherwise two later writers could both get the claim."""
     monkeypatch.setattr(os, "link", _refuse)
     monkeypatch.setattr(os, "rename", _refuse)
     _claim_of_a_dead_writer(tmp_path / ".commit.claim")

@@ -85,7 +85,7 @@ def test_a_tokenizers_own_bound_side_and_padding_are_kept() -> None:
     own.enable_padding(direction="left", pad_id=5, pad_token="c")
     fast = PreTrainedTokenizerFast(tokenizer_object=words(), pad_token="c", padding_side="left")
     for left in (own, fast):
-        with pytest.warns(UserWarning, match="at their start, and Tokens at their end, .* by the mask"):
+        with pytest.warns(UserWarning, match="at their start, but Tokens pads .*; use the mask"):
             kind = Tokens.of(left, 4)
         assert batch(kind, "b c", "a")["x.ids"].tolist() == [[1, 4, 5, 2], [1, 3, 2, 5]]
     with pytest.raises(ValueError, match=r"sets no bound to a text; give one, e\.g\."):

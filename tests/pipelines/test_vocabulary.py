@@ -1,4 +1,4 @@
-"""Words of a vocabulary that is learned from counts."""
+"""The words of a vocabulary that is learned from counts."""
 
 import pytest
 from hypothesis import given
@@ -23,5 +23,5 @@ COUNTS = [("b", 2), ("d", 1), ("a", 2), ("c", 3), ("e", 2)]
 def test_the_order_of_the_counts_changes_nothing(
     kind: Vocabulary, words: str, counts: list[tuple[str, int]]
 ) -> None:
-    """Spark gives the counts in any order, and would give other ids in the next run."""
+    """Spark returns the counts in any order; without sorting, the next run would get other ids."""
     assert learned(kind, counts).words == tuple(words)

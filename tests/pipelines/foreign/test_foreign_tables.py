@@ -368,14 +368,14 @@ def test_old_days_of_the_julian_calendar_are_refused(spark: Any, tmp_path: Path,
             ValueError, match=rf"'{name}' holds {since}, .*/old/.* written in the Julian .*fit"
         ):
             manifest_of(spark, list_parquet(spark, f"{root}/old"), [name])
-    # What both calendars count alike is read, and so is a file that names no calendar, unless Spark rebases.
+    # Dates that are equal in both calendars are read. A file without a calendar is, unless Spark rebases.
     manifest_of(spark, list_parquet(spark, f"{root}/old"), ["new", "clock"])
     pq.write_table(pa.table({"day": pa.array([-200_000], pa.date32())}), f"{root}/foreign.parquet")
     assert manifest_of(spark, list_parquet(spark, f"{root}/foreign.parquet")).stats["train"]["day"].minimum
     spark.conf.set("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY")
     try:
         with pytest.raises(
-            ValueError, match=r"Julian calendar, .*\(spark.sql.parquet.datetimeRebaseModeInRead"
+            ValueError, match=r"Julian calendar .*\(spark.sql.parquet.datetimeRebaseModeInRead"
         ):
             manifest_of(spark, list_parquet(spark, f"{root}/foreign.parquet"))
     finally:

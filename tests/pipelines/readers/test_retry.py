@@ -1,4 +1,4 @@
-"""Attempts at row groups of a store are counted per row group."""
+"""Attempts to read from a store are counted per row group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.pipelines.readers import retry
 
 
 class InterruptedDisk(LocalFileSystem):
-    """Breaks off the first reads of every shard file, with an error or silently."""
+    """Interrupts the first reads of every shard file, with an error or by a short read."""
 
     protocol = "interrupted"
     times = 1

@@ -118,7 +118,7 @@ def test_tokenizers_of_equal_length_are_another_entry(spark: Any, source: Path, 
         return {int(number) for batch in reader.batches(0) for number in batch["s.ids"].ravel()}
 
     assert ids({"?": 0, "t0": 1, "t1": 2, "t2": 3}) == {1, 2, 3}
-    # The repr of Tokens shows the length of the tokenizer's text alone, and this one is as long.
+    # The repr of Tokens shows only the length of the tokenizer's text, and this text is as long.
     assert ids({"?": 0, "u0": 1, "u1": 2, "u2": 3}) == {0}
 
 

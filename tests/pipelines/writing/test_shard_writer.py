@@ -170,7 +170,7 @@ def test_kept_nulls_become_zeros_with_a_mask(tmp_path: Path) -> None:
         "z": [[1, 2], [], [3, 4]],
         "z.isnull": [False, True, False],
     }
-    # The empty stand-in for a null row is no row of another length, and what fills a null is no value.
+    # The empty array in place of a null row is no row of another length, and its padding is no value.
     assert report["shapes"][2] == [[2], [2]]
     assert report["stats"]["train"][0]["minimum"] == 1
 
