@@ -3,14 +3,14 @@
     make mutants
     make mutants ARGS="--only estimators/parallel --jobs 1"
 
-The bugs are in `tests/mutants/*.toml`, each with the tests that have to notice it. mutmut and cosmic-ray make
-their mutations themselves, from operators; neither takes a table of given ones with tests for each, and
-mutmut takes the folder of a file for its package, which here is `ringspark` = the root.
+The bugs are in `tests/mutants/*.toml`, each with the tests that have to notice it. mutmut and cosmic-ray do
+not fit: they generate mutations from operators, and take no table of given bugs with tests for each. Also,
+mutmut expects packages in folders of their own name, but the package `ringspark` is the root here.
 
-A mutant is killed if its tests fail or do not end in time. It survives if they pass. An old text that does
-not occur exactly once is refused before anything runs, and so are tests that fail on the unchanged copy.
+A mutant is killed if its tests fail or do not end in time. It survives if they pass. Before any mutant runs,
+an old text that does not occur exactly once is refused, and so are tests that fail on the unchanged copy.
 
-Ends with 1 if a mutant survived or could not be judged.
+The exit code is 1 if a mutant survived or could not be judged.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Mutant:
     """One bug.
 
     Attributes:
-        claim: What holds in the code without the bug.
-        file: Path from the root.
-        old: Text that occurs once in the file.
-        new: Text in its place.
+        claim: A fact about the code that the bug makes false.
+        file: Path relative to the root.
+        old: Text that occurs exactly once in the file.
+        new: Text that replaces it.
         tests: Arguments of pytest: files and node ids.
     """
 
@@ -65,13 +65,15 @@ class Mutant:
         """
         if (found := text.count(self.old)) != 1:
             raise ValueError(
-                f"{self.file}: {self.old!r} occurs {found} times, and must occur once; mend tests/mutants"
+                f"{self.file}: {self.old!r} must occur once, but occurs {found} times; fix tests/mutants"
             )
         mutated = text.replace(self.old, self.new)
         try:
             compile(mutated, self.file, "exec")
         except SyntaxError as error:
-            raise ValueError(f"{self.file} with {self.new!r} is not Python: {error}") from None
+            raise ValueError(
+                f"{self.file} with {self.new!r} is not valid Python ({error}); fix tests/mutants"
+            ) from None
         return mutated
 
 
@@ -96,11 +98,11 @@ def check(mutants: Sequence[Mutant], root: Path = ROOT) -> None:
             file, _, node = test.partition("::")
             function = f"def {node.partition('[')[0]}(" if node else ""
             if not (root / file).is_file() or function not in (root / file).read_text():
-                raise ValueError(f"{test}, for a mutant of {mutant.file}, does not exist; mend tests/mutants")
+                raise ValueError(f"{test}, for a mutant of {mutant.file}, does not exist; fix tests/mutants")
 
 
 class Copy:
-    """A copy of the files that git knows or would add, with `ringspark` importable from it."""
+    """A copy of the tracked and untracked files, without ignored ones; `ringspark` is importable from it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,7 +123,7 @@ class Copy:
             raise RuntimeError(f"ringspark is not imported from the copy in {folder}; unset PYTHONPATH")
 
     def judge(self, mutant: Mutant, timeout_seconds: float) -> tuple[Verdict, str]:
-        """Returns how the mutant fared, and the output of its tests."""
+        """Runs the tests of a mutant; returns the verdict and their output."""
         file = self._folder / mutant.file
         text = file.read_text()
         try:
@@ -135,7 +137,7 @@ class Copy:
     def run_tests(
         self, tests: Sequence[str], timeout_seconds: float | None = None, *options: str
     ) -> tuple[int | None, str]:
-        """Returns pytest's exit code, None if it took too long, and its output."""
+        """Runs pytest; returns its exit code, or None after a timeout, and its output."""
         quiet = ("-q", "--no-header", "-p", "no:cacheprovider")
         return self._python("-m", "pytest", *quiet, *options, *tests, timeout_seconds=timeout_seconds)
 
@@ -156,7 +158,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                # Also ranks and servers that a broken test has left behind.
+                # Kill the group, with ranks and servers that a broken test has left behind.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -165,7 +167,7 @@ class Copy:
 
     def _write(self, file: Path, text: str) -> None:
         file.write_text(text)
-        # Python compares size and whole seconds only: two texts of one length may have the same.
+        # Python compares a file's size and whole seconds with its .pyc, and both may be equal here.
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()
 
@@ -183,7 +185,7 @@ def run(mutants: Sequence[Mutant], jobs: int, is_checked: bool, timeout_seconds:
             code, output = copy.run_tests(tests, None, "-n", str(jobs), "--dist", "loadfile")
             copies.put(copy)
             if code:
-                print(output, "the tests must pass without a mutant; see above", sep="\n", file=sys.stderr)
+                print(output, "the tests fail without a mutant; see above", sep="\n", file=sys.stderr)
                 return 1
             print(f"the tests pass without a mutant, in {time.monotonic() - start:.0f} s", flush=True)
 
@@ -212,8 +214,8 @@ def run(mutants: Sequence[Mutant], jobs: int, is_checked: bool, timeout_seconds:
 def main() -> int:
     """Reads the options and runs the mutants."""
     parser = argparse.ArgumentParser(description="Put small bugs into a copy of the tree and run the tests.")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, each with its own copy (2)")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants of such a path or claim")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes, each with its own copy (2)")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only mutants with TEXT in path or claim")
     parser.add_argument("--unchecked", action="store_true", help="skip the run without a mutant")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="per mutant (300)")
     options = parser.parse_args()
@@ -226,7 +228,7 @@ def main() -> int:
     if options.only:
         mutants = [m for m in mutants if any(text in f"{m.file} {m.claim}" for text in options.only)]
     if not mutants:
-        print("no mutant has this in its path or claim; see tests/mutants", file=sys.stderr)
+        print(f"no mutant has {options.only} in its path or claim; see tests/mutants", file=sys.stderr)
         return 1
     return run(mutants, options.jobs, not options.unchecked, options.timeout)
 

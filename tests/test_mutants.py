@@ -1,4 +1,4 @@
-"""The table of small bugs of `make mutants` fits the code; the run itself takes a quarter of an hour."""
+"""The table of small bugs of `make mutants` fits the code. `make mutants` takes a quarter of an hour."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_every_mutant_fits_the_tree(script: Any) -> None:
 def test_a_mutant_that_does_not_fit_is_refused(script: Any) -> None:
     mutant = script["read_tables"]()[0]
     for changed, message in (
-        (replace(mutant, old="no such text"), "occurs 0 times, and must occur once"),
-        (replace(mutant, old=" "), "times, and must occur once"),
-        (replace(mutant, new="("), "is not Python"),
-        (replace(mutant, tests=("tests/test_nothing.py",)), "does not exist; mend tests/mutants"),
-        (replace(mutant, tests=("tests/test_mutants.py::test_no",)), "does not exist; mend tests/mutants"),
+        (replace(mutant, old="no such text"), "must occur once, but occurs 0 times"),
+        (replace(mutant, old=" "), "must occur once, but occurs "),
+        (replace(mutant, new="("), "is not valid Python"),
+        (replace(mutant, tests=("tests/test_nothing.py",)), "does not exist; fix tests/mutants"),
+        (replace(mutant, tests=("tests/test_mutants.py::test_no",)), "does not exist; fix tests/mutants"),
     ):
         with pytest.raises(ValueError, match=message):
             script["check"]([changed])

@@ -55,7 +55,7 @@ SWEEP_ROWS = 128
 DDP, FLAT, BARE = "DDP", "one flat all-reduce", "no exchange"
 HOROVOD = {"Horovod, a tensor at a time": 0, "Horovod, one group": 1, "Horovod, flat": None}
 OURS = {"torch + arrow": ("torch", "arrow"), "Horovod + petastorm": ("horovod", "petastorm")}
-# Ranks on one host all-reduce through shared memory; "network" is Gloo itself, or the ring of Horovod.
+# Ranks on one host all-reduce through shared memory; "network" means Gloo, or Horovod's own ring.
 SHARED_MEMORY = {"shared memory": "1", "network": "0"}
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]

@@ -1,6 +1,6 @@
 """Runs ringspark in the three jobs.
 
-The variant names collective and reader, or the reader alone. With "+network" the ranks of one host all-reduce
+The variant names collective and reader, or only the reader. With "+network" the ranks of one host all-reduce
 over the collective's own network instead of shared memory.
 """
 

@@ -184,7 +184,7 @@ class Cable:
 
 
 def test_neighbours_forget_the_same_shapes_and_describe_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of many lengths would fill the memory. If one side alone forgot, it would misread them."""
+    """Texts of many lengths would fill the memory. A side that forgets other keys would misread messages."""
     monkeypatch.setattr(wire, "MOST_KEYS", 2)
     cable = Cable()
     sender, receiver = (wire.Wire(cable, torch.device("cpu")) for _ in range(2))
