@@ -166,6 +166,8 @@ def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> No
         for mesh in ({"shard": 4}, {})
     ]
     assert by_name[0] == by_name[1]
+    hybrid = _config(shards, model, **parts, parallelism={"shard": 2, "data": 2})
+    assert worker_needs(hybrid, NOTHING, shards)[names[2]] == whole[names[2]] // 2
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

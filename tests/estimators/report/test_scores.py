@@ -54,6 +54,14 @@ def test_calibration_is_the_share_of_class_1_in_each_bin() -> None:
     assert confidence[used] / rows[used] == pytest.approx(mean)
 
 
+def test_certain_predictions_are_in_the_last_bin_and_have_a_finite_loss() -> None:
+    probabilities, labels = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([1, 0])
+    found = class_findings(probabilities, np.ones(2, int), labels)
+    assert found.confidence.shape == (15, 3)
+    assert found.confidence[-1].tolist() == [2, 2, 1]
+    assert found.log_loss == pytest.approx(sklearn_metrics.log_loss(labels, probabilities), rel=0.1)
+
+
 def test_rows_of_one_class_have_no_roc_curve() -> None:
     found = class_findings(np.array([[0.2, 0.8]] * 3), np.ones(3, int), np.ones(3, int))
     assert found.roc is None

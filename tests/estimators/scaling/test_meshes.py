@@ -103,6 +103,9 @@ def test_a_pipeline_waits_as_its_schedule_says(training: Training) -> None:
     crowded = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="1f1b", cuts=cuts)
     assert crowded.bubble == pytest.approx(0, abs=1e-9)
     assert crowded.total == pytest.approx(_time(training, free).total, rel=0.01)
+    # The two halves of a split backward pass take as long as the whole one.
+    split = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="zero_bubble", cuts=cuts)
+    assert split.total == pytest.approx(crowded.total)
     sent = _time(training, _machine(), 4, pipeline=4, schedule="1f1b", cuts=cuts)
     assert sent.exposed > 4 * LINK.alpha
 
