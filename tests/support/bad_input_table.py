@@ -684,7 +684,7 @@ SETTINGS = [
       lambda p: p.mesh(model=ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 2}),
                        parallelism={"tensor": 2, "plan": {"head": "column"}}),
       r"in evaluation mode output 0 has shape \(2, 1\), but \(2, 2\) in the whole network",
-      "take 'column_joined'"),
+      "use 'column_joined'"),
     R("mesh: no cuts", lambda p: p.fit(parallelism={"pipeline": 2, "cuts": None}),
       "'cuts' must be a list of names", r"such as \['blocks.2'\], got None"),
     R("mesh: a micro-batch without a row for each copy",
