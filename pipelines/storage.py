@@ -171,8 +171,54 @@ def store_errors(subject: str) -> Iterator[None]:
         raise kind(f"{subject}: {type(error).__name__}: {error}") from error
 
 
+class UnclaimedError(FileNotFoundError):
+    """The folder is gone into which this process writes; see `only_where`."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(f"{folder!r} was removed, so nothing more is written into it")
+
+
+# The file that must be in a folder, by folder.
+_claims: dict[str, str] = {}
+
+
+@contextmanager
+def only_where(folder: str, name: str) -> Iterator[None]:
+    """Has this process write below a folder only while the file `name` is in it, so that it stays removed.
+
+    Writes of all threads raise UnclaimedError otherwise.
+    """
+    _claims[folder] = name
+    try:
+        yield
+    finally:
+        _claims.pop(folder, None)
+
+
+def _check_claim(uri: str) -> None:
+    for folder, name in list(_claims.items()):
+        if uri.startswith(f"{folder}/") and not exists(join(folder, name)):
+            raise UnclaimedError(folder)
+
+
+def _make_local_dirs(path: str) -> None:
+    """Makes a folder and its parents, but not the folders of `only_where`: a look is not enough for these."""
+    if os.path.isdir(path):
+        return
+    if path in _claims:
+        raise UnclaimedError(path)
+    _make_local_dirs(os.path.dirname(path))
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
 def open_file(uri: str, mode: str = "rb") -> IO[Any]:
     """Opens `uri`; the caller closes it. Reads and writes raise the errors of the store's client."""
+    if mode != "rb":
+        _check_claim(uri)
     fs, path = filesystem(uri)
     with store_errors(uri):
         return cast("IO[Any]", fs.open(path, mode))
@@ -211,9 +257,13 @@ def size(uri: str) -> int:
 
 def make_dirs(uri: str) -> None:
     """Makes the folder and its parents; does nothing on object stores or if the folder exists."""
+    _check_claim(uri)
     fs, path = filesystem(uri)
     with store_errors(uri):
-        fs.makedirs(path, exist_ok=True)
+        if is_local(uri):
+            _make_local_dirs(path)
+        else:
+            fs.makedirs(path, exist_ok=True)
 
 
 def list_names(uri: str) -> list[str]:
@@ -285,10 +335,11 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
+    _check_claim(uri)
     if not overwrite and exists(uri):
         raise FileExistsError(f"{uri!r} exists")
     if is_local(uri):
-        os.makedirs(parent or "/", exist_ok=True)
+        _make_local_dirs(parent or "/")
     if _protocols(fs) & _ATOMIC_PUT:
         with store_errors(uri):
             _put(fs, path, data, overwrite)

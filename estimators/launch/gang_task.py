@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective, CollectiveError, Meeting, Member, collective_class
 from ringspark.estimators.collectives.network import own_address
 from ringspark.estimators.collectives.rendezvous.server import meeting_ports
@@ -26,6 +27,7 @@ from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.rank_output import RankOutput
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
+from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import record
 
 # The work of a rank: takes the connected collective, the rank's device and the status to update; returns a
@@ -151,7 +153,9 @@ class GangTask:
         context = BarrierTaskContext.get()
         members = assign_ranks([_host_of(info.address) for info in context.getTaskInfos()])
         member = members[context.partitionId()]
-        with RankOutput(self.pulse, member.rank, member.host):
+        # The driver may have given up this rank, and removed the folder.
+        claimed = storage.only_where(self.pulse.run_uri, run_layout.OWNER)
+        with claimed, RankOutput(self.pulse, member.rank, member.host):
             result, failure = self._run(context, member)
         # Not before: until then the frames of the work, and of its error, hold tensors.
         release_gpu()

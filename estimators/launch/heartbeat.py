@@ -5,9 +5,9 @@ few seconds; its `host` and `pid` say where the process of the rank is. The driv
 between two looks, never by another machine's clock. A failing store must not end a training, so a failed
 write is ignored.
 
-The thread also ends work that nobody wants any more. A worker whose parent process died exits. Rank 0,
-which alone writes the other files of the run directory, stops if another driver, or a later launch of the
-same driver, has taken the run over.
+The thread also ends work that nobody wants any more. A worker whose parent process died exits. A rank stops
+if the driver has removed the run directory. Rank 0, which alone writes the other files of the run directory,
+stops if another driver, or a later launch of the same driver, has taken the run over.
 """
 
 from __future__ import annotations
@@ -195,8 +195,13 @@ class Heartbeat:
         # Errors of the store's client do not matter here, whatever their type.
         with suppress(Exception):
             data = json.dumps(asdict(self._beat)).encode()
-            # The next beat replaces it, so a flush to disk would only disturb the training.
-            storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data, durable=False)
+            try:
+                # The next beat replaces it, so a flush to disk would only disturb the training.
+                storage.write_atomic(beat_uri(self._pulse.run_uri, self._beat.rank), data, durable=False)
+            except storage.UnclaimedError:
+                self._status.stop(
+                    f"the run's folder {self._pulse.run_uri!r} was removed, so its training cannot go on"
+                )
 
     def _look_for_successor(self) -> None:
         """Stops rank 0 if somebody else writes into the run directory."""

@@ -110,17 +110,16 @@ def _store(text: bytes) -> None:
     """Stores what a rank that has died printed, then the file that tells the driver so."""
     run_uri, rank, start, line = sys.argv[5:]
     # Not before, because these imports take more memory than all the rest.
+    from ringspark.estimators import run_layout
     from ringspark.estimators.training import rank_log
     from ringspark.pipelines import storage
 
-    uri = rank_log.died_uri(run_uri, int(rank))
     # A driver that no longer asks has removed the folder of the signs of life.
-    if not storage.exists(uri.rpartition("/")[0]):
-        return
-    if text:
-        with suppress(Exception):  # the driver learns at once that there is nothing to wait for
-            rank_log.store(run_uri, int(rank), line, text)
-    storage.write_atomic(uri, start.encode())
+    with suppress(storage.UnclaimedError), storage.only_where(run_uri, run_layout.HEARTBEAT):
+        if text:
+            with suppress(Exception):  # the driver learns at once that there is nothing to wait for
+                rank_log.store(run_uri, int(rank), line, text)
+        storage.write_atomic(rank_log.died_uri(run_uri, int(rank)), start.encode())
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def make_way(uri: str, resume: bool | None) -> None:
             f"wait {_LIVES_SECONDS:.0f} s if it is not, give --no-resume to start anew, or name another "
             "folder"
         )
+    storage.remove(storage.join(uri, run_layout.OWNER))  # first: without it no rank writes
     storage.remove(uri, recursive=True)
 
 
@@ -291,6 +292,7 @@ class RunFolder:
                 # A later start writes them anew.
                 discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to go on"
+        discard(storage.join(self.uri, run_layout.OWNER))  # first: without it no rank writes
         if not self.is_given:
             discard(self.uri)
             return ""

@@ -23,7 +23,7 @@ from ringspark.estimators import Callback, TorchRegressor, TrainingState, Worker
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.models import ModelSpec
-from ringspark.pipelines import write_shards
+from ringspark.pipelines import storage, write_shards
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
@@ -62,6 +62,19 @@ class Damage(Callback):
             os.unlink(self._path)
             _invert(Path(self._shard))
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Remove(Callback):
+    """Removes the folder of the run in step 3, as its driver does at the end."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = str(run)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        time.sleep(0.1)
+        if state.step == 3 and state.rank == 0:
+            storage.remove(storage.join(self._run, "owner.json"))
+            storage.remove(self._run, recursive=True)
 
 
 def _invert(path: Path) -> None:
@@ -221,6 +234,14 @@ def test_a_failure_before_any_checkpoint_leaves_nothing(table: Any, tmp_path: Pa
     with pytest.raises(WorkerError, match="on purpose"):
         _estimator(tmp_path, checkpointEverySteps=1000).fit(table)
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_stop_if_the_folder_of_their_run_is_removed(shards: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes: dict[str, Any] = {"checkpointEverySteps": None, "logEverySteps": 1}
+    with pytest.raises(WorkerError, match="/run' was removed, so "):
+        _estimator(tmp_path, callbacks=[Remove(run)], timeoutSeconds=2.0, **changes).fitOnShards(shards)
+    assert not run.exists()
 
 
 def test_folders_that_cannot_be_used_are_refused_at_once(table: Any, tmp_path: Path) -> None:

@@ -46,6 +46,39 @@ def test_join_uses_one_slash() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["local", "memory"])
+def test_a_removed_folder_is_not_made_again(tmp_path: Path, scheme: str) -> None:
+    folder = str(tmp_path / "run") if scheme == "local" else f"memory://{tmp_path.name}/run"
+    inside = storage.join(folder, "a", "b")
+    storage.write_atomic(storage.join(folder, "claim"), b"mine")
+    with storage.only_where(folder, "claim"):
+        storage.write_atomic(storage.join(inside, "file"), b"")
+        for name in ("claim", ""):
+            # Without the claim, the rest of the folder may be there or not.
+            storage.remove(storage.join(folder, name), recursive=True)
+            for write in (
+                lambda: storage.write_atomic(storage.join(inside, "file"), b""),
+                lambda: storage.make_dirs(inside),
+                lambda: storage.open_file(storage.join(folder, "file"), "wb"),
+            ):
+                with pytest.raises(storage.UnclaimedError, match=f"{folder}' was removed"):
+                    write()
+        assert not storage.exists(folder)
+        storage.write_atomic(f"{folder}-other/file", b"")
+    storage.write_atomic(storage.join(inside, "file"), b"")
+
+
+def test_a_removal_between_look_and_write_leaves_no_folder(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    (tmp_path / "claim").touch()
+    with storage.only_where(folder, "../claim"):
+        with pytest.raises(storage.UnclaimedError):
+            storage.write_atomic(storage.join(folder, "a", "file"), b"")
+        with pytest.raises(storage.UnclaimedError):
+            storage.make_dirs(storage.join(folder, "a"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("scheme", ["local", "memory"])
 def test_files_come_and_go(tmp_path: Path, scheme: str) -> None:
     folder = str(tmp_path / "x") if scheme == "local" else f"memory://{tmp_path.name}/x"
     assert not storage.exists(folder)
