@@ -82,6 +82,8 @@ class ServedModel:
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Returns the columns that `transform` adds, such as `prediction`, for the rows of a DataFrame.
 
+        A column of whole numbers may hold them as floats; `transform` refuses such a column.
+
         Raises:
             ValueError: A column is missing or cannot be used; the message says which.
         """

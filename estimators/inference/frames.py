@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.types import NullType, StructField, StructType
 
 from ringspark.estimators.columns.expressions import TEMPORAL
@@ -21,7 +22,8 @@ from ringspark.estimators.columns.inputs import ModelInput, source_columns
 from ringspark.estimators.inference.predict import Predictor, cached_module
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import MASK
-from ringspark.pipelines.kinds import HashBuckets, Kind, Sparse, Struct
+from ringspark.pipelines.kinds import HashBuckets, Kind, Padded, Ragged, Sparse, Struct
+from ringspark.pipelines.kinds.base import is_list
 
 
 def spark_alone(item: ModelInput) -> bool:
@@ -78,13 +80,39 @@ def _fed(item: ModelInput, name: str, series: pd.Series[Any]) -> tuple[Feed, pa.
     kind = item.column.kind
     if item.part == MASK:
         return Feed(name=name, shape=(), dtype="float32"), pa.array(series.isna().to_numpy(np.float32))
+    dtype = str(getattr(kind, "dtype", ""))
     if kind.is_choice:
+        if isinstance(kind, Padded | Ragged) and "int" in dtype:
+            column = _whole(name, pa.array(_plain(series), from_pandas=True), dtype)
+        else:
+            column = pa.array(_plain(series), kind.selected, from_pandas=True)
         feed = Feed(name=name, kind=kind, part=item.part, fills_nulls=item.fills_nulls)
-        return feed, pa.array(_plain(series), kind.selected, from_pandas=True)
-    dtype = str(network_dtype(str(getattr(kind, "dtype", ""))))
+        return feed, column
+    dtype = str(network_dtype(dtype))
     feed = Feed(name=name, shape=_shape(kind), dtype=dtype, fills_nulls=item.fills_nulls)
     column = pa.array(_plain(series), from_pandas=item.fills_nulls)
-    return feed, column
+    return feed, _whole(name, column, dtype) if dtype == "int64" else column
+
+
+def _whole(name: str, column: pa.Array, dtype: str) -> pa.Array:
+    """Returns numbers as integers, exact ones: pandas and JSON bring whole numbers as doubles too.
+
+    NaN is left to the feed, which refuses it.
+
+    Raises:
+        ValueError: A number is none of the dtype.
+    """
+    leaf, wanted = column, pa.from_numpy_dtype(dtype)
+    while is_list(leaf.type):
+        leaf, wanted = leaf.flatten(), pa.list_(wanted)
+    if pa.types.is_floating(leaf.type) and pc.any(pc.is_nan(leaf)).as_py():
+        return column
+    try:
+        return column.cast(wanted)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"column {name!r} held {dtype} numbers in the training, and this value cannot be one: {error}"
+        ) from None
 
 
 def _shape(kind: Kind) -> tuple[int, ...]:

@@ -1,0 +1,75 @@
+"""MLflow's `pyfunc` on pandas columns, which often hold wider numbers than the training's columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators import TorchModel
+from ringspark.estimators.served_model import ServedModel
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
+from ringspark.pipelines import Array, Column, Padded, Scalar
+from ringspark.pipelines.kinds import Kind
+
+IDS, PAIR, TOKENS = Scalar(dtype="int64"), Array(dtype="int32", shape=(2,)), Padded(dtype="int8", length=2)
+
+
+class Echo(nn.Module):
+    """Gives back what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), -1)
+
+
+def _served(folder: Path, kind: Kind, width: int) -> ServedModel:
+    save_checkpoint(str(folder / "checkpoint"), Echo())
+    model = TorchModel(model=Echo(), featuresCol="x", predictionCols=["y"])
+    columns = (Column(name="x", kind=kind),)
+    model._set_trained(str(folder / "checkpoint"), [(width,)], None, columns=columns, input_columns=["x"])
+    return ServedModel(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (IDS, [2.0**24 + 1, -3.0]),
+        (PAIR, [[2.0**24 + 1, 7.0]]),
+        (TOKENS, [[5.0], [-128.0, 6.0]]),
+        (TOKENS, [[]]),
+    ],
+)
+def test_whole_numbers_of_a_float_column_are_exact(tmp_path: Path, kind: Kind, values: list[Any]) -> None:
+    width = 1 if kind is IDS else 2
+    served = _served(tmp_path, kind, width)
+    found = served.predict(pd.DataFrame({"x": values}))["y"].tolist()
+    padded = [value if width == 1 else [*value, *[0.0] * (2 - len(value))] for value in values]
+    assert [value if width == 1 else list(value) for value in found] == padded
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "told"),
+    [
+        (IDS, [2.0, 1.5], "int64 .*Float value 1.5"),
+        (IDS, [float("inf")], "int64 .*Float value inf"),
+        (PAIR, [[2.0, 1.5]], "int64 .*Float value 1.5"),
+        (TOKENS, [[2.0], [1.5]], "int8 .*Float value 1.5"),
+        (TOKENS, [[300, 1]], "int8 .* 300"),
+        (IDS, [1.0, float("nan")], "a null or NaN"),
+        (TOKENS, [[1.0, float("nan")]], "a null or NaN"),
+    ],
+)
+def test_numbers_that_the_training_could_not_hold_are_refused(
+    tmp_path: Path, kind: Kind, values: list[Any], told: str
+) -> None:
+    served = _served(tmp_path, kind, 1 if kind is IDS else 2)
+    with pytest.raises(ValueError, match=f"column 'x' .*{told}"):
+        served.predict(pd.DataFrame({"x": values}))
