@@ -280,6 +280,11 @@ def test_a_class_without_probability_does_not_win_by_a_threshold_of_zero() -> No
     assert classes.decide(np.array([[-np.inf, 0.0, 1.0], [-30.0, 0.0, 1.0]])).tolist() == [2.0, 0.0]
 
 
+def test_of_equal_logits_the_first_class_wins() -> None:
+    for width in (1, 2, 3):
+        assert Classes(width=width).decide(np.zeros((1, width))) == [0.0]
+
+
 @pytest.mark.parametrize(
     ("thresholds", "message"),
     [

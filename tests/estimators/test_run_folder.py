@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringspark.estimators.run.folder import Begun, RunFolder
+from ringspark.estimators.run.identity import differences
 
 
 def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
@@ -60,3 +61,8 @@ def test_a_run_that_dies_early_leaves_the_folder_and_the_files_that_were_there(t
         with pytest.raises(KeyError), run.guarded():
             raise KeyError("on purpose")
         assert left == ([path.name for path in folder.iterdir()] if folder.exists() else None)
+
+
+def test_a_setting_of_one_run_alone_is_a_difference() -> None:
+    found = differences({"settings": {"a": 1}}, {"settings": {"b": 2}})
+    assert found == ["a: 1 -> null", "b: null -> 2"]

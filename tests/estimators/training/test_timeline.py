@@ -23,8 +23,14 @@ from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.tracking.timeline import OTHER, Slice, slices_of, spans_of, time_shares
 from ringspark.estimators.training.observation import background_file, timeline
-from ringspark.estimators.training.observation.clocks import ClockOffset, measure_offset, now_ns, offset_at
-from ringspark.estimators.training.observation.span_file import read_spans
+from ringspark.estimators.training.observation.clocks import (
+    ClockOffset,
+    SharedMoment,
+    measure_offset,
+    now_ns,
+    offset_at,
+)
+from ringspark.estimators.training.observation.span_file import RankSpans, StepSpans, read_spans
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -168,6 +174,26 @@ def test_the_others_wait_for_the_late_rank(manifest: ShardManifest, tmp_path: Pa
         waited = {piece.rank: piece.end_ns - piece.begin_ns for piece in waits if piece.step == step}
         assert waited.keys() >= {0, 2}
         assert min(waited[0], waited[2]) > 10 * waited.get(1, 0)
+
+
+def test_a_wait_follows_the_exchange_that_encloses_it() -> None:
+    def spans(rank: int, begin_ns: int) -> RankSpans:
+        step = StepSpans(epoch=1, step=1, rows=1, begin_ns=0, end_ns=9, spans=(("exchange", begin_ns, 8),))
+        return RankSpans(
+            rank=rank,
+            size=2,
+            host="",
+            every=1,
+            taken_steps=1,
+            left_out=0,
+            moment=SharedMoment(clock_ns=0, unix_ns=0),
+            offsets=(ClockOffset(at_ns=0, offset_ns=0, error_ns=0),),
+            steps=(step,),
+            rare=(),
+        )
+
+    pieces = slices_of([spans(0, 0), spans(1, 5)])
+    assert [piece.kind for piece in pieces if piece.rank == 0] == ["step 1", "exchange", "wait"]
 
 
 # ------------------------------------------------------------------------------ what it leaves alone
