@@ -153,7 +153,7 @@ class LocalSync(PlainSync):
         """Restores `_shared_state`."""
 
     def _weights_of_others(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns where another number of ranks starts from: the average of the ranks' own weights.
+        """Returns the average of the ranks' own weights, from which another number of ranks resumes.
 
         Args:
             ranks: Read one at a time; each may be changed.

@@ -25,10 +25,15 @@ from ringspark.models.generators import random_state, seed_rank, set_random_stat
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors under other names; each is read when it is asked for, so a rank holds one of them at a time."""
+    """Reads each tensor at its access, so that a rank holds only one of them at a time."""
 
     def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str]) -> None:
-        """Args: names: Name here -> name that `read` takes."""
+        """Stores the source.
+
+        Args:
+            read: Reads a tensor by its stored name.
+            names: Key of this mapping -> stored name.
+        """
         self._read, self._names = read, names
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -114,7 +119,10 @@ def restore_rank(running: Running, states: Sequence[RankState], mesh: Mesh, seed
 
 
 def _lazy_section(tensors: Mapping[str, torch.Tensor], prefix: str) -> LazyTensors:
-    """Like `section`, without reading any tensor: an exchange may keep all weights of each rank."""
+    """Returns the tensors "<prefix>/<name>" by name, as `section` does, but reads none of them yet.
+
+    The state of one rank may contain all weights, so not all states are read at once.
+    """
     start = f"{prefix}/"
     names = {name.removeprefix(start): name for name in tensors if name.startswith(start)}
     return LazyTensors(tensors.__getitem__, names)

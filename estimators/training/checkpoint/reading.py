@@ -150,8 +150,8 @@ def load_training_state(
         average: Also takes the average of the weights, if the training keeps one.
 
     Returns:
-        The record, and the own states of the ranks that wrote it, which `restore_rank` restores; it reads
-        their tensors one at a time.
+        The record, and the states of the ranks that wrote it, for `restore_rank`, which reads their tensors
+        one at a time.
 
     Raises:
         ValueError: There is none, it is damaged, or it belongs to another network or optimizer.
@@ -184,7 +184,7 @@ def load_training_state(
         names[int(rank)][name] = key
 
     def read(key: str) -> torch.Tensor:
-        # A copy, because the training may keep it, and a later checkpoint removes the file.
+        # Copy the tensor, because the training may keep it after a later checkpoint has removed the file.
         return file.read(key).clone()
 
     return record, [

@@ -262,7 +262,7 @@ def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor)
 def section(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     """Returns the tensors "<prefix>/<name>" by name."""
     start = f"{prefix}/"
-    # By key, because tensors of a file are read when they are asked for.
+    # Iterate over keys, not items, because a `LazyTensors` reads a tensor from the file at each access.
     return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
 
 
