@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -18,8 +19,9 @@ from PIL import Image as Pillow
 from torch import nn
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
-from ringspark.estimators.columns.feeds import Feed, to_input
+from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
+from ringspark.estimators.inference.frames import _fed
 from ringspark.estimators.training.feed import to_tensor
 from ringspark.pipelines import Binary, Column, Image, Scalar, open_reader, write_shards
 from ringspark.pipelines.manifest import ShardFile
@@ -390,3 +392,26 @@ def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
     )
     found = estimator.fitOnShards(shards).transform(frame).sort("id").collect()
     assert [row.prediction for row in found] == (wanted @ [1, 100, 10_000]).tolist()
+
+
+def _of_pandas(values: list[Any], kind: Scalar, *, fills_nulls: bool = False) -> list[float]:
+    item = ModelInput(column=Column(name="x", kind=kind), fills_nulls=fills_nulls)
+    feed, column = _fed(item, "x", pd.Series(values))
+    (made,) = make_inputs([feed], [column])
+    assert made.dtype == (np.int64 if kind.dtype == "int64" else np.float32)
+    return list(made.tolist())
+
+
+def test_whole_numbers_that_pandas_holds_as_floats_stay_whole() -> None:
+    assert _of_pandas([1.0, 16_777_217.0], Scalar("int64")) == [1, 16_777_217]
+    for wrong in (1.7, np.inf):
+        with pytest.raises(ValueError, match=f"column 'x' held whole numbers in the training, got {wrong}; "):
+            _of_pandas([1.0, wrong], Scalar("int64"))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64", "bool"])
+def test_a_null_of_pandas_is_filled_where_the_training_kept_nulls(dtype: str) -> None:
+    assert _of_pandas([1, None], Scalar(dtype), fills_nulls=True) == [1, 0]
+    assert _of_pandas([None, None], Scalar(dtype), fills_nulls=True) == [0, 0]
+    with pytest.raises(ValueError, match="column 'x' has a null or NaN"):
+        _of_pandas([1, None], Scalar(dtype))
