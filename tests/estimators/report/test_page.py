@@ -22,7 +22,10 @@ from small_training import config_of, train_gang
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.report import report
-from ringspark.estimators.report.content import seconds, show
+from ringspark.estimators.report.content import Table, seconds, show
+from ringspark.estimators.report.facts import Facts, RunFacts
+from ringspark.estimators.report.sections.headline import SECTION
+from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -82,6 +85,14 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: MakeShards, t
     assert float(told["mean"]) == pytest.approx(labels.mean(), abs=1e-4)
     assert float(told["max"]) == pytest.approx(labels.max(), abs=1e-3)
     assert result.checkpoint_epoch == int(page.cards["the model is of epoch"])
+
+
+def test_of_equally_good_epochs_the_first_is_named() -> None:
+    common = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 1.0, "validation_loss": None}
+    history = tuple(EpochRecord(epoch=e, train_loss=x, **common) for e, x in ((1, 2.0), (2, 1.0), (3, 1.0)))
+    *_, table = SECTION.make(Facts(run=RunFacts(run_uri="", history=history)))
+    assert isinstance(table, Table)
+    assert table.rows == [["train_loss", show(1.0), show(1.0), "2"]]
 
 
 def test_each_setting_is_listed_once_beside_its_default(make_shards: MakeShards, tmp_path: Path) -> None:

@@ -176,6 +176,11 @@ def test_parts_that_make_up_no_whole_are_passed_over(
     assert "the checkpoint of step 2 is passed over" in caplog.text
 
 
+def test_blocks_that_leave_a_rest_make_up_no_whole() -> None:
+    with pytest.raises(ValueError, match=r"shapes \[\[3, 1\], \[0, 1\]\], which do not make up \[4, 1\]"):
+        Spread(Cut("tensor", 0, blocks=3), (4, 1), (0, 1)).check("w", [[3, 1], [0, 1]])
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
     tmp_path: Path, part: int
