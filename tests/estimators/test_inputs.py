@@ -23,7 +23,7 @@ from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.inference.frames import _fed
 from ringspark.estimators.training.feed import to_tensor
-from ringspark.pipelines import Binary, Column, Image, Scalar, open_reader, write_shards
+from ringspark.pipelines import Binary, Column, Image, Ragged, Scalar, open_reader, write_shards
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.writing.joined_reports import join_reports
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
@@ -143,6 +143,13 @@ def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none() -> None:
     feed = Feed(name="x", kind=Binary("image", shape=(48, 48)))
     with pytest.raises(RuntimeError, match=r"column 'x' holds \d+ bytes .*; repair or drop such rows"):
         feed(pa.array([image.getvalue()[:-200]], pa.binary()))
+
+
+def test_a_network_gets_the_starts_of_ragged_rows() -> None:
+    kind = Ragged("int64")
+    feeds = [Feed(name="x", kind=kind, part=part) for part in (".values", ".offsets")]
+    column = pa.array([[1, 2], [], [3]])
+    assert [array.tolist() for array in make_inputs(feeds, [column] * 2)] == [[1, 2, 3], [0, 2, 2]]
 
 
 def test_numbers_beyond_float32_are_refused(spark: Any, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from ringspark.estimators.inference.predict import Predictor, run
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
+from ringspark.models.skeleton import skeleton
 from ringspark.pipelines import (
     Binary,
     HashBuckets,
@@ -399,6 +400,24 @@ class Exact(nn.Module):
 def test_whole_numbers_and_doubles_are_not_rounded_to_fp32(pairs: Any, tmp_path: Path) -> None:
     model = make(TorchModel, Exact(), tmp_path, [(), ()], predictionCols=["whole", "third"])
     assert set(values_of(model.transform(pairs), "whole", "third")) == {(2**24 + 1, 1 / 3)}
+
+
+def test_rows_around_an_invalid_one_keep_their_exact_predictions(tmp_path: Path) -> None:
+    info = save_checkpoint(str(tmp_path), Exact())
+    predictor = Predictor(
+        model=user_code.dumps(skeleton(Exact())),
+        weights_uri=str(tmp_path),
+        weights_id=info.checkpoint_id,
+        feeds=(Feed(name="x", shape=(1,)),),
+        results=Values(shapes=((), ())),
+        output_widths=(1, 1),
+        batch_size=8,
+        keeps_rows=True,
+    )
+    rows = pa.array([[1.0], [2.0], [3.0]]), pa.array([True, False, True])
+    (found,) = run(predictor, iter([rows]))
+    known = {"c0": 2**24 + 1, "c1": 1 / 3}
+    assert found.to_pylist() == [known, None, known]
 
 
 class Counted(nn.Module):
