@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
@@ -100,11 +101,18 @@ class SummedGradients(PlainSync):
             ranks.on_leave(self._sums.clear)
         self._reacts = False  # to gradients: only in a step's last backward pass, not in a callback's own
         self._always = nullcontext()
+        self._hooks: list[RemovableHandle] = []
         if bucket_bytes is not None:
             for number, bucket in enumerate(self._buckets):
                 for index, parameter in enumerate(bucket.parameters):
                     hook = partial(self._on_gradient, number, index)
-                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._hooks.append(handle)
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks of the parameters, which keep this object and its buffers alive."""
+        for hook in self._hooks:
+            hook.remove()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         self._reacts = last

@@ -20,6 +20,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import PlainSync, Scaler, follow
 from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.data.gradient_sum import SummedGradients
 from ringspark.estimators.parallel.local.flat_weights import FlatWeights
 from ringspark.estimators.parallel.local.rank_optimizer import load_tensors, state_tensors
 from ringspark.estimators.parallel.local.statistics import Statistics
@@ -72,6 +73,8 @@ class LocalSync(PlainSync):
         self._is_local = self._steps >= self._after
         self.loss_factor = float(self._collective.size) if self._is_local else 1.0
         if self._is_local:
+            if isinstance(self._synchronous, SummedGradients):
+                self._synchronous.remove_hooks()
             self._synchronous = None
             self._statistics = Statistics(self.network, self._collective)
             self._begin_local()

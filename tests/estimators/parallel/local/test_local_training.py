@@ -5,7 +5,9 @@ The ranks of one collective run all cases in turn; each test looks at its own.
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -528,3 +530,27 @@ def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: 
     for sync in (gang[rank], resumed):
         step(sync, None)
     assert _flat(resumed.network) == _flat(gang[rank].network)
+
+
+class _Sends(_Doubles):
+    """A rank that sends gradients while it computes, so that a large network has hooks."""
+
+    def sends_at_once(self, device: torch.device) -> bool:
+        return True
+
+
+def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
+    """It has the size of the network."""
+    assert LOCAL_STEPS.convert is not None
+    exchange = Exchange(local_steps=LOCAL_STEPS.convert({"steps": 3, "after": 1}))
+    make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
+    sync: Any = STRATEGIES[exchange.strategy]().prepare(nn.Linear(1024, 600), make, _Sends(), exchange)
+    buffers = [weakref.ref(bucket.buffer) for bucket in sync._synchronous._buckets]
+    for _ in range(2):
+        sync.optimizer.zero_grad()
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(2, 1024)).sum().backward()
+        sync.reduce()
+        sync.step(LossScaler("fp32", torch.device("cpu")))
+    gc.collect()
+    assert [buffer() for buffer in buffers] == [None] * len(buffers)
