@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import reduce
 
@@ -41,7 +41,7 @@ REMEDY = "build the same model, with the same trainable parameters, on every ran
 # From so many elements on, reading what each rank reduced for all costs less than reducing all oneself.
 _SPLIT_ELEMENTS = 16 << 10
 
-_TOKEN_BYTES = 16
+TOKEN_BYTES = 16
 
 _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -273,23 +273,30 @@ def _meet(
     Returns None for the socket if there is none: containers may share an address but not a network namespace.
     """
     if member.rank == 0:
-        door, token = _open_door(stack), secrets.token_bytes(_TOKEN_BYTES)
+        door, token = open_door(stack), secrets.token_bytes(TOKEN_BYTES)
         client.set("sharing/door", token + door.getsockname() if door else b"")
         return door, token
     told = client.get("sharing/door", timeout) or b""
-    token, name = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:]
+    token, name = told[:TOKEN_BYTES], told[TOKEN_BYTES:]
+    return connect_to_door(name, token, member.rank, stack, timeout), token
+
+
+def connect_to_door(
+    name: bytes, token: bytes, rank: int, stack: ExitStack, timeout: float
+) -> socket.socket | None:
+    """Returns a connection to rank 0's door that has shown the token; None if there is no door or no way."""
     if name:
         with suppress(OSError):
             link = stack.enter_context(socket.socket(socket.AF_UNIX))
             link.settimeout(timeout)
             link.connect(name)
             if _leads_to_own_user(link):
-                link.send(token + bytes([member.rank]))
-                return link, token
-    return None, token
+                link.send(token + bytes([rank]))
+                return link
+    return None
 
 
-def _open_door(stack: ExitStack) -> socket.socket | None:
+def open_door(stack: ExitStack) -> socket.socket | None:
     """Returns a listening socket without a file, so a killed rank leaves nothing. None if that fails."""
     with suppress(OSError):
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -325,33 +332,57 @@ def _deal(door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept
                 (dealt if one else kept).enter_context(pair[0])
                 dealt.enter_context(pair[1])
                 ends[one][other], ends[other][one] = pair
-        absent = set(range(1, size))
-        while absent:
-            link, _address = door.accept()
-            # A rank whose link fails stays absent; a stranger of this user, who knows no token, is let go.
-            with link, suppress(OSError):
-                if not _leads_to_own_user(link):
-                    continue
-                link.setblocking(False)
-                told = link.recv(len(token) + 1)
-                if hmac.compare_digest(told[:-1], token):
-                    own = [end.fileno() for _, end in sorted(ends[told[-1]].items())]
-                    socket.send_fds(link, [b"1"], [memory, *own])
-                    absent.remove(told[-1])
+        send_descriptors(
+            door,
+            token,
+            {
+                rank: [memory, *(end.fileno() for _, end in sorted(ends[rank].items()))]
+                for rank in range(1, size)
+            },
+        )
         return memory, ends[0]
+
+
+def send_descriptors(door: socket.socket, token: bytes, descriptors: Mapping[int, Sequence[int]]) -> None:
+    """Sends each rank its descriptors. Runs on rank 0 once all ranks have connected.
+
+    Raises:
+        OSError: A rank did not connect.
+    """
+    absent = set(descriptors)
+    while absent:
+        link, _address = door.accept()
+        # A rank whose link fails stays absent; a stranger of this user, who knows no token, is disconnected.
+        with link, suppress(OSError):
+            if not _leads_to_own_user(link):
+                continue
+            link.setblocking(False)
+            told = link.recv(len(token) + 1)
+            if hmac.compare_digest(told[:-1], token):
+                socket.send_fds(link, [b"1"], descriptors[told[-1]])
+                absent.remove(told[-1])
+
+
+def receive_descriptors(link: socket.socket, count: int) -> list[int]:
+    """Returns the descriptors that rank 0 sends.
+
+    Raises:
+        OSError: Rank 0 sent another number of descriptors.
+    """
+    _, descriptors, _, _ = socket.recv_fds(link, 1, count)
+    if len(descriptors) != count:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(f"rank 0 sent {len(descriptors)} of {count} descriptors")
+    for descriptor in descriptors:
+        # A program that the user's code starts must not hold the memory or the connections.
+        os.set_inheritable(descriptor, False)
+    return descriptors
 
 
 def _receive(link: socket.socket, member: Member, meeting: ExitStack, kept: ExitStack) -> Dealt:
     """Returns this rank's part of what rank 0 deals; `meeting` and `kept` as for rank 0."""
-    _, descriptors, _, _ = socket.recv_fds(link, 1, member.size)
-    if len(descriptors) != member.size:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise OSError(f"rank 0 sent {len(descriptors)} of {member.size} descriptors")
-    for descriptor in descriptors:
-        # A program that the user's code starts must not hold the memory or the connections.
-        os.set_inheritable(descriptor, False)
-    memory, *ends = descriptors
+    memory, *ends = receive_descriptors(link, member.size)
     meeting.callback(os.close, memory)
     others = [other for other in range(member.size) if other != member.rank]
     peers = {

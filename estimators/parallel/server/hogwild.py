@@ -15,9 +15,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
@@ -25,6 +24,13 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives.shared_memory import (
+    TOKEN_BYTES,
+    connect_to_door,
+    open_door,
+    receive_descriptors,
+    send_descriptors,
+)
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, PlainSync, Scaler
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.exchange import Exchange
@@ -38,8 +44,6 @@ from ringspark.estimators.parallel.sharded.pieces import is_dense, place
 
 # Every parameter begins at a cache line of its own.
 _ALIGNMENT = 64
-_TOKEN_BYTES = 16
-_FOLDER = "/dev/shm"
 _REMEDY = "set consistency='asp', which goes through the network"
 
 
@@ -61,7 +65,7 @@ class Hogwild:
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.device.type != "cpu" for p in trained):
             raise ValueError(f"consistency 'hogwild' trains in the host's memory, not on a GPU; {_REMEDY}")
-        share_memory(trained, collective)
+        share_memory(trained, collective, exchange.timeout_seconds)
         optimizer = make_optimizer(module)
         consistency = Consistency.of(exchange.consistency)
         seconds = exchange.timeout_seconds
@@ -79,8 +83,13 @@ class Hogwild:
         return HogwildSync(module, optimizer, server, client, collective)
 
 
-def share_memory(parameters: Sequence[nn.Parameter], collective: Collective) -> None:
+def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
     """Moves equal parameters to memory that all ranks map, until they leave. Runs on every rank.
+
+    The memory has no name in a file system, so a rank that is killed leaves nothing.
+
+    Args:
+        timeout_seconds: Longest wait of a rank for the memory.
 
     Raises:
         ValueError: The ranks do not see the same memory; raised on every rank.
@@ -92,39 +101,12 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective) -> 
             parameter.data = parameter.data.contiguous()
         starts.append(end)
         end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-    descriptor, path, token = -1, "", b""
-    if collective.rank == 0:
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        with suppress(OSError):
-            descriptor, path = tempfile.mkstemp(prefix="ringspark-hogwild-", dir=_FOLDER)
-    memory: mmap.mmap | None = None
-    try:
-        if descriptor >= 0:
-            with suppress(OSError):
-                # Takes the memory now: where it is short, this fails, and writing would end the process.
-                os.posix_fallocate(descriptor, 0, end)
-                memory = mmap.mmap(descriptor, end)
-                memory[: len(token)] = token
-        told = gather_bytes(collective, token + path.encode())[0]
-        token, path = told[:_TOKEN_BYTES], told[_TOKEN_BYTES:].decode()
-        if collective.rank and path:
-            with suppress(OSError, ValueError):
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                memory = mmap.mmap(descriptor, end)
-        # Containers of one host may have folders of their own.
-        sees = memory is not None and memory[: len(token)] == token
-        able = collective.all_gather(torch.tensor([int(sees)]))
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-        if collective.rank == 0 and path:
-            # All have mapped it, or never will.
-            with suppress(OSError):
-                os.unlink(path)
+    memory = _open_memory(end, collective, timeout_seconds)
+    able = collective.all_gather(torch.tensor([int(memory is not None)]))
     if memory is None or not all(int(flag) for flag in able):
         raise ValueError(
-            f"consistency 'hogwild' needs {end:,} bytes of memory in {_FOLDER} that all workers share; "
-            f"give the host or container that much, or {_REMEDY}"
+            f"consistency 'hogwild' needs {end:,} bytes of memory that all workers share; run them in one "
+            f"container or without any, with that much memory, or {_REMEDY}"
         )
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for parameter, start in zip(parameters, starts, strict=True):
@@ -135,6 +117,41 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective) -> 
         parameter.data = shared
     collective.barrier()
     collective.on_leave(partial(_take_out, parameters))
+
+
+def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float) -> mmap.mmap | None:
+    """Returns memory that rank 0 makes and sends the other ranks. Runs on every rank.
+
+    Returns:
+        None if rank 0 has not that much memory, or this rank cannot reach it.
+    """
+    with ExitStack() as stack:
+        memory: mmap.mmap | None = None
+        descriptor, door, link = -1, None, None
+        token = secrets.token_bytes(TOKEN_BYTES)
+        if collective.rank == 0:
+            # Only Linux has such memory.
+            with suppress(OSError, AttributeError):
+                descriptor = os.memfd_create("ringspark-hogwild")
+                stack.callback(os.close, descriptor)
+                # Takes the memory now: where it is short, this fails, and writing would end the process.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                memory = mmap.mmap(descriptor, num_bytes)
+                door = open_door(stack)
+        address = gather_bytes(collective, token + (door.getsockname() if door else b""))[0]
+        token, name = address[:TOKEN_BYTES], address[TOKEN_BYTES:]
+        if collective.rank:
+            link = connect_to_door(name, token, collective.rank, stack, timeout_seconds)
+        # Rank 0 waits for no connection.
+        collective.barrier()
+        with suppress(OSError, ValueError):
+            if door is not None:
+                send_descriptors(door, token, {rank: [descriptor] for rank in range(1, collective.size)})
+            elif link is not None:
+                (descriptor,) = receive_descriptors(link, 1)
+                stack.callback(os.close, descriptor)
+                memory = mmap.mmap(descriptor, num_bytes)
+        return memory
 
 
 def _take_out(parameters: Sequence[nn.Parameter]) -> None:

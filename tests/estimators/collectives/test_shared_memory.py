@@ -25,8 +25,8 @@ from ringspark.estimators.collectives.shared_memory import (
     MOST_RANKS,
     SharedMemory,
     _deal,
-    _open_door,
     _receive,
+    open_door,
     open_shared_memory,
 )
 from ringspark.estimators.launch.local import run_spawned
@@ -186,7 +186,7 @@ def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (child := os.fork()):
         with suppress(BaseException), ExitStack() as stack:
-            if _open_door(stack) is not None:
+            if open_door(stack) is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -235,7 +235,7 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_gets_no_memory_though_it_knows_the_token() -> None:
     with ExitStack() as stack:
-        door = _open_door(stack)
+        door = open_door(stack)
         assert door is not None
         link = stack.enter_context(socket.socket(socket.AF_UNIX))
         os.seteuid(65534)
